@@ -1,0 +1,1 @@
+//! Volumes with snapshots: POSIX semantics, metadata engines, file data as objects, the FUSE mount.

@@ -1,0 +1,1 @@
+//! Topics into Parquet files of a volume, exactly once.

@@ -1,0 +1,1 @@
+//! The model bundle: the format where trainers and servers meet.

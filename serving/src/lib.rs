@@ -1,0 +1,1 @@
+//! Model serving: bundles, ONNX Runtime sessions, Open Inference Protocol, topic to topic.

@@ -1,0 +1,1 @@
+//! Elastic, deterministic training: ONNX in, ONNX out.
