@@ -1,0 +1,48 @@
+# Every command a contributor needs; `make help` lists them.
+SHELL := /bin/bash
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+ORT_DYLIB_PATH ?= $(CURDIR)/.local/onnxruntime/libonnxruntime.so
+export ORT_DYLIB_PATH
+TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+ARGS ?=
+
+.PHONY: help quickstart test check conformance bench bench-% install clean
+
+help: ## List the commands
+	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+quickstart: setup-test ## Run the whole pipeline on real data (ARGS="--keep" and so on are passed on)
+	cargo build --locked
+	$(TARGET)/debug/millrace quickstart $(ARGS)
+
+test: setup-test ## Everything that needs no server and no Python
+	cargo test --locked --workspace
+
+conformance: setup-conformance ## Real clients against real sockets and mounts
+	cargo test --locked --test conformance -- --ignored --test-threads 1
+
+check: setup-test ## Format, lints, documentation, the CUDA build
+	cargo fmt --all -- --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
+	cargo check --locked --features cuda
+
+bench: setup-test ## All benchmarks, each against a control in the same run
+	cargo bench --locked --bench pipeline -- $(ARGS)
+
+bench-%: setup-test ## One area: datafs, streams, feed, ingest, trainer, serving
+	cargo bench --locked --bench pipeline -- $*
+
+install: setup-test ## Install the release binary
+	cargo install --locked --path .
+
+clean: ## Remove build products and what setup fetched
+	cargo clean
+	rm -rf .local
+
+.PHONY: setup-test setup-conformance
+# The two setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
+setup-test:
+	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
+setup-conformance:
+	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup conformance
