@@ -1,1 +1,64 @@
 //! The model bundle: the format where trainers and servers meet.
+//!
+//! A bundle is one version of one model, stored as
+//!
+//! ```text
+//! <root>/<name>/<version>/model.onnx
+//! <root>/<name>/<version>/bundle.json      written last: signature, digests, lineage, metrics
+//! ```
+//!
+//! which is also Triton's repository layout plus a manifest. The crate works over any
+//! [`object_store::ObjectStore`] and a root path, so a volume, a snapshot of a volume and a plain
+//! directory are the same to it.
+//!
+//! It is not a model server and it runs nothing: it reads, checks and writes bundles, and it carries
+//! the ONNX schema ([`onnx`]) for everybody who builds or reads a graph.
+//!
+//! Invariants:
+//! - a version without a complete, valid manifest does not exist for readers: [`list`] leaves it out
+//!   ([`scan`] says why) and [`load`] refuses it;
+//! - every byte that [`load`] returns was compared with the SHA-256 digest in the manifest;
+//! - versions are immutable: [`Bundle::write`] refuses to replace one;
+//! - sizes, counts and paths in a manifest are bounded before anything is read ([`Limits`]).
+//!
+//! ```
+//! # use millrace_bundle::{Bundle, Lineage, onnx};
+//! # async fn example(model: onnx::ModelProto) -> Result<(), Box<dyn std::error::Error>> {
+//! use prost::Message;
+//!
+//! let store = object_store::memory::InMemory::new();
+//! let bundle = Bundle::new("digits", 1, model.encode_to_vec(), Lineage::default(), Default::default())?;
+//! bundle.write(&store, "models").await?;
+//!
+//! let latest = millrace_bundle::list(&store, "models").await?.pop().ok_or("no model")?;
+//! let bundle = millrace_bundle::load(&store, "models", &latest.name, latest.version).await?;
+//! assert_eq!(bundle.manifest().signature.inputs[0].name, "input");
+//! # Ok(())
+//! # }
+//! ```
+
+mod bundle;
+mod error;
+mod manifest;
+mod repository;
+mod signature;
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub mod onnx {
+    //! Types of the ONNX schema, generated from `proto/onnx.proto`. Scalars have explicit presence
+    //! (`Option`), with accessors that give the default: `node.op_type()`.
+    include!(concat!(env!("OUT_DIR"), "/onnx.rs"));
+}
+
+pub use bundle::Bundle;
+pub use error::{Error, Result};
+pub use manifest::{
+    FORMAT_VERSION, FileEntry, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
+};
+pub use repository::{
+    Limits, Listing, ModelVersion, Skipped, list, load, load_with, next_version, scan,
+};
+pub use signature::{Datatype, Signature, TensorSpec};
+
+#[cfg(test)]
+mod tests;

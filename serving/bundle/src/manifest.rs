@@ -1,0 +1,170 @@
+//! The manifest `bundle.json`: what a model version is made of, what it takes and gives, and where it
+//! came from.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::signature::Signature;
+
+/// Newest manifest format that this crate reads, and the one that it writes.
+pub const FORMAT_VERSION: u64 = 1;
+/// File name of the manifest inside a version's directory.
+pub const MANIFEST_FILE: &str = "bundle.json";
+/// File name of the graph inside a version's directory.
+pub const MODEL_FILE: &str = "model.onnx";
+/// Largest manifest that is read or written, in bytes.
+pub const MANIFEST_BYTES_MAX: u64 = 1 << 20;
+
+const FILES_MAX: usize = 64;
+const FILE_PATH_BYTES_MAX: usize = 256;
+const METRICS_MAX: usize = 1024;
+const NAME_BYTES_MAX: usize = 128;
+
+/// The content of `bundle.json`.
+///
+/// Unknown keys are ignored, so that a program may add some within one format version.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Format of this file, [`FORMAT_VERSION`].
+    pub format_version: u64,
+    /// Model name, equal to the name of the directory.
+    pub name: String,
+    /// Model version, positive, equal to the name of the directory.
+    pub version: u64,
+    /// Every other file of the version, with its size and digest.
+    pub files: Vec<FileEntry>,
+    /// Inputs and outputs of the graph.
+    pub signature: Signature,
+    /// Where the model came from.
+    #[serde(default)]
+    pub lineage: Lineage,
+    /// Figures of the training, finite, by name (`loss`, `accuracy`).
+    #[serde(default)]
+    pub metrics: BTreeMap<String, f64>,
+    /// When the bundle was made: RFC 3339, UTC.
+    pub created_at: String,
+}
+
+/// One file of a model version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Path relative to the version's directory: plain segments separated by `/`.
+    pub path: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// SHA-256 of the content, 64 lower-case hexadecimal digits.
+    pub sha256: String,
+}
+
+/// What made a model: enough to make it again. Fields that do not apply stay empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Lineage {
+    /// Volume that the training data was read from.
+    pub volume: String,
+    /// Snapshot of that volume.
+    pub snapshot: String,
+    /// Next offset per topic and partition that had landed in the snapshot.
+    pub offsets: BTreeMap<String, BTreeMap<i32, i64>>,
+    /// SHA-256 of the training configuration.
+    pub config_sha256: String,
+    /// Seed of weights and shuffle.
+    pub seed: u64,
+    /// Version of the program that trained.
+    pub code_version: String,
+    /// Optimizer steps taken.
+    pub steps: u64,
+    /// Whole passes over the data.
+    pub epochs: u64,
+}
+
+impl Manifest {
+    /// The entry of a file, by its path.
+    pub fn file(&self, path: &str) -> Option<&FileEntry> {
+        self.files.iter().find(|file| file.path == path)
+    }
+
+    /// SHA-256 of `model.onnx` in hexadecimal digits; empty when the manifest has no such entry,
+    /// which no checked manifest lacks.
+    pub fn model_sha256(&self) -> &str {
+        self.file(MODEL_FILE).map_or("", |file| &file.sha256)
+    }
+
+    /// Checks everything that can be checked without the files; the error says what is wrong.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        if self.format_version != FORMAT_VERSION {
+            return Err(format!("format_version {} is unknown", self.format_version));
+        }
+        if !is_model_name(&self.name) {
+            return Err(format!("{:?} is not a model name", shorten(&self.name)));
+        }
+        if self.version == 0 {
+            return Err("version 0 is not a positive integer".into());
+        }
+        if self.files.len() > FILES_MAX {
+            return Err(format!("{} files, the limit is {FILES_MAX}", self.files.len()));
+        }
+        let mut paths = BTreeSet::new();
+        for file in &self.files {
+            check_file_path(&file.path)?;
+            if !is_sha256(&file.sha256) {
+                return Err(format!("{}: sha256 is not 64 lower-case hex digits", file.path));
+            }
+            if !paths.insert(file.path.as_str()) {
+                return Err(format!("{} is listed twice", file.path));
+            }
+        }
+        if self.file(MODEL_FILE).is_none() {
+            return Err(format!("{MODEL_FILE} is not listed"));
+        }
+        self.signature.check()?;
+        if self.metrics.len() > METRICS_MAX {
+            return Err(format!("{} metrics, the limit is {METRICS_MAX}", self.metrics.len()));
+        }
+        if let Some((name, value)) = self.metrics.iter().find(|(_, value)| !value.is_finite()) {
+            return Err(format!("metric {:?} is {value}, not a finite number", shorten(name)));
+        }
+        Ok(())
+    }
+}
+
+/// Whether a string may name a model: the same rule as for volumes.
+pub(crate) fn is_model_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= NAME_BYTES_MAX
+        && !name.starts_with(['.', '-'])
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+}
+
+/// At most 160 characters of text from outside, for messages.
+pub(crate) fn shorten(text: &str) -> String {
+    text.chars().take(160).collect()
+}
+
+fn is_sha256(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Refuses everything that could leave the version's directory or mean another file than it seems.
+fn check_file_path(path: &str) -> std::result::Result<(), String> {
+    if path.is_empty() || path.len() > FILE_PATH_BYTES_MAX {
+        return Err(format!("file path of {} bytes, allowed are 1 to {FILE_PATH_BYTES_MAX}", path.len()));
+    }
+    if path == MANIFEST_FILE {
+        return Err(format!("{MANIFEST_FILE} lists itself"));
+    }
+    let plain = path.split('/').all(|segment| {
+        !segment.is_empty()
+            && segment != "."
+            && segment != ".."
+            && segment
+                .bytes()
+                .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b'+' | b'='))
+    });
+    if plain {
+        Ok(())
+    } else {
+        Err(format!("file path {path:?} is not a plain relative path inside the version"))
+    }
+}

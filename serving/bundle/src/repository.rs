@@ -1,0 +1,285 @@
+//! Finding and loading bundles below a root path of an object store.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+
+use crate::bundle::{Bundle, sha256_hex};
+use crate::error::{Error, Result};
+use crate::manifest::{
+    FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten,
+};
+
+/// Bounds on what is read from a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest total size of a version's files without the manifest, in bytes. The default is 2 GiB,
+    /// the most that a protobuf message, and so an ONNX file, can have.
+    pub model_bytes_max: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { model_bytes_max: 2 << 30 }
+    }
+}
+
+/// A complete model version as found by [`scan`]: its manifest is valid and its files are there in the
+/// right sizes. Digests are compared by [`load`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelVersion {
+    /// Model name.
+    pub name: String,
+    /// Version, positive.
+    pub version: u64,
+    /// The manifest.
+    pub manifest: Manifest,
+}
+
+/// A directory that looks like a model version and cannot be used.
+#[derive(Debug)]
+pub struct Skipped {
+    /// Path in the store.
+    pub path: String,
+    /// Why it was skipped.
+    pub reason: Error,
+}
+
+/// Everything found below a root.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// Usable versions, by name, then by version ascending.
+    pub complete: Vec<ModelVersion>,
+    /// What was left out, with the reason.
+    pub skipped: Vec<Skipped>,
+}
+
+/// Usable versions below `root`, by name, then by version ascending. Incomplete and corrupt ones are
+/// left out; [`scan`] says why.
+///
+/// # Errors
+/// [`Error::Store`] when the store itself fails. A root that does not exist holds no models.
+pub async fn list(store: &dyn ObjectStore, root: &str) -> Result<Vec<ModelVersion>> {
+    Ok(scan(store, root).await?.complete)
+}
+
+/// Everything below `root`: usable versions, and the others with the reason.
+///
+/// # Errors
+/// As [`list`].
+pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
+    let root = root_path(root)?;
+    let mut listing = Listing::default();
+    for model in directories(store, &root).await? {
+        let Some(name) = model.filename().map(str::to_owned) else { continue };
+        if !is_model_name(&name) {
+            let reason = Error::InvalidName { name: shorten(&name) };
+            listing.skipped.push(Skipped { path: model.to_string(), reason });
+            continue;
+        }
+        for path in directories(store, &model).await? {
+            let version = path.filename().unwrap_or_default().to_owned();
+            let found = match parse_version(&version) {
+                Some(version) => inspect(store, &path, &name, version).await,
+                None => Err(Error::InvalidVersion { version: shorten(&version) }),
+            };
+            match found {
+                Ok((manifest, _)) => listing.complete.push(ModelVersion {
+                    name: name.clone(),
+                    version: manifest.version,
+                    manifest,
+                }),
+                Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
+            }
+        }
+    }
+    listing.complete.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
+    Ok(listing)
+}
+
+/// Loads one version with the default [`Limits`]; every byte is verified.
+///
+/// # Errors
+/// [`Error::NotFound`], [`Error::Incomplete`], [`Error::Corrupt`], [`Error::NewerFormat`],
+/// [`Error::TooLarge`], [`Error::Store`].
+pub async fn load(store: &dyn ObjectStore, root: &str, name: &str, version: u64) -> Result<Bundle> {
+    load_with(store, root, name, version, &Limits::default()).await
+}
+
+/// Loads one version within the given limits; every byte is verified. Holds the model in memory once.
+///
+/// # Errors
+/// As [`load`].
+pub async fn load_with(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    version: u64,
+    limits: &Limits,
+) -> Result<Bundle> {
+    let base = version_path(root, name, version)?;
+    let (manifest, paths) = inspect(store, &base, name, version).await?;
+    let total = manifest.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.bytes));
+    if total > limits.model_bytes_max {
+        let bytes_max = limits.model_bytes_max;
+        return Err(Error::TooLarge { path: base.to_string(), bytes: total, bytes_max });
+    }
+    let mut files = Vec::with_capacity(manifest.files.len());
+    for (entry, path) in manifest.files.iter().zip(paths) {
+        let content = read_bounded(store, &path, entry.bytes).await?;
+        let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
+        if content.len() as u64 != entry.bytes {
+            let found = content.len();
+            return Err(corrupt(format!("{found} bytes where the manifest says {}", entry.bytes)));
+        }
+        let found = sha256_hex(&content);
+        if found != entry.sha256 {
+            return Err(corrupt(format!("SHA-256 {found} where the manifest says {}", entry.sha256)));
+        }
+        files.push((entry.path.clone(), content));
+    }
+    Ok(Bundle::from_verified(manifest, files))
+}
+
+/// The version to publish next: one above the highest version directory of the model, complete or not.
+///
+/// # Errors
+/// [`Error::InvalidName`], [`Error::Store`].
+pub async fn next_version(store: &dyn ObjectStore, root: &str, name: &str) -> Result<u64> {
+    let first = version_path(root, name, 1)?;
+    let model = Path::from_iter(first.parts().take(first.parts_count().saturating_sub(1)));
+    let highest = directories(store, &model)
+        .await?
+        .iter()
+        .filter_map(|path| path.filename().and_then(parse_version))
+        .max();
+    Ok(highest.map_or(1, |version| version.saturating_add(1)))
+}
+
+/// Path of a version's directory; checks the name and the version.
+pub(crate) fn version_path(root: &str, name: &str, version: u64) -> Result<Path> {
+    if !is_model_name(name) {
+        return Err(Error::InvalidName { name: shorten(name) });
+    }
+    if version == 0 {
+        return Err(Error::InvalidVersion { version: version.to_string() });
+    }
+    Ok(root_path(root)?.join(name).join(version.to_string()))
+}
+
+fn root_path(root: &str) -> Result<Path> {
+    Path::parse(root.trim_matches('/'))
+        .map_err(|error| Error::Store { path: shorten(root), source: error.into() })
+}
+
+/// A version directory has the one decimal spelling of its number: `01` or `+1` would be doubles of `1`.
+fn parse_version(text: &str) -> Option<u64> {
+    text.parse::<u64>().ok().filter(|version| *version > 0 && version.to_string() == text)
+}
+
+async fn directories(store: &dyn ObjectStore, path: &Path) -> Result<Vec<Path>> {
+    match store.list_with_delimiter(Some(path)).await {
+        Ok(listing) => Ok(listing.common_prefixes),
+        Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
+        Err(source) => Err(Error::Store { path: path.to_string(), source }),
+    }
+}
+
+/// Reads and checks the manifest and the presence and sizes of the files; gives the files' paths in the
+/// manifest's order.
+async fn inspect(
+    store: &dyn ObjectStore,
+    base: &Path,
+    name: &str,
+    version: u64,
+) -> Result<(Manifest, Vec<Path>)> {
+    let files: BTreeMap<Path, ObjectMeta> = store
+        .list(Some(base))
+        .map_ok(|meta| (meta.location.clone(), meta))
+        .try_collect()
+        .await
+        .or_else(|source| match source {
+            object_store::Error::NotFound { .. } => Ok(BTreeMap::new()),
+            source => Err(Error::Store { path: base.to_string(), source }),
+        })?;
+    if files.is_empty() {
+        return Err(Error::NotFound { path: base.to_string() });
+    }
+    let path = base.clone().join(MANIFEST_FILE);
+    let incomplete = |reason: String| Error::Incomplete { path: base.to_string(), reason };
+    let Some(meta) = files.get(&path) else {
+        return Err(incomplete(format!("there is no {MANIFEST_FILE} yet")));
+    };
+    if meta.size > MANIFEST_BYTES_MAX {
+        let bytes_max = MANIFEST_BYTES_MAX;
+        return Err(Error::TooLarge { path: path.to_string(), bytes: meta.size, bytes_max });
+    }
+    let manifest = parse_manifest(&path, &read_bounded(store, &path, MANIFEST_BYTES_MAX).await?)?;
+    let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
+    if manifest.name != name || manifest.version != version {
+        return Err(corrupt(format!(
+            "it describes {:?} version {}, not {name:?} version {version}",
+            shorten(&manifest.name),
+            manifest.version
+        )));
+    }
+    let mut paths = Vec::with_capacity(manifest.files.len());
+    for entry in &manifest.files {
+        let path = entry.path.split('/').fold(base.clone(), |path, part| path.join(part));
+        match files.get(&path) {
+            None => return Err(incomplete(format!("{} is missing", entry.path))),
+            Some(meta) if meta.size != entry.bytes => {
+                let (path, reason) = (
+                    path.to_string(),
+                    format!("{} bytes where the manifest says {}", meta.size, entry.bytes),
+                );
+                return Err(Error::Corrupt { path, reason });
+            }
+            Some(_) => paths.push(path),
+        }
+    }
+    Ok((manifest, paths))
+}
+
+fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
+    #[derive(serde::Deserialize)]
+    struct Format {
+        format_version: u64,
+    }
+    let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
+    let format: Format = serde_json::from_slice(json)
+        .map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
+    if format.format_version > FORMAT_VERSION {
+        return Err(Error::NewerFormat {
+            path: path.to_string(),
+            found: format.format_version,
+            supported: FORMAT_VERSION,
+        });
+    }
+    let manifest: Manifest = serde_json::from_slice(json)
+        .map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
+    manifest.check().map_err(corrupt)?;
+    Ok(manifest)
+}
+
+/// Reads a file, but never more than `bytes_max` of it: the size that the store reports may be wrong.
+async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
+    let store_error = |source| match source {
+        object_store::Error::NotFound { .. } => Error::NotFound { path: path.to_string() },
+        source => Error::Store { path: path.to_string(), source },
+    };
+    let mut stream = store.get(path).await.map_err(store_error)?.into_stream();
+    let mut content = Vec::new();
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk.map_err(store_error)?;
+        let bytes = (content.len() as u64).saturating_add(chunk.len() as u64);
+        if bytes > bytes_max {
+            return Err(Error::TooLarge { path: path.to_string(), bytes, bytes_max });
+        }
+        content.extend_from_slice(&chunk);
+    }
+    Ok(Bytes::from(content))
+}

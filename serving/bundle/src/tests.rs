@@ -1,0 +1,2 @@
+//! Round trips, limits and every way in which a bundle can be broken.
+#![allow(clippy::unwrap_used)]
