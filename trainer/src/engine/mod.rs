@@ -1,0 +1,391 @@
+//! The engine: a loaded ONNX graph, its loss and its device; forward, backward and export.
+//!
+//! An [`Engine`] interprets the checked [`Graph`] over Burn's backend primitives (CPU: `burn-flex`;
+//! with the `cuda` feature: `burn-cuda`) and differentiates it with its own reverse pass. All
+//! parameters live in ONE flat f32 vector, described by [`ParamLayout`], so that optimizers,
+//! all-reduces and checkpoints never see a tensor.
+//!
+//! [`Engine::gradients`] is a pure function of the weights and the shard: the same bits for any
+//! number of threads. It sums over the rows of the shard and never mixes rows, hence shards can be
+//! computed anywhere and summed by [`crate::fixed`].
+
+mod backward;
+mod device;
+mod export;
+mod forward;
+mod loss;
+mod run;
+mod tensor;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use millrace_bundle::onnx::ModelProto;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::graph::{Dim, Graph, GraphError};
+
+pub use device::Device;
+use run::Compute;
+
+/// Most elements a single value of the graph may have for one batch (4 GiB of f32).
+const ELEMENTS_MAX: usize = 1 << 30;
+
+/// Why a model cannot be loaded or a batch cannot be computed.
+#[derive(Debug, Error)]
+pub enum EngineError {
+    /// The model is refused; nothing was computed.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    /// The device cannot be used on this machine or by this build.
+    #[error("device {device} cannot be used: {reason}")]
+    Device {
+        /// The device asked for.
+        device: Device,
+        /// Why, and the way out.
+        reason: String,
+    },
+    /// The graph does not fit the loss.
+    #[error("the model does not fit loss {loss}: {reason}")]
+    Loss {
+        /// The loss asked for.
+        loss: Loss,
+        /// What is wrong with the output.
+        reason: String,
+    },
+    /// The weights do not fit the model.
+    #[error("the model has {expected} weights, {found} were given")]
+    Weights {
+        /// Elements of the flat vector.
+        expected: usize,
+        /// Elements given.
+        found: usize,
+    },
+    /// The batch does not fit the model.
+    #[error("the batch does not fit the model: {reason}")]
+    Batch {
+        /// What differs.
+        reason: String,
+    },
+    /// A label is not a class of the model.
+    #[error("label {label} in row {row} of the batch is not a class of the model, which has {classes} (labels are 0 to {})", classes.saturating_sub(1))]
+    Label {
+        /// Row within the batch.
+        row: usize,
+        /// The label found.
+        label: i64,
+        /// Classes of the model.
+        classes: usize,
+    },
+    /// The model's output is not a number.
+    #[error("the loss of row {row} of the batch is {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)")]
+    NonFinite {
+        /// Row within the batch.
+        row: usize,
+        /// The loss of that row.
+        value: f64,
+    },
+    /// The device failed while computing.
+    #[error("device {device} failed: {reason}")]
+    Execution {
+        /// The device.
+        device: Device,
+        /// What it reported.
+        reason: String,
+    },
+}
+
+/// What training minimises: the mean over the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Loss {
+    /// Softmax cross-entropy between the output (logits `[rows, classes]`) and a class per row.
+    CrossEntropy,
+    /// Squared error, averaged over the outputs of a row, against float labels.
+    Mse,
+}
+
+impl std::fmt::Display for Loss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Loss::CrossEntropy => "cross_entropy",
+            Loss::Mse => "mse",
+        })
+    }
+}
+
+/// The truth for each row of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Labels {
+    /// One class per row, 0 to classes − 1; for [`Loss::CrossEntropy`].
+    Class(Vec<i64>),
+    /// `output_width` values per row, row-major; for [`Loss::Mse`].
+    Value(Vec<f32>),
+}
+
+/// The rows of one virtual shard.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShardBatch {
+    /// Rows; 0 is allowed and yields zeros.
+    pub rows: usize,
+    /// `rows · input_width` values, row-major.
+    pub inputs: Vec<f32>,
+    /// One truth per row.
+    pub labels: Labels,
+}
+
+/// What one virtual shard contributes to a step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShardGradients {
+    /// Sum of the rows' losses at the current weights.
+    pub loss_sum: f64,
+    /// Rows whose largest logit is the label's (first one wins); 0 for [`Loss::Mse`].
+    pub correct: u64,
+    /// Rows of the shard.
+    pub rows: usize,
+    /// SUM over rows of the loss gradient, laid out by [`ParamLayout`].
+    pub grad: Vec<f32>,
+}
+
+/// One parameter of the model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Param {
+    /// Name of the ONNX initializer.
+    pub name: String,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
+    /// Where it lies in the flat vector, row-major.
+    pub range: Range<usize>,
+}
+
+/// Where each parameter lies in the flat vector, in the order of the model's initializers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamLayout {
+    /// The parameters; ranges are contiguous and start at 0.
+    pub params: Vec<Param>,
+}
+
+impl ParamLayout {
+    fn of(graph: &Graph) -> ParamLayout {
+        let mut start = 0;
+        let params = graph
+            .params()
+            .iter()
+            .map(|spec| {
+                let range = start..start + spec.elements();
+                start = range.end;
+                Param {
+                    name: spec.name.clone(),
+                    shape: spec.shape.clone(),
+                    range,
+                }
+            })
+            .collect();
+        ParamLayout { params }
+    }
+
+    /// Elements of the flat vector.
+    pub fn elements(&self) -> usize {
+        self.params.last().map_or(0, |p| p.range.end)
+    }
+
+    /// The parameter that holds element `index` of the flat vector.
+    pub fn name_of(&self, index: usize) -> Option<&str> {
+        self.params
+            .iter()
+            .find(|p| p.range.contains(&index))
+            .map(|p| p.name.as_str())
+    }
+}
+
+/// A model ready to train: graph, weights, loss, device.
+pub struct Engine {
+    model: ModelProto,
+    graph: Graph,
+    layout: ParamLayout,
+    loss: Loss,
+    device: Device,
+    weights: Vec<f32>,
+    compute: Box<dyn Compute>,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("parameters", &self.weights.len())
+            .field("loss", &self.loss)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Checks the model and puts it on the device.
+    ///
+    /// Everything that can be refused is refused here: unsupported operators, shapes that do not fit,
+    /// an output that does not fit the loss, a device that is not there.
+    pub fn load(model: &ModelProto, loss: Loss, device: Device) -> Result<Engine, EngineError> {
+        let graph = Graph::read(model)?;
+        loss::check_output(loss, &graph)?;
+        let layout = ParamLayout::of(&graph);
+        let weights = graph.initial_weights(model)?;
+        let mut compute = device::open(device, &graph)?;
+        compute.set_weights(&weights)?;
+        Ok(Engine {
+            model: model.clone(),
+            graph,
+            layout,
+            loss,
+            device,
+            weights,
+            compute,
+        })
+    }
+
+    /// Where each parameter lies in the flat vector.
+    pub fn layout(&self) -> &ParamLayout {
+        &self.layout
+    }
+
+    /// The checked graph.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// The loss this engine was loaded with.
+    pub fn loss(&self) -> Loss {
+        self.loss
+    }
+
+    /// The device this engine computes on.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Values per row of the input.
+    pub fn input_width(&self) -> usize {
+        self.graph.input_width()
+    }
+
+    /// Values per row of the output: the classes, for [`Loss::CrossEntropy`].
+    pub fn output_width(&self) -> usize {
+        self.graph.output_width()
+    }
+
+    /// The current weights, laid out by [`ParamLayout`].
+    pub fn weights(&self) -> &[f32] {
+        &self.weights
+    }
+
+    /// Replaces the weights.
+    pub fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError> {
+        self.update(|current| {
+            if weights.len() != current.len() {
+                return Err(EngineError::Weights {
+                    expected: current.len(),
+                    found: weights.len(),
+                });
+            }
+            current.copy_from_slice(weights);
+            Ok(())
+        })
+    }
+
+    /// Changes the weights in place (an optimizer step), then hands them to the device.
+    ///
+    /// When `change` fails, whatever it already wrote stays in [`Engine::weights`] and the device
+    /// keeps the previous weights: give up, or set weights again.
+    pub fn update<E: From<EngineError>>(
+        &mut self,
+        change: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        change(&mut self.weights)?;
+        Ok(self.compute.set_weights(&self.weights)?)
+    }
+
+    /// Loss and gradient of one shard at the current weights, summed over its rows.
+    ///
+    /// Fails, naming the row, on labels out of range and on losses that are not finite.
+    pub fn gradients(&self, shard: &ShardBatch) -> Result<ShardGradients, EngineError> {
+        self.check_batch(&shard.inputs, shard.rows)?;
+        loss::check_labels(self.loss, &shard.labels, shard.rows, self.output_width())?;
+        if shard.rows == 0 {
+            return Ok(ShardGradients {
+                loss_sum: 0.0,
+                correct: 0,
+                rows: 0,
+                grad: vec![0.0; self.weights.len()],
+            });
+        }
+        let mut judged = None;
+        let grad = self
+            .compute
+            .gradients(&shard.inputs, shard.rows, &mut |logits| {
+                let found = loss::judge(self.loss, logits, &shard.labels, shard.rows)?;
+                let slope = found.slope;
+                judged = Some((found.loss_sum, found.correct));
+                Ok(slope)
+            })?;
+        let (loss_sum, correct) = judged.unwrap_or_default();
+        Ok(ShardGradients {
+            loss_sum,
+            correct,
+            rows: shard.rows,
+            grad,
+        })
+    }
+
+    /// The model's output for `rows` rows of `input_width` values: `rows · output_width`, row-major.
+    pub fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError> {
+        self.check_batch(inputs, rows)?;
+        if rows == 0 {
+            return Ok(Vec::new());
+        }
+        self.compute.logits(inputs, rows)
+    }
+
+    /// Loss sum and correct rows at the current weights, without a gradient.
+    pub fn evaluate(&self, shard: &ShardBatch) -> Result<(f64, u64), EngineError> {
+        loss::check_labels(self.loss, &shard.labels, shard.rows, self.output_width())?;
+        let logits = self.logits(&shard.inputs, shard.rows)?;
+        let found = loss::judge(self.loss, &logits, &shard.labels, shard.rows)?;
+        Ok((found.loss_sum, found.correct))
+    }
+
+    /// The model as it was loaded, with the current weights; byte-deterministic when encoded.
+    pub fn export(&self) -> ModelProto {
+        export::with_weights(&self.model, &self.layout, &self.weights)
+    }
+
+    fn check_batch(&self, inputs: &[f32], rows: usize) -> Result<(), EngineError> {
+        let width = self.input_width();
+        if rows.checked_mul(width) != Some(inputs.len()) {
+            return Err(EngineError::Batch {
+                reason: format!(
+                    "{rows} rows of {width} values were expected, {} values were given",
+                    inputs.len()
+                ),
+            });
+        }
+        let fits = self
+            .graph
+            .elements_per_row_max()
+            .checked_mul(rows)
+            .is_some_and(|elements| elements <= ELEMENTS_MAX);
+        if !fits {
+            return Err(EngineError::Batch {
+                reason: format!(
+                    "{rows} rows need a value of more than {ELEMENTS_MAX} elements (use a smaller batch)"
+                ),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// The run-time shape of a value for a batch of `rows`.
+fn shape_of(dims: &[Dim], rows: usize) -> Vec<usize> {
+    dims.iter().map(|dim| dim.at(rows)).collect()
+}

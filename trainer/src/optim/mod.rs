@@ -1,0 +1,410 @@
+//! Optimizers over one flat vector of weights: SGD and AdamW, schedules and clipping.
+//!
+//! A step is one fused pass over flat slices, single-threaded and in index order, so that every
+//! worker which applies the same mean gradient to the same weights gets the same bits. All
+//! parameters decay alike, as in PyTorch's optimizers without parameter groups.
+
+#[cfg(test)]
+mod tests;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Why an optimizer cannot be built, restored or applied.
+#[derive(Debug, Error, Clone, PartialEq)]
+pub enum OptimError {
+    /// A setting is outside its bounds.
+    #[error("optimizer setting {setting} is {value}, expected {expected}")]
+    Setting {
+        /// Name of the setting in the job file.
+        setting: &'static str,
+        /// The value given.
+        value: f64,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// Weights, gradients or state of the wrong length.
+    #[error("the optimizer holds {expected} parameters but {what} has {found}")]
+    Length {
+        /// Which vector is wrong.
+        what: String,
+        /// Parameters of the model.
+        expected: usize,
+        /// Elements found.
+        found: usize,
+    },
+    /// A checkpoint holds the state of a different optimizer.
+    #[error("the checkpoint holds optimizer state {found:?}, this optimizer needs {expected:?} (resume with the settings of the checkpoint)")]
+    State {
+        /// Slots this optimizer keeps.
+        expected: Vec<&'static str>,
+        /// Slots found.
+        found: Vec<String>,
+    },
+}
+
+/// Learning rate over steps, as a factor of the base rate.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Schedule {
+    /// The base rate at every step.
+    #[default]
+    Constant,
+    /// Linear warm-up from 0 to the base rate, then half a cosine down to `floor` times the base rate,
+    /// which holds from `total_steps` on.
+    Cosine {
+        /// Steps of linear warm-up.
+        #[serde(default)]
+        warmup_steps: u64,
+        /// Step at which the floor is reached; more than `warmup_steps`.
+        total_steps: u64,
+        /// Final factor, 0 to 1.
+        #[serde(default)]
+        floor: f64,
+    },
+}
+
+impl Schedule {
+    /// The factor of the base rate at `step`, counted from 0.
+    pub fn factor(&self, step: u64) -> f64 {
+        match *self {
+            Schedule::Constant => 1.0,
+            Schedule::Cosine {
+                warmup_steps,
+                total_steps,
+                floor,
+            } => {
+                if step < warmup_steps {
+                    return (step + 1) as f64 / warmup_steps as f64;
+                }
+                let span = total_steps.saturating_sub(warmup_steps).max(1);
+                let progress = ((step - warmup_steps) as f64 / span as f64).min(1.0);
+                floor + (1.0 - floor) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos())
+            }
+        }
+    }
+}
+
+/// Stochastic gradient descent (momentum as in PyTorch: `v = m·v + g`, dampening 0).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SgdConfig {
+    /// Base learning rate, above 0.
+    pub learning_rate: f64,
+    /// Momentum, 0 to below 1; 0 keeps no state.
+    pub momentum: f64,
+    /// Nesterov's look-ahead; needs momentum.
+    pub nesterov: bool,
+    /// L2 penalty added to the gradient, 0 or more.
+    pub weight_decay: f64,
+    /// Scales the mean gradient down to this global L2 norm when it is longer.
+    pub clip_norm: Option<f64>,
+    /// Learning rate over steps.
+    pub schedule: Schedule,
+}
+
+impl Default for SgdConfig {
+    fn default() -> Self {
+        SgdConfig {
+            learning_rate: 0.1,
+            momentum: 0.9,
+            nesterov: false,
+            weight_decay: 0.0,
+            clip_norm: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdamWConfig {
+    /// Base learning rate, above 0.
+    pub learning_rate: f64,
+    /// Decay rates of the first and second moment, each 0 to below 1.
+    pub betas: [f64; 2],
+    /// Added to the denominator, above 0.
+    pub epsilon: f64,
+    /// Decoupled weight decay, 0 or more.
+    pub weight_decay: f64,
+    /// Scales the mean gradient down to this global L2 norm when it is longer.
+    pub clip_norm: Option<f64>,
+    /// Learning rate over steps.
+    pub schedule: Schedule,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        AdamWConfig {
+            learning_rate: 0.003,
+            betas: [0.9, 0.999],
+            epsilon: 1e-8,
+            weight_decay: 0.01,
+            clip_norm: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+/// The `[optimizer]` table of a job file, told apart by `kind = "sgd" | "adamw"`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum OptimizerConfig {
+    /// Stochastic gradient descent.
+    Sgd(SgdConfig),
+    /// Adam with decoupled weight decay.
+    AdamW(AdamWConfig),
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        OptimizerConfig::AdamW(AdamWConfig::default())
+    }
+}
+
+/// Everything an optimizer remembers between steps, for checkpoints.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct OptimizerState {
+    /// Steps applied so far.
+    pub step: u64,
+    /// Named vectors, each as long as the weights, in a fixed order.
+    pub slots: Vec<(String, Vec<f32>)>,
+}
+
+/// An optimizer with its state.
+#[derive(Debug, Clone)]
+pub struct Optimizer {
+    config: OptimizerConfig,
+    parameters: usize,
+    step: u64,
+    slots: Vec<Vec<f32>>,
+}
+
+impl Optimizer {
+    /// An optimizer in its initial state for `parameters` weights.
+    pub fn new(config: &OptimizerConfig, parameters: usize) -> Result<Optimizer, OptimError> {
+        validate(config)?;
+        Ok(Optimizer {
+            slots: vec![vec![0.0; parameters]; slot_names(config).len()],
+            config: config.clone(),
+            parameters,
+            step: 0,
+        })
+    }
+
+    /// Steps applied so far.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The learning rate that the next [`Optimizer::apply`] uses.
+    pub fn learning_rate(&self) -> f64 {
+        let (rate, schedule) = match &self.config {
+            OptimizerConfig::Sgd(c) => (c.learning_rate, c.schedule),
+            OptimizerConfig::AdamW(c) => (c.learning_rate, c.schedule),
+        };
+        rate * schedule.factor(self.step)
+    }
+
+    /// Moves `weights` one step against the mean gradient `grad`.
+    ///
+    /// Fails, changing nothing, when a length differs from the number of parameters.
+    pub fn apply(&mut self, weights: &mut [f32], grad: &[f32]) -> Result<(), OptimError> {
+        for (what, found) in [("the weights", weights.len()), ("the gradient", grad.len())] {
+            if found != self.parameters {
+                return Err(OptimError::Length {
+                    what: what.to_owned(),
+                    expected: self.parameters,
+                    found,
+                });
+            }
+        }
+        let rate = self.learning_rate();
+        match &self.config {
+            OptimizerConfig::Sgd(config) => {
+                let clip = clip_factor(grad, config.clip_norm);
+                sgd(config, rate, clip, weights, grad, &mut self.slots);
+            }
+            OptimizerConfig::AdamW(config) => {
+                let clip = clip_factor(grad, config.clip_norm);
+                adamw(config, rate, clip, self.step, weights, grad, &mut self.slots);
+            }
+        }
+        self.step += 1;
+        Ok(())
+    }
+
+    /// A copy of the state, for a checkpoint or for a joining worker.
+    pub fn state(&self) -> OptimizerState {
+        OptimizerState {
+            step: self.step,
+            slots: slot_names(&self.config)
+                .iter()
+                .zip(&self.slots)
+                .map(|(name, slot)| ((*name).to_owned(), slot.clone()))
+                .collect(),
+        }
+    }
+
+    /// Takes over a state made by [`Optimizer::state`] of an optimizer with the same settings.
+    ///
+    /// Fails, changing nothing, when slots are missing, unknown or of the wrong length.
+    pub fn load_state(&mut self, state: OptimizerState) -> Result<(), OptimError> {
+        let expected = slot_names(&self.config);
+        if !state
+            .slots
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .eq(expected.iter().copied())
+        {
+            return Err(OptimError::State {
+                expected: expected.to_vec(),
+                found: state.slots.into_iter().map(|(name, _)| name).collect(),
+            });
+        }
+        if let Some((name, slot)) = state
+            .slots
+            .iter()
+            .find(|(_, slot)| slot.len() != self.parameters)
+        {
+            return Err(OptimError::Length {
+                what: format!("the state {name}"),
+                expected: self.parameters,
+                found: slot.len(),
+            });
+        }
+        self.step = state.step;
+        self.slots = state.slots.into_iter().map(|(_, slot)| slot).collect();
+        Ok(())
+    }
+}
+
+fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
+    match config {
+        OptimizerConfig::Sgd(c) if c.momentum == 0.0 => &[],
+        OptimizerConfig::Sgd(_) => &["momentum"],
+        OptimizerConfig::AdamW(_) => &["first_moment", "second_moment"],
+    }
+}
+
+fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
+    let check = |setting, value: f64, expected, ok: bool| {
+        if ok && value.is_finite() {
+            Ok(())
+        } else {
+            Err(OptimError::Setting {
+                setting,
+                value,
+                expected,
+            })
+        }
+    };
+    let (rate, decay, clip, schedule) = match config {
+        OptimizerConfig::Sgd(c) => {
+            check("momentum", c.momentum, "0 to below 1", (0.0..1.0).contains(&c.momentum))?;
+            check(
+                "nesterov",
+                f64::from(u8::from(c.nesterov)),
+                "false without momentum",
+                !c.nesterov || c.momentum > 0.0,
+            )?;
+            (c.learning_rate, c.weight_decay, c.clip_norm, c.schedule)
+        }
+        OptimizerConfig::AdamW(c) => {
+            for beta in c.betas {
+                check("betas", beta, "0 to below 1", (0.0..1.0).contains(&beta))?;
+            }
+            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
+            (c.learning_rate, c.weight_decay, c.clip_norm, c.schedule)
+        }
+    };
+    check("learning_rate", rate, "above 0", rate > 0.0)?;
+    check("weight_decay", decay, "0 or more", decay >= 0.0)?;
+    if let Some(norm) = clip {
+        check("clip_norm", norm, "above 0", norm > 0.0)?;
+    }
+    if let Schedule::Cosine {
+        warmup_steps,
+        total_steps,
+        floor,
+    } = schedule
+    {
+        check("schedule.floor", floor, "0 to 1", (0.0..=1.0).contains(&floor))?;
+        check(
+            "schedule.total_steps",
+            total_steps as f64,
+            "more than schedule.warmup_steps",
+            total_steps > warmup_steps,
+        )?;
+    }
+    Ok(())
+}
+
+/// The factor that brings the gradient to `clip_norm`, summed in f64 and in index order.
+fn clip_factor(grad: &[f32], clip_norm: Option<f64>) -> f32 {
+    let Some(limit) = clip_norm else { return 1.0 };
+    let norm = grad
+        .iter()
+        .map(|g| f64::from(*g) * f64::from(*g))
+        .sum::<f64>()
+        .sqrt();
+    if norm > limit { (limit / norm) as f32 } else { 1.0 }
+}
+
+fn sgd(
+    config: &SgdConfig,
+    rate: f64,
+    clip: f32,
+    weights: &mut [f32],
+    grad: &[f32],
+    slots: &mut [Vec<f32>],
+) {
+    let (rate, decay, momentum) = (rate as f32, config.weight_decay as f32, config.momentum as f32);
+    match slots.first_mut() {
+        None => {
+            for (w, g) in weights.iter_mut().zip(grad) {
+                *w -= rate * (g * clip + decay * *w);
+            }
+        }
+        Some(velocity) => {
+            for ((w, g), v) in weights.iter_mut().zip(grad).zip(velocity.iter_mut()) {
+                let g = g * clip + decay * *w;
+                *v = momentum * *v + g;
+                let direction = if config.nesterov { g + momentum * *v } else { *v };
+                *w -= rate * direction;
+            }
+        }
+    }
+}
+
+fn adamw(
+    config: &AdamWConfig,
+    rate: f64,
+    clip: f32,
+    step: u64,
+    weights: &mut [f32],
+    grad: &[f32],
+    slots: &mut [Vec<f32>],
+) {
+    let [first, second] = slots else { return };
+    let [b1, b2] = config.betas;
+    let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
+    let step_size = (rate / (1.0 - b1.powi(power))) as f32;
+    let root_correction = (1.0 / (1.0 - b2.powi(power)).sqrt()) as f32;
+    let keep = (1.0 - rate * config.weight_decay) as f32;
+    let epsilon = config.epsilon as f32;
+    let (a1, a2) = (b1 as f32, b2 as f32);
+    let (c1, c2) = ((1.0 - b1) as f32, (1.0 - b2) as f32);
+    for (((w, g), m), v) in weights
+        .iter_mut()
+        .zip(grad)
+        .zip(first.iter_mut())
+        .zip(second.iter_mut())
+    {
+        let g = g * clip;
+        *m = a1 * *m + c1 * g;
+        *v = a2 * *v + c2 * g * g;
+        *w = *w * keep - step_size * *m / (v.sqrt() * root_correction + epsilon);
+    }
+}
