@@ -1,0 +1,229 @@
+//! What can go wrong in a volume, told apart by what the caller does next.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::data::ObjectError;
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of this crate. The mount translates each variant to one errno.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no such volume, snapshot, file, directory or node (ENOENT).
+    #[error("{what} does not exist")]
+    NotFound {
+        /// What was looked for, with its kind: "volume digits", "train/part-0.parquet".
+        what: String,
+    },
+    /// Something of that name is there already (EEXIST).
+    #[error("{what} exists already")]
+    Exists {
+        /// What is in the way, with its kind.
+        what: String,
+    },
+    /// A directory was needed (ENOTDIR).
+    #[error("{what} is not a directory")]
+    NotADirectory {
+        /// What is not a directory.
+        what: String,
+    },
+    /// A directory cannot be used so (EISDIR).
+    #[error("{what} is a directory")]
+    IsADirectory {
+        /// The directory.
+        what: String,
+    },
+    /// The directory still has entries (ENOTEMPTY).
+    #[error("directory {what} is not empty")]
+    NotEmpty {
+        /// The directory.
+        what: String,
+    },
+    /// Snapshots, and the `.snapshots` directory, cannot be changed (EROFS).
+    #[error("{what} is read-only")]
+    ReadOnly {
+        /// What was to be changed.
+        what: String,
+    },
+    /// The operation is not permitted on such a thing (EPERM), for example a hard link to a directory.
+    #[error("{operation} is not permitted on {what}")]
+    NotPermitted {
+        /// The operation.
+        operation: &'static str,
+        /// Its object.
+        what: String,
+    },
+    /// A handle is used against the mode it was opened in (EBADF).
+    #[error("the file handle is not open for {0}")]
+    BadHandle(&'static str),
+    /// A name that no volume, snapshot, file or key can have (EINVAL).
+    #[error("invalid name {name:?}: {reason}")]
+    InvalidName {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A file name over 255 bytes, a path or link target over 4095 bytes (ENAMETOOLONG).
+    #[error("the name has {bytes} bytes, at most {bytes_max} are allowed")]
+    NameTooLong {
+        /// Its length.
+        bytes: usize,
+        /// The limit.
+        bytes_max: usize,
+    },
+    /// An argument is out of its range (EINVAL), for example moving a directory into itself.
+    #[error("invalid argument: {0}")]
+    Invalid(String),
+    /// Too many symbolic links on the way (ELOOP).
+    #[error("too many symbolic links in {what}")]
+    Loop {
+        /// The path.
+        what: String,
+    },
+    /// Too many hard links to one inode (EMLINK).
+    #[error("{what} has too many links")]
+    TooManyLinks {
+        /// The inode.
+        what: String,
+    },
+    /// A size or count is over its limit (EFBIG).
+    #[error("{what} is too large: at most {max}")]
+    TooLarge {
+        /// What is too large.
+        what: &'static str,
+        /// The limit, in the unit of `what`.
+        max: u64,
+    },
+    /// The disk under the metadata or the objects is full (ENOSPC). Nothing was half-written.
+    #[error("no space left on device at {place}: free some space and retry")]
+    NoSpace {
+        /// The full place.
+        place: String,
+    },
+    /// An application key no longer has the value that the publish expected (EAGAIN): somebody else
+    /// published first. Read it again and decide.
+    #[error("key {key:?} was changed by another writer")]
+    Conflict {
+        /// The key.
+        key: String,
+    },
+    /// The metadata stayed locked by other processes for longer than the limit (EBUSY). Retry.
+    #[error("the metadata at {place} stayed locked by another process for {waited_ms} ms")]
+    Busy {
+        /// The metadata file.
+        place: String,
+        /// How long this call waited.
+        waited_ms: u64,
+    },
+    /// What the handle, the view or the staged file refers to is gone (ESTALE): the snapshot or volume
+    /// was deleted, or another process took this one for dead. Open it again.
+    #[error("{what} is gone")]
+    Stale {
+        /// What is gone.
+        what: String,
+    },
+    /// The data on disk was written by a newer Millrace (EIO).
+    #[error("{place} has format version {found}, this build reads up to {supported}: use a newer millrace or another --home")]
+    NewerFormat {
+        /// The metadata file.
+        place: String,
+        /// The version found.
+        found: u32,
+        /// The newest version that this build knows.
+        supported: u32,
+    },
+    /// The home folder cannot be written (EACCES).
+    #[error("cannot write to {}: check its owner and permissions or choose another --home", place.display())]
+    NotWritable {
+        /// The folder or file.
+        place: PathBuf,
+        /// What the operating system said.
+        #[source]
+        source: io::Error,
+    },
+    /// Not supported (EOPNOTSUPP); never a wrong result instead.
+    #[error("{0} is not supported")]
+    Unsupported(&'static str),
+    /// Stored bytes are not what was written (EIO).
+    #[error("{what} is damaged: {reason}")]
+    Corrupt {
+        /// What is damaged.
+        what: String,
+        /// How it shows.
+        reason: String,
+    },
+    /// The object store failed (EIO).
+    #[error("file data")]
+    Object(#[source] ObjectError),
+    /// The metadata engine failed (EIO). Of a commit it is not known whether it took place.
+    #[error("metadata at {place}")]
+    Metadata {
+        /// The metadata file.
+        place: String,
+        /// What the engine said.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The operating system failed (EIO).
+    #[error("{operation} {}", path.display())]
+    Io {
+        /// What was being done, in words.
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the operating system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// Whether the same call may succeed when it is simply repeated.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::Busy { .. })
+    }
+
+    /// Whether the error is [`Error::NotFound`].
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+
+    /// Whether the operation surely changed nothing (a commit whose outcome is unknown is not one).
+    pub(crate) fn is_definite(&self) -> bool {
+        !matches!(self, Self::Metadata { .. } | Self::Io { .. })
+    }
+
+    pub(crate) fn not_found(what: impl Into<String>) -> Self {
+        Self::NotFound { what: what.into() }
+    }
+
+    pub(crate) fn corrupt(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Corrupt { what: what.into(), reason: reason.into() }
+    }
+
+    /// An operating-system error at a path, told apart by errno.
+    pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+        let path = path.into();
+        match source.raw_os_error() {
+            Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace { place: path.display().to_string() },
+            Some(libc::EACCES | libc::EPERM | libc::EROFS) => Self::NotWritable { place: path, source },
+            _ => Self::Io { operation, path, source },
+        }
+    }
+}
+
+impl From<ObjectError> for Error {
+    fn from(error: ObjectError) -> Self {
+        match error {
+            ObjectError::NoSpace { place, .. } => Self::NoSpace { place },
+            ObjectError::Corrupt { id, byte, reason } => {
+                Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
+            }
+            other => Self::Object(other),
+        }
+    }
+}
