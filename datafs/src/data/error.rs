@@ -1,0 +1,95 @@
+//! What can go wrong with an object, told apart by what the caller does next.
+
+use std::error::Error as StdError;
+use std::io;
+use std::path::PathBuf;
+
+use super::object::ObjectId;
+
+/// An error of the object pool.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ObjectError {
+    /// The object is not on the store: it was deleted after the caller looked up the pointer (look
+    /// it up again), or it is lost.
+    #[error("object {id} is missing from the object store")]
+    Missing {
+        /// The object.
+        id: ObjectId,
+    },
+    /// What the store returned is not what was written.
+    #[error("object {id} is damaged at byte {byte}: {reason}")]
+    Corrupt {
+        /// The object.
+        id: ObjectId,
+        /// First byte of the damaged frame, or the object's length when its checksums are damaged.
+        byte: u64,
+        /// What did not fit.
+        reason: String,
+    },
+    /// The store is full.
+    #[error("no space left in the object store at {place}")]
+    NoSpace {
+        /// The store.
+        place: String,
+        /// What the store said.
+        #[source]
+        source: Box<dyn StdError + Send + Sync>,
+    },
+    /// The local store could not be read or written.
+    #[error("{operation} {}", path.display())]
+    Io {
+        /// What was being done, in words: "sync object file".
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// What the operating system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The object store refused.
+    #[error("{operation} in the object store at {place}")]
+    Store {
+        /// What was being done, in words.
+        operation: &'static str,
+        /// The store.
+        place: String,
+        /// What the store said.
+        #[source]
+        source: Box<dyn StdError + Send + Sync>,
+    },
+}
+
+/// A result of the object pool.
+pub(crate) type Result<T> = std::result::Result<T, ObjectError>;
+
+impl ObjectError {
+    /// An operating-system error at a path; a full disk becomes [`ObjectError::NoSpace`].
+    pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+        let path = path.into();
+        if is_no_space(&source) {
+            return Self::NoSpace { place: path.display().to_string(), source: source.into() };
+        }
+        Self::Io { operation, path, source }
+    }
+
+    /// An object-store error; a full disk below it becomes [`ObjectError::NoSpace`].
+    pub(crate) fn store(
+        operation: &'static str,
+        place: &str,
+        source: object_store::Error,
+    ) -> Self {
+        let source: Box<dyn StdError + Send + Sync> = source.into();
+        let mut cause: Option<&(dyn StdError + 'static)> = Some(source.as_ref());
+        while let Some(error) = cause {
+            if error.downcast_ref::<io::Error>().is_some_and(is_no_space) {
+                return Self::NoSpace { place: place.to_owned(), source };
+            }
+            cause = error.source();
+        }
+        Self::Store { operation, place: place.to_owned(), source }
+    }
+}
+
+fn is_no_space(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
+}

@@ -1,0 +1,30 @@
+//! File data as objects: an object is written once, front to back, and never changes.
+//!
+//! Invariants:
+//!  - [`ObjectWriter::finish`] and [`ObjectPool::put`] return only when the object is durable (file
+//!    and directory synced on a local store), so a pointer committed afterwards never dangles.
+//!  - Every read is verified against the checksums of the frames that it touches; what comes back
+//!    is what was written, or an error that names the object and the byte.
+//!  - An unfinished object is never readable: it has no name on the store before it is complete.
+//!
+//! What it is not: it knows no files, no volumes and no references; who points at an object, and
+//! when nobody does any more, is metadata.
+
+mod checksum;
+mod durable;
+mod error;
+mod extent;
+mod object;
+mod pool;
+mod reader;
+mod runtime;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub(crate) use error::ObjectError;
+pub(crate) use extent::Extent;
+pub(crate) use object::{ObjectId, StoredObject};
+pub(crate) use pool::{ListedObject, ObjectPool, StoreSpace};
+pub(crate) use runtime::IoRuntime;
+pub(crate) use writer::ObjectWriter;

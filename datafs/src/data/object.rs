@@ -1,0 +1,117 @@
+//! The identity of an object and what its name on the store looks like.
+//!
+//! On the store, object `4f…` is `4f/4f…` (two hex digits of fan-out). Its layout is the lowest bit
+//! of its id, so that no look-up is needed to know it:
+//!  - *framed* (up to 1 MiB): data, checksum table, footer in one object; one file to sync;
+//!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
+//!    handed the file; the table and footer are in a sidecar `4f/4f….sums`, written after the data.
+
+use std::fmt;
+use std::str::FromStr;
+
+use object_store::path::Path as StorePath;
+use rand::Rng as _;
+
+/// Ending of the sidecar that holds the checksums of a plain object.
+pub(crate) const SUMS_SUFFIX: &str = ".sums";
+
+/// Where an object keeps its checksums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// Behind the data, in the same object.
+    Framed,
+    /// In a sidecar; the object is the data alone.
+    Plain,
+}
+
+/// The name of an object: 128 bits, random but for the lowest, which tells the layout.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ObjectId(u128);
+
+impl ObjectId {
+    /// A new id that no other object has (127 random bits).
+    pub(crate) fn random(layout: Layout) -> ObjectId {
+        let bits = rand::rng().random::<u128>();
+        ObjectId(match layout {
+            Layout::Framed => bits & !1,
+            Layout::Plain => bits | 1,
+        })
+    }
+
+    /// The id as 16 bytes, for metadata records.
+    pub(crate) fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
+    /// The id from the bytes of [`ObjectId::to_bytes`]; every 16 bytes are an id.
+    pub(crate) fn from_bytes(bytes: [u8; 16]) -> ObjectId {
+        ObjectId(u128::from_be_bytes(bytes))
+    }
+
+    /// Where this object keeps its checksums.
+    pub(crate) fn layout(self) -> Layout {
+        if self.0 & 1 == 0 { Layout::Framed } else { Layout::Plain }
+    }
+
+    /// First byte of the id: the directory it lives in, `0..=255`.
+    pub(crate) fn fan_out(self) -> u8 {
+        self.to_bytes()[0]
+    }
+
+    /// Name of the data, relative to the store.
+    pub(crate) fn data_name(self) -> String {
+        format!("{:02x}/{self}", self.fan_out())
+    }
+
+    /// Name of what holds the checksums, relative to the store.
+    pub(crate) fn sums_name(self) -> String {
+        match self.layout() {
+            Layout::Framed => self.data_name(),
+            Layout::Plain => self.data_name() + SUMS_SUFFIX,
+        }
+    }
+
+    /// [`ObjectId::data_name`] as the object store's path.
+    pub(crate) fn data_path(self) -> StorePath {
+        StorePath::from(self.data_name())
+    }
+
+    /// [`ObjectId::sums_name`] as the object store's path.
+    pub(crate) fn sums_path(self) -> StorePath {
+        StorePath::from(self.sums_name())
+    }
+}
+
+impl fmt::Display for ObjectId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for ObjectId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for ObjectId {
+    type Err = ();
+
+    /// Takes exactly what `Display` writes: 32 lower-case hex digits.
+    fn from_str(s: &str) -> Result<ObjectId, ()> {
+        let digits = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+        if s.len() != 32 || !s.bytes().all(digits) {
+            return Err(());
+        }
+        u128::from_str_radix(s, 16).map(ObjectId).map_err(|_| ())
+    }
+}
+
+/// A complete, durable object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StoredObject {
+    /// Its name.
+    pub(crate) id: ObjectId,
+    /// Bytes of data in it.
+    pub(crate) len: u64,
+}

@@ -1,0 +1,260 @@
+//! The object pool: writes, reads, lists and deletes the objects of one store.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use futures::TryStreamExt as _;
+use object_store::local::LocalFileSystem;
+use object_store::{ObjectStore, ObjectStoreExt as _};
+
+use super::durable;
+use super::error::{ObjectError, Result};
+use super::object::{Layout, ObjectId, SUMS_SUFFIX, StoredObject};
+use super::reader::OpenObjects;
+use super::runtime::IoRuntime;
+use super::writer::ObjectWriter;
+
+/// The objects of one store. A clone is another handle to the same pool; all may be used from any
+/// thread, inside or outside of an async runtime, and block until the store has answered.
+#[derive(Debug, Clone)]
+pub(crate) struct ObjectPool {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    store: Arc<dyn ObjectStore>,
+    /// Directory of the local store.
+    root: PathBuf,
+    runtime: Arc<IoRuntime>,
+    open: OpenObjects,
+    /// Fan-out directories whose own names this process has synced.
+    named: Box<[AtomicBool; 256]>,
+}
+
+/// An object as a listing of the store shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ListedObject {
+    /// Its name.
+    pub(crate) id: ObjectId,
+    /// Bytes on the store, checksums included.
+    pub(crate) stored_bytes: u64,
+    /// When its last part was written.
+    pub(crate) modified: SystemTime,
+}
+
+/// How full the store is, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StoreSpace {
+    /// Size of the store.
+    pub(crate) total_bytes: u64,
+    /// Not used by anything.
+    pub(crate) free_bytes: u64,
+    /// Usable without privilege.
+    pub(crate) available_bytes: u64,
+}
+
+impl ObjectPool {
+    /// Opens the store in a local directory, which is created when missing.
+    pub(crate) fn open_local(root: &Path) -> Result<ObjectPool> {
+        fs::create_dir_all(root)
+            .map_err(|e| ObjectError::io("create object store directory", root, e))?;
+        let root = root
+            .canonicalize()
+            .map_err(|e| ObjectError::io("open object store directory", root, e))?;
+        let store = LocalFileSystem::new_with_prefix(&root)
+            .map_err(|e| ObjectError::store("open", &root.display().to_string(), e))?;
+        let runtime = IoRuntime::start()
+            .map_err(|e| ObjectError::io("start the threads of the object store", &root, e))?;
+        Ok(ObjectPool {
+            shared: Arc::new(Shared {
+                store: Arc::new(store),
+                open: OpenObjects::new(root.clone()),
+                root,
+                runtime: Arc::new(runtime),
+                named: Box::new([const { AtomicBool::new(false) }; 256]),
+            }),
+        })
+    }
+
+    /// The runtime on which the crate's futures run.
+    pub(crate) fn runtime(&self) -> &Arc<IoRuntime> {
+        &self.shared.runtime
+    }
+
+    /// Starts a new object. Nothing is on the store before [`ObjectWriter::finish`]; dropping the
+    /// writer before that leaves nothing behind.
+    pub(crate) fn writer(&self) -> ObjectWriter {
+        ObjectWriter::new(self.clone())
+    }
+
+    /// Stores one object; durable when it returns.
+    pub(crate) fn put(&self, bytes: &[u8]) -> Result<StoredObject> {
+        let mut writer = self.writer();
+        writer.append(bytes)?;
+        writer.finish()
+    }
+
+    /// Exactly the bytes `range` of an object, verified. Fails with [`ObjectError::Corrupt`] when
+    /// the object has fewer bytes than that. Allocates the range (and up to two frames more), so the
+    /// caller bounds it.
+    pub(crate) fn read(&self, id: ObjectId, range: Range<u64>) -> Result<Bytes> {
+        self.shared.open.get(id)?.read(range)
+    }
+
+    /// Fills `buffer` with the bytes of an object from `offset` on, verified; otherwise as
+    /// [`ObjectPool::read`].
+    pub(crate) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.shared.open.get(id)?.read_into(offset, buffer)
+    }
+
+    /// The file that is, byte for byte, the object's data; `None` when the object is too small to
+    /// have one. What is read from it is not verified.
+    pub(crate) fn image(&self, id: ObjectId) -> Result<Option<File>> {
+        if id.layout() != Layout::Plain {
+            return Ok(None);
+        }
+        let path = self.shared.root.join(id.data_name());
+        match File::open(&path) {
+            Ok(file) => Ok(Some(file)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(ObjectError::Missing { id }),
+            Err(e) => Err(ObjectError::io("open object file", path, e)),
+        }
+    }
+
+    /// Deletes an object; one that is not there is deleted already. A reader that has it open in
+    /// this process reads on for a while; afterwards it sees [`ObjectError::Missing`].
+    pub(crate) fn delete(&self, id: ObjectId) -> Result<()> {
+        self.shared.open.forget(id);
+        self.delete_name(id.data_path())?;
+        if id.layout() == Layout::Plain {
+            self.delete_name(id.sums_path())?;
+        }
+        Ok(())
+    }
+
+    fn delete_name(&self, name: object_store::path::Path) -> Result<()> {
+        match self.on_store("delete", move |store| async move { store.delete(&name).await }) {
+            Err(ObjectError::Store { source, .. }) if is_not_found(source.as_ref()) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Everything on the store, also what nobody points at, in order of id. Holds one small record
+    /// per object in memory.
+    pub(crate) fn list(&self) -> Result<Vec<ListedObject>> {
+        let entries: Vec<_> = self.on_store("list", |store| async move {
+            store.list(None).try_collect().await
+        })?;
+        let mut objects: BTreeMap<ObjectId, ListedObject> = BTreeMap::new();
+        for entry in entries {
+            let Some(name) = entry.location.filename() else { continue };
+            let Ok(id) = name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse() else { continue };
+            let modified = SystemTime::from(entry.last_modified);
+            let object = objects.entry(id).or_insert(ListedObject { id, stored_bytes: 0, modified });
+            object.stored_bytes = object.stored_bytes.saturating_add(entry.size);
+            object.modified = object.modified.max(modified);
+        }
+        Ok(objects.into_values().collect())
+    }
+
+    /// Removes what writers that died (a crash, a kill) have left half-written for longer than
+    /// `age`. Returns how many files that were.
+    pub(crate) fn remove_abandoned(&self, age: Duration) -> Result<u64> {
+        let mut removed = 0;
+        let Some(before) = SystemTime::now().checked_sub(age) else { return Ok(0) };
+        for fan_out in 0..=u8::MAX {
+            let directory = self.shared.root.join(format!("{fan_out:02x}"));
+            let entries = match fs::read_dir(&directory) {
+                Ok(entries) => entries,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(ObjectError::io("list object directory", directory, e)),
+            };
+            for entry in entries {
+                let entry =
+                    entry.map_err(|e| ObjectError::io("list object directory", &directory, e))?;
+                // The local store writes to `NAME#N` and renames.
+                if !entry.file_name().to_string_lossy().contains('#') {
+                    continue;
+                }
+                let old = entry.metadata().and_then(|m| m.modified()).is_ok_and(|m| m < before);
+                if old && fs::remove_file(entry.path()).is_ok() {
+                    removed += 1;
+                }
+            }
+        }
+        Ok(removed)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn open_files(&self) -> usize {
+        self.shared.open.len()
+    }
+
+    /// How full the store is.
+    pub(crate) fn space(&self) -> Result<StoreSpace> {
+        let root = &self.shared.root;
+        let stat = nix::sys::statvfs::statvfs(root)
+            .map_err(|e| ObjectError::io("get free space of", root, e.into()))?;
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.fragment_size());
+        Ok(StoreSpace {
+            total_bytes: bytes(stat.blocks()),
+            free_bytes: bytes(stat.blocks_free()),
+            available_bytes: bytes(stat.blocks_available()),
+        })
+    }
+
+    /// Runs an object-store call on the crate's runtime and waits for it.
+    pub(super) fn on_store<T, F, Fut>(&self, operation: &'static str, call: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: FnOnce(Arc<dyn ObjectStore>) -> Fut,
+        Fut: Future<Output = object_store::Result<T>> + Send + 'static,
+    {
+        let future = call(Arc::clone(&self.shared.store));
+        self.settle(operation, self.shared.runtime.wait(future))
+    }
+
+    /// Turns the outcome of a future of the runtime into a result of the pool.
+    pub(super) fn settle<T>(
+        &self,
+        operation: &'static str,
+        outcome: Option<object_store::Result<T>>,
+    ) -> Result<T> {
+        let place = || self.shared.root.display().to_string();
+        match outcome {
+            Some(result) => result.map_err(|e| ObjectError::store(operation, &place(), e)),
+            None => Err(ObjectError::Store {
+                operation,
+                place: place(),
+                source: "the object store's threads have stopped".into(),
+            }),
+        }
+    }
+
+    /// Makes what was just written under `name` survive a power failure, names included.
+    pub(super) fn make_durable(&self, id: ObjectId, name: &str) -> Result<()> {
+        let path = self.shared.root.join(name);
+        durable::sync_file(&path)?;
+        durable::sync_directory(path.parent().unwrap_or(&self.shared.root))?;
+        let named = &self.shared.named[usize::from(id.fan_out())];
+        if !named.load(Ordering::Acquire) {
+            durable::sync_directory(&self.shared.root)?;
+            named.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+fn is_not_found(error: &(dyn std::error::Error + 'static)) -> bool {
+    matches!(
+        error.downcast_ref::<object_store::Error>(),
+        Some(object_store::Error::NotFound { .. })
+    )
+}

@@ -1,0 +1,208 @@
+//! Reads objects: a small set of open files, positional reads, every frame verified.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::checksum::{FOOTER_BYTES, Footer, Sums};
+use super::error::{ObjectError, Result};
+use super::object::{Layout, ObjectId};
+use crate::metrics;
+
+/// Most files kept open: a quarter of the usual limit of 1024 descriptors.
+const OPEN_MAX: usize = 256;
+/// A file that nobody has read for this long is closed when the next one is opened, so that the
+/// space of an object that another process deleted comes free.
+const IDLE_MAX: Duration = Duration::from_secs(30);
+
+/// An object with its checksums in memory.
+#[derive(Debug)]
+pub(super) struct OpenObject {
+    id: ObjectId,
+    path: PathBuf,
+    file: File,
+    sums: Sums,
+}
+
+impl OpenObject {
+    fn open(root: &Path, id: ObjectId) -> Result<OpenObject> {
+        let path = root.join(id.data_name());
+        let file = open_file(&path, id)?;
+        let file_bytes = size_of_file(&file, &path)?;
+        let (sums, stored_bytes) = match id.layout() {
+            Layout::Framed => {
+                let sums = read_sums(&file, &path, file_bytes, id)?;
+                let data_bytes = file_bytes.saturating_sub(sums.trailer_bytes());
+                (sums, data_bytes)
+            }
+            Layout::Plain => {
+                let sums_path = root.join(id.sums_name());
+                let sums_file = open_file(&sums_path, id).map_err(|e| match e {
+                    ObjectError::Missing { id } => ObjectError::Corrupt {
+                        id,
+                        byte: file_bytes,
+                        reason: "its checksum file is missing (torn upload)".into(),
+                    },
+                    other => other,
+                })?;
+                let sums_bytes = size_of_file(&sums_file, &sums_path)?;
+                (read_sums(&sums_file, &sums_path, sums_bytes, id)?, file_bytes)
+            }
+        };
+        if sums.data_bytes() != stored_bytes {
+            return Err(ObjectError::Corrupt {
+                id,
+                byte: stored_bytes.min(sums.data_bytes()),
+                reason: format!("{stored_bytes} bytes are stored, {} belong there", sums.data_bytes()),
+            });
+        }
+        metrics::OBJECTS_OPENED.inc();
+        Ok(OpenObject { id, path, file, sums })
+    }
+
+    pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes> {
+        self.check_range(range.start, range.end)?;
+        let (from, to) = self.sums.window(range.start, range.end);
+        let mut window = vec![0; self.length(from, to)?];
+        self.read_window(from, &mut window)?;
+        let start = (range.start - from) as usize;
+        let len = (range.end - range.start) as usize;
+        Ok(Bytes::from(window).slice(start..start + len))
+    }
+
+    pub(super) fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let end = offset.saturating_add(buffer.len() as u64);
+        self.check_range(offset, end)?;
+        if self.sums.window(offset, end) == (offset, end) {
+            return self.read_window(offset, buffer);
+        }
+        let bytes = self.read(offset..end)?;
+        buffer.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    fn check_range(&self, start: u64, end: u64) -> Result<()> {
+        if start <= end && end <= self.sums.data_bytes() {
+            return Ok(());
+        }
+        Err(ObjectError::Corrupt {
+            id: self.id,
+            byte: self.sums.data_bytes(),
+            reason: format!("bytes {start}..{end} were asked for, but it ends there"),
+        })
+    }
+
+    fn length(&self, from: u64, to: u64) -> Result<usize> {
+        usize::try_from(to - from).map_err(|_| {
+            ObjectError::io("read", &self.path, io::Error::from(ErrorKind::OutOfMemory))
+        })
+    }
+
+    /// Reads and verifies whole frames.
+    fn read_window(&self, from: u64, window: &mut [u8]) -> Result<()> {
+        if window.is_empty() {
+            return Ok(());
+        }
+        self.file.read_exact_at(window, from).map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => ObjectError::Corrupt {
+                id: self.id,
+                byte: from,
+                reason: "the file was cut short".into(),
+            },
+            _ => ObjectError::io("read object file", &self.path, e),
+        })?;
+        self.sums.verify(from, window).map_err(|byte| ObjectError::Corrupt {
+            id: self.id,
+            byte,
+            reason: "checksum mismatch".into(),
+        })?;
+        metrics::OBJECT_READ_BYTES.inc_by(window.len() as u64);
+        Ok(())
+    }
+}
+
+fn open_file(path: &Path, id: ObjectId) -> Result<File> {
+    File::open(path).map_err(|e| match e.kind() {
+        ErrorKind::NotFound => ObjectError::Missing { id },
+        _ => ObjectError::io("open object file", path, e),
+    })
+}
+
+fn size_of_file(file: &File, path: &Path) -> Result<u64> {
+    let metadata = file.metadata().map_err(|e| ObjectError::io("open object file", path, e))?;
+    Ok(metadata.len())
+}
+
+/// Reads the checksum table and footer that end at `end`.
+fn read_sums(file: &File, path: &Path, end: u64, id: ObjectId) -> Result<Sums> {
+    let corrupt = |reason: String| ObjectError::Corrupt { id, byte: end, reason };
+    let read = |buffer: &mut [u8], at: u64| {
+        file.read_exact_at(buffer, at).map_err(|e| ObjectError::io("read object file", path, e))
+    };
+    let footer_at =
+        end.checked_sub(FOOTER_BYTES).ok_or_else(|| corrupt("too short for a footer".into()))?;
+    let mut raw = [0; FOOTER_BYTES as usize];
+    read(&mut raw, footer_at)?;
+    let footer = Footer::parse(&raw, id).map_err(&corrupt)?;
+    let table_at = footer_at
+        .checked_sub(footer.table_bytes())
+        .ok_or_else(|| corrupt("too short for its checksum table".into()))?;
+    // Bounded by the footer's own limit on data_bytes and by the file that holds it.
+    let mut table = vec![0; footer.table_bytes() as usize];
+    read(&mut table, table_at)?;
+    Sums::parse(&table, &raw, footer).map_err(corrupt)
+}
+
+/// The open objects of a pool, least recently used out first.
+#[derive(Debug)]
+pub(super) struct OpenObjects {
+    root: PathBuf,
+    open: Mutex<HashMap<ObjectId, Slot>>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    object: Arc<OpenObject>,
+    used: Instant,
+}
+
+impl OpenObjects {
+    pub(super) fn new(root: PathBuf) -> OpenObjects {
+        OpenObjects { root, open: Mutex::new(HashMap::new()) }
+    }
+
+    pub(super) fn get(&self, id: ObjectId) -> Result<Arc<OpenObject>> {
+        let now = Instant::now();
+        if let Some(slot) = self.open.lock().get_mut(&id) {
+            slot.used = now;
+            return Ok(Arc::clone(&slot.object));
+        }
+        // Opened outside of the lock; two threads that race here open the file twice, once.
+        let object = Arc::new(OpenObject::open(&self.root, id)?);
+        let mut open = self.open.lock();
+        open.retain(|_, slot| now.saturating_duration_since(slot.used) < IDLE_MAX);
+        if open.len() >= OPEN_MAX {
+            let oldest = open.iter().min_by_key(|(_, slot)| slot.used).map(|(id, _)| *id);
+            oldest.and_then(|id| open.remove(&id));
+        }
+        open.insert(id, Slot { object: Arc::clone(&object), used: now });
+        Ok(object)
+    }
+
+    pub(super) fn forget(&self, id: ObjectId) {
+        self.open.lock().remove(&id);
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.open.lock().len()
+    }
+}

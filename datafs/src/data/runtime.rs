@@ -1,0 +1,78 @@
+//! The crate's own small tokio runtime, so that blocking callers can drive object-store futures.
+
+use std::future::Future;
+use std::io;
+use std::sync::mpsc;
+
+use tokio::runtime::{Builder, Handle, Runtime};
+
+/// Threads that poll object-store futures; the waiting happens elsewhere, so two are plenty.
+const WORKER_THREADS: usize = 2;
+
+/// A tokio runtime that may be used, and dropped, from any thread, inside or outside of another
+/// tokio runtime.
+#[derive(Debug)]
+pub(crate) struct IoRuntime {
+    runtime: Option<Runtime>,
+    handle: Handle,
+}
+
+/// A future that runs on the runtime; dropping it leaves the future running.
+#[derive(Debug)]
+pub(crate) struct Pending<T>(mpsc::Receiver<T>);
+
+impl<T> Pending<T> {
+    /// Waits for the result. `None` when the future panicked or the runtime is gone.
+    pub(crate) fn wait(self) -> Option<T> {
+        self.0.recv().ok()
+    }
+}
+
+impl IoRuntime {
+    /// Starts the threads.
+    pub(crate) fn start() -> io::Result<IoRuntime> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(WORKER_THREADS)
+            .thread_name("datafs-io")
+            .enable_all()
+            .build()?;
+        let handle = runtime.handle().clone();
+        Ok(IoRuntime { runtime: Some(runtime), handle })
+    }
+
+    /// A handle for `spawn` and `spawn_blocking`.
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Starts a future without waiting for it.
+    pub(crate) fn start_future<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> Pending<T> {
+        // A std channel, not `block_on`: the caller may itself be inside a runtime, where
+        // `block_on` panics.
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.handle.spawn(async move {
+            let _ = sender.send(future.await);
+        });
+        Pending(receiver)
+    }
+
+    /// Runs a future to its end, blocking the calling thread. `None` as in [`Pending::wait`].
+    pub(crate) fn wait<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        self.start_future(future).wait()
+    }
+}
+
+impl Drop for IoRuntime {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // The plain drop of a runtime panics inside an async context.
+            runtime.shutdown_background();
+        }
+    }
+}
