@@ -1,0 +1,104 @@
+//! The `[streams]` table of `millrace.toml`: which brokers to talk to, and the embedded one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::broker;
+use crate::error::{Error, Result};
+
+/// The value of [`Config::bootstrap_servers`] that means "the broker inside this home".
+pub const EMBEDDED: &str = "embedded";
+
+/// The `[streams]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// `host:port` list of a Kafka cluster separated by commas, or `"embedded"` for the broker of
+    /// this home, which `millrace up` and `millrace broker` start.
+    pub bootstrap_servers: String,
+    /// librdkafka properties for every producer and consumer, for example `security.protocol`.
+    /// They win over the defaults of this crate, except for those that its guarantees rest on
+    /// (`enable.idempotence`, `acks`, `enable.auto.commit`, `enable.auto.offset.store`).
+    pub properties: BTreeMap<String, String>,
+    /// The embedded broker; ignored when `bootstrap_servers` names a cluster.
+    pub broker: broker::Config,
+    /// Topics that must exist; what is missing is created at start, nothing is ever shrunk.
+    pub topics: Vec<TopicConfig>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            bootstrap_servers: EMBEDDED.to_string(),
+            properties: BTreeMap::new(),
+            broker: broker::Config::default(),
+            topics: Vec::new(),
+        }
+    }
+}
+
+impl Config {
+    /// Whether topics live in the broker of this home.
+    pub fn is_embedded(&self) -> bool {
+        self.bootstrap_servers == EMBEDDED
+    }
+
+    /// The brokers to talk to, with `"embedded"` resolved for `home`: the address of the broker
+    /// that holds the home now, else the configured one.
+    ///
+    /// # Errors
+    /// [`Error::NotRunning`] when no broker holds the home and its configured port is 0, so that
+    /// no address can be known.
+    pub fn kafka(&self, home: &Path) -> Result<KafkaConfig> {
+        let bootstrap_servers = if !self.is_embedded() {
+            self.bootstrap_servers.clone()
+        } else {
+            let dir = broker::dir(home);
+            match broker::running_address(&dir) {
+                Some(address) => address.to_string(),
+                None if self.broker.listen.port() != 0 => {
+                    let mut address = self.broker.listen;
+                    if address.ip().is_unspecified() {
+                        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+                    }
+                    address.to_string()
+                }
+                None => return Err(Error::NotRunning { dir }),
+            }
+        };
+        Ok(KafkaConfig { bootstrap_servers, properties: self.properties.clone() })
+    }
+}
+
+/// One topic that must exist.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TopicConfig {
+    /// Topic name.
+    pub name: String,
+    /// Number of partitions, at least 1; used when the topic is created.
+    #[serde(default = "one")]
+    pub partitions: i32,
+}
+
+fn one() -> i32 {
+    1
+}
+
+/// What a client needs to reach its brokers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KafkaConfig {
+    /// `host:port` list separated by commas; never `"embedded"`.
+    pub bootstrap_servers: String,
+    /// librdkafka properties, see [`Config::properties`].
+    pub properties: BTreeMap<String, String>,
+}
+
+impl KafkaConfig {
+    /// Brokers without further properties.
+    pub fn new(bootstrap_servers: impl Into<String>) -> Self {
+        Self { bootstrap_servers: bootstrap_servers.into(), properties: BTreeMap::new() }
+    }
+}

@@ -1,0 +1,228 @@
+//! What can go wrong with topics and the embedded broker, named for what the caller does next.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use rdkafka::error::KafkaError;
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Errors of topics and of the embedded broker.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No broker answered in time: start one, or correct the address, and try again.
+    #[error(
+        "no Kafka broker answered at {bootstrap_servers} within {waited_ms} ms ({reason}); \
+         start it (millrace broker, millrace up) or correct streams.bootstrap_servers"
+    )]
+    Unreachable {
+        /// The servers that were tried.
+        bootstrap_servers: String,
+        /// How long was waited, in milliseconds.
+        waited_ms: u64,
+        /// The last connection error, in librdkafka's words.
+        reason: String,
+    },
+    /// `"embedded"` was asked for but no broker holds the home.
+    #[error(
+        "no broker runs in {}; start it with millrace up or millrace broker, \
+         or name a cluster in streams.bootstrap_servers", dir.display()
+    )]
+    NotRunning {
+        /// The broker's directory.
+        dir: PathBuf,
+    },
+    /// The topic does not exist: create it.
+    #[error("topic {topic} does not exist at {bootstrap_servers} (declare it under [[streams.topics]] or produce to it first)")]
+    UnknownTopic {
+        /// Topic name.
+        topic: String,
+        /// Where it was looked for.
+        bootstrap_servers: String,
+    },
+    /// The partition does not exist.
+    #[error("topic {topic} has {partitions} partitions, so there is no partition {partition}")]
+    UnknownPartition {
+        /// Topic name.
+        topic: String,
+        /// The partition asked for.
+        partition: i32,
+        /// How many there are.
+        partitions: i32,
+    },
+    /// The start offset is not in the log: records were deleted, or the topic is another one.
+    #[error(
+        "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
+         the records were deleted or the topic was created again (start from the earliest offset to go on)"
+    )]
+    OffsetOutOfRange {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// The offset asked for.
+        requested: i64,
+        /// First offset in the log.
+        low: i64,
+        /// Offset of the next record to be written.
+        high: i64,
+    },
+    /// The brokers do not offer consumer groups: assign partitions explicitly.
+    #[error("the embedded broker at {bootstrap_servers} has no consumer groups; assign partitions instead of subscribing")]
+    GroupsUnsupported {
+        /// The brokers.
+        bootstrap_servers: String,
+    },
+    /// A record was not acknowledged; whether it is in the log is unknown when the reason is a
+    /// time-out.
+    #[error("a record for topic {topic} was not acknowledged: {reason}")]
+    NotDelivered {
+        /// Topic name.
+        topic: String,
+        /// In librdkafka's words.
+        reason: String,
+        /// Whether a new attempt can succeed.
+        retryable: bool,
+    },
+    /// The producer can not go on and must be replaced by a new one.
+    #[error("the producer for {bootstrap_servers} can not go on: {reason}; connect a new one")]
+    ProducerLost {
+        /// The brokers.
+        bootstrap_servers: String,
+        /// In librdkafka's words.
+        reason: String,
+    },
+    /// The record is larger than the producer or the broker allows.
+    #[error(
+        "a record of {bytes} bytes for topic {topic} is too large; raise message.max.bytes under \
+         [streams.properties] and streams.broker.message_bytes_max"
+    )]
+    RecordTooLarge {
+        /// Topic name.
+        topic: String,
+        /// Key and payload size.
+        bytes: usize,
+    },
+    /// A setting is not usable.
+    #[error("streams configuration: {reason}")]
+    Config {
+        /// Which setting, and what it should be.
+        reason: String,
+    },
+    /// The topic name or partition count is not allowed.
+    #[error("topic {name:?} cannot be created: {reason}")]
+    InvalidTopic {
+        /// The name.
+        name: String,
+        /// The rule it breaks.
+        reason: String,
+    },
+    /// Any other answer of the client library.
+    #[error("{action} at {bootstrap_servers}")]
+    Client {
+        /// What was tried.
+        action: String,
+        /// The brokers.
+        bootstrap_servers: String,
+        /// The library's error.
+        #[source]
+        source: KafkaError,
+    },
+    /// The handle was already closed.
+    #[error("the {what} is closed")]
+    Closed {
+        /// Which handle.
+        what: &'static str,
+    },
+    /// Another process listens on the broker's address.
+    #[error(
+        "the broker cannot listen on {address}: the port is taken; stop the other process or set \
+         streams.broker.listen to a free address (port 0 picks one)"
+    )]
+    AddressTaken {
+        /// The address.
+        address: SocketAddr,
+    },
+    /// Another process holds the broker's directory.
+    #[error("the broker directory {} is held by process {pid}; stop it or use another home", dir.display())]
+    HeldByAnother {
+        /// The directory.
+        dir: PathBuf,
+        /// Who holds it (`unknown` when it could not be read).
+        pid: String,
+    },
+    /// The directory was written by a newer release.
+    #[error(
+        "the broker directory {} has format {found}, this release reads up to {supported}; use a newer millrace", dir.display()
+    )]
+    NewerFormat {
+        /// The directory.
+        dir: PathBuf,
+        /// Its format.
+        found: u32,
+        /// The newest format this release knows.
+        supported: u32,
+    },
+    /// Stored data is damaged in a place that a torn write cannot explain.
+    #[error(
+        "{}: damaged at byte {position} ({reason}) with valid records after it; restore the file \
+         from a copy, or cut it to {position} bytes to give up what follows", path.display()
+    )]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// Where.
+        position: u64,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// The file system failed.
+    #[error("{action} {}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The operating system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Arrow refused a batch; a bug or exhausted memory.
+    #[error("build a record batch")]
+    Arrow(#[source] arrow::error::ArrowError),
+}
+
+impl Error {
+    /// Whether the same call may succeed later without anybody changing anything but the servers.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Error::Unreachable { .. } => true,
+            Error::NotDelivered { retryable, .. } => *retryable,
+            Error::Client { source, .. } => matches!(
+                source.rdkafka_error_code(),
+                Some(
+                    rdkafka::types::RDKafkaErrorCode::BrokerTransportFailure
+                        | rdkafka::types::RDKafkaErrorCode::AllBrokersDown
+                        | rdkafka::types::RDKafkaErrorCode::OperationTimedOut
+                        | rdkafka::types::RDKafkaErrorCode::RequestTimedOut
+                        | rdkafka::types::RDKafkaErrorCode::NotLeaderForPartition
+                        | rdkafka::types::RDKafkaErrorCode::LeaderNotAvailable
+                )
+            ),
+            _ => false,
+        }
+    }
+
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Error::Io { action, path, source }
+    }
+}
+
+impl From<arrow::error::ArrowError> for Error {
+    fn from(source: arrow::error::ArrowError) -> Self {
+        Error::Arrow(source)
+    }
+}

@@ -1,0 +1,164 @@
+//! What producers, consumers and admin calls share: librdkafka settings, its log lines, and the
+//! translation of its errors.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rdkafka::ClientContext;
+use rdkafka::client::Client;
+use rdkafka::config::{ClientConfig, RDKafkaLogLevel};
+use rdkafka::consumer::ConsumerContext;
+use rdkafka::error::KafkaError;
+use rdkafka::types::RDKafkaErrorCode as Code;
+
+use crate::config::KafkaConfig;
+use crate::error::{Error, Result};
+
+/// How long a call waits for brokers to answer before it gives up.
+pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(10);
+
+/// What librdkafka reported last, for error messages, and where its log goes.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Context {
+    last_error: Arc<Mutex<Option<String>>>,
+}
+
+impl Context {
+    /// The last connection error, or a stand-in.
+    pub(crate) fn reason(&self) -> String {
+        self.last_error.lock().clone().unwrap_or_else(|| "no connection".to_string())
+    }
+}
+
+impl ClientContext for Context {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        // Connection trouble is reported once by the call that fails, with the way out; the
+        // library repeats it every few seconds, so its own lines stay at debug.
+        if facility == "FAIL" {
+            *self.last_error.lock() = Some(plain(message));
+        }
+        match level {
+            RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical => {
+                tracing::error!(target: "librdkafka", facility, "{message}");
+            }
+            _ => tracing::debug!(target: "librdkafka", facility, "{message}"),
+        }
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::debug!(target: "librdkafka", error = %error, "{reason}");
+        if error.rdkafka_error_code() != Some(Code::AllBrokersDown) || self.last_error.lock().is_none() {
+            *self.last_error.lock() = Some(plain(reason));
+        }
+    }
+}
+
+impl ConsumerContext for Context {}
+
+/// librdkafka's text without its thread prefix and trailing timing notes.
+fn plain(reason: &str) -> String {
+    let text = reason.rsplit_once("]: ").map_or(reason, |(_, text)| text);
+    text.split(" (after ").next().unwrap_or(text).to_string()
+}
+
+/// Settings in order of strength: `defaults`, the user's properties, `fixed`.
+pub(crate) fn client_config(
+    kafka: &KafkaConfig,
+    defaults: &[(&str, &str)],
+    fixed: &[(&str, &str)],
+) -> Result<ClientConfig> {
+    if kafka.bootstrap_servers.trim().is_empty() || kafka.bootstrap_servers == crate::config::EMBEDDED {
+        return Err(Error::Config {
+            reason: format!(
+                "bootstrap_servers is {:?} where host:port is needed",
+                kafka.bootstrap_servers
+            ),
+        });
+    }
+    let mut settings: BTreeMap<&str, &str> = BTreeMap::new();
+    settings.insert("client.id", "millrace");
+    settings.insert("log.connection.close", "false");
+    settings.extend(defaults.iter().copied());
+    settings.extend(kafka.properties.iter().map(|(key, value)| (key.as_str(), value.as_str())));
+    settings.extend(fixed.iter().copied());
+    settings.insert("bootstrap.servers", &kafka.bootstrap_servers);
+    let mut config = ClientConfig::new();
+    for (key, value) in settings {
+        config.set(key, value);
+    }
+    config.set_log_level(RDKafkaLogLevel::Info);
+    Ok(config)
+}
+
+/// The code inside of an error, that of an admin call as well.
+pub(crate) fn code_of(error: &KafkaError) -> Option<Code> {
+    match error {
+        KafkaError::AdminOp(code) => Some(*code),
+        _ => error.rdkafka_error_code(),
+    }
+}
+
+/// Translates a client library error met while doing `action`.
+pub(crate) fn translate(kafka: &KafkaConfig, context: &Context, action: &str, waited: Duration, source: KafkaError) -> Error {
+    match (&source, code_of(&source)) {
+        (KafkaError::ClientConfig(_, reason, key, value), _) => Error::Config {
+            reason: format!("property {key} = {value:?}: {reason}"),
+        },
+        (KafkaError::ClientCreation(reason), _) => Error::Config { reason: reason.clone() },
+        (
+            _,
+            Some(Code::BrokerTransportFailure | Code::AllBrokersDown | Code::OperationTimedOut | Code::Resolve),
+        ) => Error::Unreachable {
+            bootstrap_servers: kafka.bootstrap_servers.clone(),
+            waited_ms: waited.as_millis() as u64,
+            reason: context.reason(),
+        },
+        _ => Error::Client {
+            action: action.to_string(),
+            bootstrap_servers: kafka.bootstrap_servers.clone(),
+            source,
+        },
+    }
+}
+
+/// Partition counts of all topics, or of one; a topic that does not exist is absent.
+///
+/// Blocks up to [`ANSWER_WAIT`].
+pub(crate) fn partitions<C: ClientContext>(
+    kafka: &KafkaConfig,
+    context: &Context,
+    client: &Client<C>,
+    topic: Option<&str>,
+) -> Result<BTreeMap<String, i32>> {
+    let started = Instant::now();
+    let metadata = client
+        .fetch_metadata(topic, ANSWER_WAIT)
+        .map_err(|error| translate(kafka, context, "read topic metadata", started.elapsed(), error))?;
+    Ok(metadata
+        .topics()
+        .iter()
+        .filter(|topic| topic.error().is_none())
+        .map(|topic| (topic.name().to_string(), topic.partitions().len() as i32))
+        .collect())
+}
+
+/// Takes the waiting log lines of a client that nobody polls, so that an error can name the cause.
+/// Only for clients without an assignment: a record would be lost.
+pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
+    for _ in 0..64 {
+        if rdkafka::consumer::BaseConsumer::poll(client, Duration::ZERO).is_none() {
+            break;
+        }
+    }
+}
+
+/// Runs a blocking librdkafka call away from the async threads.
+pub(crate) async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    match tokio::task::spawn_blocking(call).await {
+        Ok(result) => result,
+        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+        Err(_) => Err(Error::Closed { what: "runtime" }),
+    }
+}

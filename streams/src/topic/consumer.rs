@@ -1,0 +1,475 @@
+//! A consumer that hands out Arrow batches.
+//!
+//! librdkafka is polled on a thread of its own, which copies records into columns and passes
+//! chunks over a bounded channel. A caller that is slow fills the channel, the thread waits, and
+//! librdkafka stops fetching at its own queue limits: memory stays bounded without pausing.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use arrow::array::{RecordBatch, StringArray};
+use arrow::compute::concat_batches;
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _};
+use rdkafka::error::KafkaError;
+use rdkafka::message::{Headers, Message};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::types::RDKafkaErrorCode as Code;
+use tokio::sync::mpsc;
+
+use super::admin::watermarks_of;
+use super::batch::{Chunk, Records, schema};
+use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, translate};
+use crate::config::KafkaConfig;
+use crate::error::{Error, Result};
+use crate::metrics;
+
+/// Start offset that means "the first record that the partition holds".
+pub const EARLIEST: i64 = -2;
+/// Start offset that means "the next record to be written".
+pub const LATEST: i64 = -1;
+
+/// A chunk is passed on at this many rows or bytes, or when nothing more is ready.
+const CHUNK_ROWS: usize = 8_192;
+const CHUNK_BYTES: usize = 1 << 20;
+/// Chunks that may wait between the thread and the caller.
+const CHUNKS_WAITING: usize = 4;
+/// How long brokers may be away before the caller is told; it is told again after as long.
+const AWAY_MAX: Duration = Duration::from_secs(30);
+/// How often the thread looks whether it should stop.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A consumer of assigned partitions or of a consumer group.
+///
+/// Records of one partition come in offset order, each once, none below the start offset.
+/// Offsets may have gaps. Dropping the consumer ends its thread within about 100 ms.
+pub struct Consumer {
+    chunks: mpsc::Receiver<Result<RecordBatch>>,
+    pending: VecDeque<RecordBatch>,
+    failed: Option<Error>,
+    positions: BTreeMap<(String, i32), i64>,
+    client: Arc<BaseConsumer<Context>>,
+    context: Context,
+    kafka: KafkaConfig,
+    stop: Arc<AtomicBool>,
+}
+
+impl std::fmt::Debug for Consumer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Consumer").field("positions", &self.positions).finish_non_exhaustive()
+    }
+}
+
+impl Consumer {
+    /// Reads the partitions `(topic, partition, start offset)`; the start may be [`EARLIEST`] or
+    /// [`LATEST`], which are resolved before this returns. Nothing is ever committed to a group.
+    ///
+    /// # Errors
+    /// [`Error::UnknownTopic`], [`Error::UnknownPartition`], [`Error::OffsetOutOfRange`],
+    /// [`Error::Unreachable`] after 10 s, [`Error::Config`], [`Error::Client`].
+    pub async fn assign(kafka: &KafkaConfig, start: &[(String, i32, i64)]) -> Result<Self> {
+        let (kafka, start) = (kafka.clone(), start.to_vec());
+        blocking(move || Self::assign_blocking(kafka, start)).await
+    }
+
+    fn assign_blocking(kafka: KafkaConfig, start: Vec<(String, i32, i64)>) -> Result<Self> {
+        let (client, context) = connect(&kafka, "millrace")?;
+        let mut marks = BTreeMap::new();
+        let mut positions = BTreeMap::new();
+        let mut list = TopicPartitionList::new();
+        for (topic, partition, requested) in start {
+            if !marks.contains_key(&topic) {
+                marks.insert(topic.clone(), watermarks_of(&kafka, &context, &client, &topic)?);
+            }
+            let topic_marks = &marks[&topic];
+            let Some(&(low, high)) = topic_marks.get(&partition) else {
+                let partitions = topic_marks.len() as i32;
+                return Err(Error::UnknownPartition { topic, partition, partitions });
+            };
+            let offset = match requested {
+                EARLIEST => low,
+                LATEST => high,
+                offset if (low..=high).contains(&offset) => offset,
+                _ => return Err(Error::OffsetOutOfRange { topic, partition, requested, low, high }),
+            };
+            list.add_partition_offset(&topic, partition, Offset::Offset(offset))
+                .map_err(|error| translate(&kafka, &context, "assign partitions", Duration::ZERO, error))?;
+            positions.insert((topic, partition), offset);
+        }
+        client
+            .assign(&list)
+            .map_err(|error| translate(&kafka, &context, "assign partitions", Duration::ZERO, error))?;
+        let topics: Vec<String> = marks.into_keys().collect();
+        Self::start(kafka, client, context, topics, positions)
+    }
+
+    /// Reads `topics` as a member of a consumer group, from the committed offsets, else from the
+    /// earliest. [`Consumer::commit`] commits what was handed out; records that were not
+    /// committed come again, to this or another member.
+    ///
+    /// # Errors
+    /// [`Error::GroupsUnsupported`] at the embedded broker, [`Error::UnknownTopic`],
+    /// [`Error::Unreachable`], [`Error::Config`], [`Error::Client`].
+    pub async fn subscribe(kafka: &KafkaConfig, group: &str, topics: &[&str]) -> Result<Self> {
+        let kafka = kafka.clone();
+        let group = group.to_string();
+        let topics: Vec<String> = topics.iter().map(|topic| topic.to_string()).collect();
+        blocking(move || {
+            let (client, context) = connect(&kafka, &group)?;
+            let started = Instant::now();
+            match client.client().fetch_cluster_id(ANSWER_WAIT) {
+                Some(id) if id.starts_with(crate::broker::CLUSTER_ID_PREFIX) => {
+                    return Err(Error::GroupsUnsupported { bootstrap_servers: kafka.bootstrap_servers });
+                }
+                Some(_) => {}
+                None => {
+                    return Err(Error::Unreachable {
+                        bootstrap_servers: kafka.bootstrap_servers,
+                        waited_ms: started.elapsed().as_millis() as u64,
+                        reason: context.reason(),
+                    });
+                }
+            }
+            for topic in &topics {
+                if partitions(&kafka, &context, client.client(), Some(topic))?.is_empty() {
+                    return Err(Error::UnknownTopic {
+                        topic: topic.clone(),
+                        bootstrap_servers: kafka.bootstrap_servers,
+                    });
+                }
+            }
+            let names: Vec<&str> = topics.iter().map(String::as_str).collect();
+            client
+                .subscribe(&names)
+                .map_err(|error| translate(&kafka, &context, "subscribe", Duration::ZERO, error))?;
+            Self::start(kafka, client, context, topics, BTreeMap::new())
+        })
+        .await
+    }
+
+    fn start(
+        kafka: KafkaConfig,
+        client: BaseConsumer<Context>,
+        context: Context,
+        topics: Vec<String>,
+        positions: BTreeMap<(String, i32), i64>,
+    ) -> Result<Self> {
+        let client = Arc::new(client);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (sender, chunks) = mpsc::channel(CHUNKS_WAITING);
+        let reader = Reader {
+            next: topics
+                .iter()
+                .map(|topic| {
+                    let of_topic = positions.iter().filter(|((name, _), _)| name == topic);
+                    of_topic.map(|((_, partition), offset)| (*partition, *offset)).collect()
+                })
+                .collect(),
+            names: Arc::new(StringArray::from(topics.clone())),
+            topics,
+            client: client.clone(),
+            context: context.clone(),
+            kafka: kafka.clone(),
+            stop: stop.clone(),
+            away_since: None,
+        };
+        std::thread::Builder::new()
+            .name("streams-consumer".to_string())
+            .spawn(move || reader.run(sender))
+            .map_err(Error::io("start a thread for", "streams-consumer"))?;
+        Ok(Self { chunks, pending: VecDeque::new(), failed: None, positions, client, context, kafka, stop })
+    }
+
+    /// The next records: waits up to `wait_max` for the first, then takes what is ready, at most
+    /// `rows_max` rows and `bytes_max` bytes of keys and values (but always one row). `None` when
+    /// nothing came in time. Never an empty batch.
+    ///
+    /// Cancel safe: no record is lost when the future is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting),
+    /// [`Error::OffsetOutOfRange`], [`Error::UnknownTopic`] and [`Error::Client`] end the
+    /// consumer, afterwards [`Error::Closed`].
+    pub async fn next(&mut self, rows_max: usize, bytes_max: usize, wait_max: Duration) -> Result<Option<RecordBatch>> {
+        if self.pending.is_empty() {
+            if let Some(error) = self.failed.take() {
+                return Err(error);
+            }
+            match tokio::time::timeout(wait_max, self.chunks.recv()).await {
+                Err(_) => return Ok(None),
+                Ok(None) => return Err(Error::Closed { what: "consumer" }),
+                Ok(Some(chunk)) => self.pending.push_back(chunk?),
+            }
+        }
+        let (mut parts, mut rows, mut bytes) = (Vec::new(), 0, 0);
+        while rows < rows_max.max(1) {
+            let Some(chunk) = self.ready() else { break };
+            let records = Records::new(&chunk)?;
+            let rows_left = (rows_max.max(1) - rows).min(records.len());
+            let bytes_left = bytes_max.saturating_sub(bytes);
+            // The largest prefix that fits; sizes grow with the row, so bisect.
+            let (mut fits, mut too_many) = (0, rows_left + 1);
+            while fits + 1 < too_many {
+                let middle = fits.midpoint(too_many);
+                if records.bytes_before(middle) <= bytes_left { fits = middle } else { too_many = middle }
+            }
+            if fits == 0 && parts.is_empty() {
+                fits = 1;
+            }
+            let taken_bytes = records.bytes_before(fits);
+            let whole = fits == chunk.num_rows();
+            if !whole {
+                self.pending.push_front(chunk.slice(fits, chunk.num_rows() - fits));
+            }
+            if fits > 0 {
+                rows += fits;
+                bytes += taken_bytes;
+                parts.push(if whole { chunk } else { chunk.slice(0, fits) });
+            }
+            if !whole {
+                break;
+            }
+        }
+        let batch = match parts.len() {
+            1 => parts.remove(0),
+            _ => concat_batches(&schema(), &parts)?,
+        };
+        self.advance(&batch)?;
+        metrics::CONSUMED_RECORDS.inc_by(rows as u64);
+        metrics::CONSUMED_BYTES.inc_by(bytes as u64);
+        Ok(Some(batch))
+    }
+
+    /// A chunk that is there already.
+    fn ready(&mut self) -> Option<RecordBatch> {
+        if let Some(chunk) = self.pending.pop_front() {
+            return Some(chunk);
+        }
+        match self.chunks.try_recv() {
+            Ok(Ok(chunk)) => Some(chunk),
+            Ok(Err(error)) => {
+                self.failed = Some(error);
+                None
+            }
+            Err(_) => None,
+        }
+    }
+
+    fn advance(&mut self, batch: &RecordBatch) -> Result<()> {
+        let records = Records::new(batch)?;
+        let mut row = 0;
+        while row < records.len() {
+            // Fetches bring runs of one partition; only the last offset of a run matters.
+            let (topic, partition) = (records.topic(row), records.partition(row));
+            let mut last = row;
+            while last + 1 < records.len() && records.partition(last + 1) == partition && records.topic(last + 1) == topic {
+                last += 1;
+            }
+            self.positions.insert((topic.to_string(), partition), records.offset(last) + 1);
+            row = last + 1;
+        }
+        Ok(())
+    }
+
+    /// Per `(topic, partition)` the offset to start from so that nothing handed out by
+    /// [`Consumer::next`] comes again and nothing else is missed.
+    pub fn positions(&self) -> &BTreeMap<(String, i32), i64> {
+        &self.positions
+    }
+
+    /// Commits [`Consumer::positions`] to the consumer group of [`Consumer::subscribe`].
+    ///
+    /// # Errors
+    /// [`Error::Client`] when the group refuses, for example after a rebalance took the
+    /// partitions away; [`Error::Unreachable`].
+    pub async fn commit(&self) -> Result<()> {
+        let (client, kafka, context) = (self.client.clone(), self.kafka.clone(), self.context.clone());
+        let positions = self.positions.clone();
+        blocking(move || {
+            let started = Instant::now();
+            let fail = |error| translate(&kafka, &context, "commit offsets", started.elapsed(), error);
+            let owned = client.assignment().map_err(fail)?;
+            let mut list = TopicPartitionList::new();
+            for ((topic, partition), offset) in &positions {
+                if owned.find_partition(topic, *partition).is_some() {
+                    list.add_partition_offset(topic, *partition, Offset::Offset(*offset)).map_err(fail)?;
+                }
+            }
+            if list.count() == 0 {
+                return Ok(());
+            }
+            client.commit(&list, CommitMode::Sync).map_err(fail)
+        })
+        .await
+    }
+}
+
+impl Drop for Consumer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        // Closing the channel frees a thread that waits for room in it.
+        self.chunks.close();
+    }
+}
+
+fn connect(kafka: &KafkaConfig, group: &str) -> Result<(BaseConsumer<Context>, Context)> {
+    let context = Context::default();
+    let config = client_config(
+        kafka,
+        &[
+            ("allow.auto.create.topics", "false"),
+            ("check.crcs", "true"),
+            // The default of one second leaves a fast reader idle after each full queue.
+            ("fetch.queue.backoff.ms", "5"),
+            ("queued.max.messages.kbytes", "32768"),
+            ("partition.assignment.strategy", "cooperative-sticky"),
+            ("reconnect.backoff.max.ms", "1000"),
+            // The thread waits for its caller as long as that takes.
+            ("max.poll.interval.ms", "86400000"),
+        ],
+        &[
+            ("group.id", group),
+            ("enable.auto.commit", "false"),
+            ("enable.auto.offset.store", "false"),
+            // Group members without a committed offset start here; assigned partitions never
+            // reset in silence, since their start offsets are checked first and an offset that
+            // is out of range later is an error below.
+            ("auto.offset.reset", if group == "millrace" { "error" } else { "earliest" }),
+        ],
+    )?;
+    let client = BaseConsumer::from_config_and_context(&config, context.clone())
+        .map_err(|error| translate(kafka, &context, "create a consumer", Duration::ZERO, error))?;
+    Ok((client, context))
+}
+
+/// The polling thread.
+struct Reader {
+    topics: Vec<String>,
+    names: Arc<StringArray>,
+    /// By topic index and partition: the lowest offset that may still be handed out.
+    next: Vec<BTreeMap<i32, i64>>,
+    client: Arc<BaseConsumer<Context>>,
+    context: Context,
+    kafka: KafkaConfig,
+    stop: Arc<AtomicBool>,
+    away_since: Option<Instant>,
+}
+
+impl Reader {
+    fn run(mut self, chunks: mpsc::Sender<Result<RecordBatch>>) {
+        while !self.stop.load(Ordering::Acquire) {
+            let mut chunk = Chunk::new(self.names.clone());
+            let mut problem = None;
+            let client = self.client.clone();
+            let mut wait = POLL;
+            while chunk.len() < CHUNK_ROWS && chunk.bytes() < CHUNK_BYTES {
+                match client.poll(wait) {
+                    None => break,
+                    Some(Ok(message)) => self.take(&mut chunk, &message),
+                    Some(Err(error)) => {
+                        problem = self.judge(error);
+                        break;
+                    }
+                }
+                wait = Duration::ZERO;
+            }
+            if chunk.len() > 0 {
+                self.away_since = None;
+                if chunks.blocking_send(chunk.finish()).is_err() {
+                    return;
+                }
+            }
+            let problem = problem.or_else(|| self.probe());
+            if let Some(error) = problem {
+                let ends = !error.is_retryable();
+                if chunks.blocking_send(Err(error)).is_err() || ends {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, chunk: &mut Chunk, message: &rdkafka::message::BorrowedMessage<'_>) {
+        let topic = match self.topics.len() {
+            1 => 0,
+            _ => match self.topics.iter().position(|name| name == message.topic()) {
+                Some(index) => index,
+                None => return,
+            },
+        };
+        let (partition, offset) = (message.partition(), message.offset());
+        let next = self.next[topic].entry(partition).or_insert(0);
+        if offset < *next {
+            // librdkafka may fetch from the start of a batch again after a reconnect or a seek.
+            return;
+        }
+        *next = offset + 1;
+        chunk.push(
+            (topic as i32, partition, offset),
+            message.timestamp().to_millis(),
+            message.key(),
+            message.payload(),
+            message.headers().into_iter().flat_map(|headers| headers.iter()).map(|header| (header.key, header.value)),
+        );
+    }
+
+    /// Whether an error is news to the caller.
+    fn judge(&mut self, error: KafkaError) -> Option<Error> {
+        match error.rdkafka_error_code() {
+            Some(
+                Code::AllBrokersDown | Code::BrokerTransportFailure | Code::Resolve | Code::OperationTimedOut | Code::RequestTimedOut,
+            ) => {
+                self.away_since.get_or_insert_with(Instant::now);
+                None
+            }
+            Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition) => {
+                Some(Error::UnknownTopic {
+                    topic: self.topics.join(", "),
+                    bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                })
+            }
+            Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => Some(self.out_of_range(error)),
+            _ => Some(translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)),
+        }
+    }
+
+    /// Names the partition whose position left the log; the library's error does not.
+    fn out_of_range(&self, error: KafkaError) -> Error {
+        for (topic, next) in self.topics.iter().zip(&self.next) {
+            match watermarks_of(&self.kafka, &self.context, &self.client, topic) {
+                Err(error) => return error,
+                Ok(marks) => {
+                    for (&partition, &requested) in next {
+                        match marks.get(&partition) {
+                            Some(&(low, high)) if !(low..=high).contains(&requested) => {
+                                return Error::OffsetOutOfRange { topic: topic.clone(), partition, requested, low, high };
+                            }
+                            _ => {}
+                        }
+                    }
+                }
+            }
+        }
+        translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
+    }
+
+    /// After brokers were away for long: asks once, and reports when nobody answers.
+    fn probe(&mut self) -> Option<Error> {
+        let since = self.away_since.filter(|since| since.elapsed() >= AWAY_MAX)?;
+        let topic = self.topics.first().map(String::as_str);
+        match partitions(&self.kafka, &self.context, self.client.client(), topic) {
+            Ok(_) => {
+                self.away_since = None;
+                None
+            }
+            Err(Error::Unreachable { bootstrap_servers, reason, .. }) => {
+                self.away_since = Some(Instant::now());
+                let waited_ms = since.elapsed().as_millis() as u64;
+                Some(Error::Unreachable { bootstrap_servers, waited_ms, reason })
+            }
+            Err(error) => Some(error),
+        }
+    }
+}

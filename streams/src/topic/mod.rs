@@ -1,0 +1,17 @@
+//! Topics of any broker that speaks the Kafka protocol.
+//!
+//! - [`Producer`]: idempotent and pipelined; a delivery names the offset.
+//! - [`Consumer`]: explicit assignment from given offsets (or a consumer group on a Kafka
+//!   cluster), records as Arrow batches ([`batch`]).
+//! - [`create_topic`], [`delete_topic`], [`list_topics`], [`watermarks`].
+
+mod admin;
+pub mod batch;
+mod client;
+mod consumer;
+mod producer;
+
+pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
+pub use batch::{Records, schema};
+pub use consumer::{Consumer, EARLIEST, LATEST};
+pub use producer::{Delivery, OutRecord, Producer};

@@ -1,0 +1,358 @@
+//! An idempotent, pipelined producer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use rdkafka::ClientContext;
+use rdkafka::config::{FromClientConfigAndContext, RDKafkaLogLevel};
+use rdkafka::error::KafkaError;
+use rdkafka::message::{DeliveryResult, Header, Message, OwnedHeaders};
+use rdkafka::producer::{BaseRecord, Producer as _, ProducerContext, ThreadedProducer};
+use rdkafka::types::RDKafkaErrorCode as Code;
+use tokio::sync::{Notify, oneshot};
+
+use super::client::{ANSWER_WAIT, Context, blocking, client_config, translate};
+use crate::config::KafkaConfig;
+use crate::error::{Error, Result};
+use crate::metrics;
+
+/// How long a record may wait for its acknowledgement unless `message.timeout.ms` says otherwise.
+const DELIVERY_WAIT_MS: u64 = 30_000;
+
+/// A record to be produced.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OutRecord {
+    /// Topic name.
+    pub topic: String,
+    /// Partition; without one the key decides (the murmur2 hash of the Java clients), and
+    /// records without a key are spread.
+    pub partition: Option<i32>,
+    /// Key.
+    pub key: Option<Bytes>,
+    /// Value; `None` is a tombstone.
+    pub payload: Option<Bytes>,
+    /// Headers in their order.
+    pub headers: Vec<(String, Option<Bytes>)>,
+    /// Milliseconds since 1970-01-01 UTC; now when absent.
+    pub timestamp_ms: Option<i64>,
+}
+
+impl OutRecord {
+    /// A record with a value only.
+    pub fn new(topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
+        Self { topic: topic.into(), payload: Some(payload.into()), ..Self::default() }
+    }
+
+    /// Sets the key.
+    pub fn key(mut self, key: impl Into<Bytes>) -> Self {
+        self.key = Some(key.into());
+        self
+    }
+
+    /// Sets the partition.
+    pub fn partition(mut self, partition: i32) -> Self {
+        self.partition = Some(partition);
+        self
+    }
+
+    /// Adds a header.
+    pub fn header(mut self, key: impl Into<String>, value: impl Into<Bytes>) -> Self {
+        self.headers.push((key.into(), Some(value.into())));
+        self
+    }
+
+    fn bytes(&self) -> usize {
+        self.key.as_ref().map_or(0, Bytes::len) + self.payload.as_ref().map_or(0, Bytes::len)
+    }
+}
+
+/// Where a record went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Delivery {
+    /// Partition.
+    pub partition: i32,
+    /// Offset in the partition.
+    pub offset: i64,
+}
+
+/// What became of one record: its delivery, or the library's error.
+type Outcome = std::result::Result<Delivery, KafkaError>;
+
+/// Who waits for a record.
+enum Ticket {
+    One(oneshot::Sender<Outcome>),
+    OfMany { index: usize, many: Arc<Many> },
+}
+
+/// Records that somebody awaits together.
+struct Many {
+    outcomes: Mutex<Vec<Option<Outcome>>>,
+    open: AtomicUsize,
+    done: Notify,
+}
+
+#[derive(Clone)]
+struct Deliveries {
+    context: Context,
+    freed: Arc<Notify>,
+}
+
+impl ClientContext for Deliveries {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        self.context.log(level, facility, message);
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        self.context.error(error, reason);
+    }
+}
+
+impl ProducerContext for Deliveries {
+    type DeliveryOpaque = Box<Ticket>;
+
+    fn delivery(&self, result: &DeliveryResult<'_>, ticket: Box<Ticket>) {
+        let outcome = match result {
+            Ok(message) => {
+                metrics::PRODUCED_RECORDS.inc();
+                Ok(Delivery { partition: message.partition(), offset: message.offset() })
+            }
+            Err((error, _)) => Err(error.clone()),
+        };
+        match *ticket {
+            // A dropped receiver only means that nobody waits any more.
+            Ticket::One(waiting) => drop(waiting.send(outcome)),
+            Ticket::OfMany { index, many } => {
+                many.outcomes.lock()[index] = Some(outcome);
+                if many.open.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    many.done.notify_one();
+                }
+            }
+        }
+        self.freed.notify_waiters();
+    }
+}
+
+/// A producer; clones share one connection and one queue.
+///
+/// Idempotent always: a record that was acknowledged is in the log exactly once, whatever was
+/// retried on the way, and records for one partition keep the order of the calls. Acknowledged
+/// means what `acks=all` means to the brokers.
+#[derive(Clone)]
+pub struct Producer {
+    inner: Arc<ThreadedProducer<Deliveries>>,
+    deliveries: Deliveries,
+    kafka: KafkaConfig,
+    delivery_wait_ms: u64,
+}
+
+impl std::fmt::Debug for Producer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Producer").field("kafka", &self.kafka).finish_non_exhaustive()
+    }
+}
+
+impl Producer {
+    /// Connects and waits until a broker has answered, at most 10 s.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`], [`Error::Config`].
+    pub async fn connect(kafka: &KafkaConfig) -> Result<Self> {
+        let kafka = kafka.clone();
+        blocking(move || Self::connect_blocking(kafka)).await
+    }
+
+    fn connect_blocking(kafka: KafkaConfig) -> Result<Self> {
+        let context = Context::default();
+        let wait = DELIVERY_WAIT_MS.to_string();
+        let config = client_config(
+            &kafka,
+            &[
+                ("linger.ms", "2"),
+                ("message.timeout.ms", &wait),
+                ("partitioner", "murmur2_random"),
+                ("queue.buffering.max.kbytes", "65536"),
+                ("reconnect.backoff.max.ms", "1000"),
+            ],
+            &[("enable.idempotence", "true"), ("acks", "all")],
+        )?;
+        let delivery_wait_ms = config
+            .get("message.timeout.ms")
+            .or(config.get("delivery.timeout.ms"))
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(DELIVERY_WAIT_MS);
+        let deliveries = Deliveries { context: context.clone(), freed: Arc::new(Notify::new()) };
+        let inner = ThreadedProducer::from_config_and_context(&config, deliveries.clone())
+            .map_err(|error| translate(&kafka, &context, "create a producer", Duration::ZERO, error))?;
+        let started = Instant::now();
+        // The id comes with the first metadata answer, so that this asks for no topic.
+        if inner.client().fetch_cluster_id(ANSWER_WAIT).is_none() {
+            return Err(Error::Unreachable {
+                bootstrap_servers: kafka.bootstrap_servers,
+                waited_ms: started.elapsed().as_millis() as u64,
+                reason: context.reason(),
+            });
+        }
+        Ok(Self { inner: Arc::new(inner), deliveries, kafka, delivery_wait_ms })
+    }
+
+    /// Sends one record and waits for its acknowledgement, up to `message.timeout.ms` (30 s by
+    /// default). Many calls may be under way at once; they are sent together.
+    ///
+    /// Cancel safety: a record whose future is dropped may or may not be produced.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`] or [`Error::NotDelivered`] (after either the record may or may not
+    /// be in the log when it had been sent), [`Error::RecordTooLarge`], [`Error::UnknownTopic`],
+    /// [`Error::UnknownPartition`], [`Error::ProducerLost`].
+    pub async fn send(&self, record: OutRecord) -> Result<Delivery> {
+        let (sender, receiver) = oneshot::channel();
+        self.enqueue(&record, Ticket::One(sender)).await?;
+        match receiver.await {
+            Ok(Ok(delivery)) => Ok(delivery),
+            Ok(Err(error)) => Err(self.undelivered(&record.topic, record.bytes(), error)),
+            Err(_) => Err(Error::Closed { what: "producer" }),
+        }
+    }
+
+    /// Sends all records, pipelined, and waits until each is acknowledged. The deliveries come in
+    /// the order of the records.
+    ///
+    /// Cancel safety: as [`Producer::send`].
+    ///
+    /// # Errors
+    /// The first error of [`Producer::send`] in record order; the other records have been
+    /// delivered or given up by then, so nothing is sent any more after the return.
+    pub async fn send_all<I>(&self, records: I) -> Result<Vec<Delivery>>
+    where
+        I: IntoIterator<Item = OutRecord>,
+    {
+        let many = Arc::new(Many {
+            outcomes: Mutex::new(Vec::new()),
+            // One extra for this function, so that the count cannot reach zero before all are queued.
+            open: AtomicUsize::new(1),
+            done: Notify::new(),
+        });
+        let mut topics: Vec<(usize, String)> = Vec::new();
+        let mut refused = None;
+        for (index, record) in records.into_iter().enumerate() {
+            if topics.last().is_none_or(|(_, topic)| *topic != record.topic) {
+                topics.push((index, record.topic.clone()));
+            }
+            many.outcomes.lock().push(None);
+            many.open.fetch_add(1, Ordering::AcqRel);
+            let ticket = Ticket::OfMany { index, many: many.clone() };
+            if let Err(error) = self.enqueue(&record, ticket).await {
+                many.open.fetch_sub(1, Ordering::AcqRel);
+                refused = Some(error);
+                break;
+            }
+            if index % 1024 == 1023 {
+                tokio::task::yield_now().await;
+            }
+        }
+        if many.open.fetch_sub(1, Ordering::AcqRel) != 1 {
+            many.done.notified().await;
+        }
+        let outcomes = std::mem::take(&mut *many.outcomes.lock());
+        let mut deliveries = Vec::with_capacity(outcomes.len());
+        for (index, outcome) in outcomes.into_iter().enumerate() {
+            match outcome {
+                Some(Ok(delivery)) => deliveries.push(delivery),
+                Some(Err(error)) => {
+                    let at = topics.partition_point(|(first, _)| *first <= index).saturating_sub(1);
+                    let topic = topics.get(at).map_or("", |(_, topic)| topic);
+                    return Err(self.undelivered(topic, 0, error));
+                }
+                None => break,
+            }
+        }
+        refused.map_or(Ok(deliveries), Err)
+    }
+
+    /// Waits until everything queued so far was acknowledged or given up, at most `wait_max`.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`] when records still wait after `wait_max`.
+    pub async fn flush(&self, wait_max: Duration) -> Result<()> {
+        let this = self.clone();
+        blocking(move || {
+            this.inner
+                .flush(wait_max)
+                .map_err(|error| translate(&this.kafka, &this.deliveries.context, "flush", wait_max, error))
+        })
+        .await
+    }
+
+    async fn enqueue(&self, record: &OutRecord, ticket: Ticket) -> Result<()> {
+        let mut ticket = Box::new(ticket);
+        loop {
+            let freed = self.deliveries.freed.notified();
+            let headers = (!record.headers.is_empty()).then(|| {
+                record.headers.iter().fold(
+                    OwnedHeaders::new_with_capacity(record.headers.len()),
+                    |headers, (key, value)| headers.insert(Header { key, value: value.as_deref() }),
+                )
+            });
+            let out = BaseRecord {
+                topic: &record.topic,
+                partition: record.partition,
+                payload: record.payload.as_deref(),
+                key: record.key.as_deref(),
+                timestamp: record.timestamp_ms,
+                headers,
+                delivery_opaque: ticket,
+            };
+            match self.inner.send(out) {
+                Ok(()) => return Ok(()),
+                Err((KafkaError::MessageProduction(Code::QueueFull), back)) => {
+                    ticket = back.delivery_opaque;
+                    // A notification between the refusal and this await would be missed without
+                    // the bound.
+                    let _ = tokio::time::timeout(Duration::from_millis(20), freed).await;
+                }
+                Err((error, _)) => return Err(self.undelivered(&record.topic, record.bytes(), error)),
+            }
+        }
+    }
+
+    fn undelivered(&self, topic: &str, bytes: usize, error: KafkaError) -> Error {
+        if let Some((_, reason)) = self.inner.client().fatal_error() {
+            return Error::ProducerLost {
+                bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                reason,
+            };
+        }
+        match error.rdkafka_error_code() {
+            Some(Code::MessageSizeTooLarge | Code::InvalidMessageSize) => {
+                Error::RecordTooLarge { topic: topic.to_string(), bytes }
+            }
+            Some(Code::UnknownTopic | Code::UnknownTopicOrPartition) => Error::UnknownTopic {
+                topic: topic.to_string(),
+                bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+            },
+            Some(Code::UnknownPartition) => Error::NotDelivered {
+                topic: topic.to_string(),
+                reason: "it has no such partition".to_string(),
+                retryable: false,
+            },
+            Some(Code::MessageTimedOut | Code::BrokerTransportFailure | Code::AllBrokersDown) => {
+                Error::Unreachable {
+                    bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                    waited_ms: self.delivery_wait_ms,
+                    reason: self.deliveries.context.reason(),
+                }
+            }
+            code => Error::NotDelivered {
+                topic: topic.to_string(),
+                reason: error.to_string(),
+                retryable: matches!(
+                    code,
+                    Some(Code::KafkaStorageError | Code::NotLeaderForPartition | Code::LeaderNotAvailable | Code::RequestTimedOut)
+                ),
+            },
+        }
+    }
+}
