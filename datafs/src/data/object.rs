@@ -10,7 +10,6 @@ use std::fmt;
 use std::str::FromStr;
 
 use object_store::path::Path as StorePath;
-use rand::Rng as _;
 
 /// Ending of the sidecar that holds the checksums of a plain object.
 pub(crate) const SUMS_SUFFIX: &str = ".sums";
@@ -29,9 +28,8 @@ pub(crate) enum Layout {
 pub(crate) struct ObjectId(u128);
 
 impl ObjectId {
-    /// A new id that no other object has (127 random bits).
-    pub(crate) fn random(layout: Layout) -> ObjectId {
-        let bits = rand::rng().random::<u128>();
+    /// The id that 127 random bits make, for an object of this layout.
+    pub(crate) fn from_random(bits: u128, layout: Layout) -> ObjectId {
         ObjectId(match layout {
             Layout::Framed => bits & !1,
             Layout::Plain => bits | 1,

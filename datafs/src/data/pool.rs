@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{self, Read as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +13,9 @@ use bytes::Bytes;
 use futures::TryStreamExt as _;
 use object_store::local::LocalFileSystem;
 use object_store::{ObjectStore, ObjectStoreExt as _};
+use parking_lot::Mutex;
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng};
 
 use super::durable;
 use super::error::{ObjectError, Result};
@@ -34,6 +38,8 @@ struct Shared {
     root: PathBuf,
     runtime: Arc<IoRuntime>,
     open: OpenObjects,
+    /// Names new objects.
+    random: Mutex<StdRng>,
     /// Fan-out directories whose own names this process has synced.
     named: Box<[AtomicBool; 256]>,
 }
@@ -72,8 +78,10 @@ impl ObjectPool {
             .map_err(|e| ObjectError::store("open", &root.display().to_string(), e))?;
         let runtime = IoRuntime::start()
             .map_err(|e| ObjectError::io("start the threads of the object store", &root, e))?;
+        let random = seeded().map_err(|e| ObjectError::io("seed object names for", &root, e))?;
         Ok(ObjectPool {
             shared: Arc::new(Shared {
+                random: Mutex::new(random),
                 store: Arc::new(store),
                 open: OpenObjects::new(root.clone()),
                 root,
@@ -81,6 +89,11 @@ impl ObjectPool {
                 named: Box::new([const { AtomicBool::new(false) }; 256]),
             }),
         })
+    }
+
+    /// A name that no other object has.
+    pub(super) fn new_id(&self, layout: Layout) -> ObjectId {
+        ObjectId::from_random(self.shared.random.lock().random(), layout)
     }
 
     /// The runtime on which the crate's futures run.
@@ -123,7 +136,7 @@ impl ObjectPool {
         let path = self.shared.root.join(id.data_name());
         match File::open(&path) {
             Ok(file) => Ok(Some(file)),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(ObjectError::Missing { id }),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(ObjectError::Missing { id }),
             Err(e) => Err(ObjectError::io("open object file", path, e)),
         }
     }
@@ -173,7 +186,7 @@ impl ObjectPool {
             let directory = self.shared.root.join(format!("{fan_out:02x}"));
             let entries = match fs::read_dir(&directory) {
                 Ok(entries) => entries,
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 Err(e) => return Err(ObjectError::io("list object directory", directory, e)),
             };
             for entry in entries {
@@ -250,6 +263,13 @@ impl ObjectPool {
         }
         Ok(())
     }
+}
+
+/// A generator seeded by the operating system: names must differ between processes.
+fn seeded() -> io::Result<StdRng> {
+    let mut seed = <StdRng as SeedableRng>::Seed::default();
+    File::open("/dev/urandom")?.read_exact(&mut seed)?;
+    Ok(StdRng::from_seed(seed))
 }
 
 fn is_not_found(error: &(dyn std::error::Error + 'static)) -> bool {

@@ -90,12 +90,12 @@ impl ObjectWriter {
     fn finish_single(&mut self) -> Result<ObjectId> {
         let data = Bytes::from(std::mem::take(&mut self.buffer));
         if data.len() <= FRAMED_BYTES_MAX {
-            let id = ObjectId::random(Layout::Framed);
+            let id = self.pool.new_id(Layout::Framed);
             let sums = Bytes::from(std::mem::take(&mut self.summer).finish(id));
             self.put(id, id.data_name(), PutPayload::from_iter([data, sums]))?;
             return Ok(id);
         }
-        let id = ObjectId::random(Layout::Plain);
+        let id = self.pool.new_id(Layout::Plain);
         self.put(id, id.data_name(), PutPayload::from_bytes(data))?;
         self.put_sums(id)?;
         Ok(id)
@@ -136,7 +136,7 @@ impl ObjectWriter {
         let upload = match &mut self.upload {
             Some(upload) => upload,
             none => {
-                let id = ObjectId::random(Layout::Plain);
+                let id = self.pool.new_id(Layout::Plain);
                 let path = id.data_path();
                 let parts = self.pool.on_store("start an upload", |store| async move {
                     store.put_multipart(&path).await

@@ -1,0 +1,118 @@
+//! A view as a directory of this machine, through FUSE.
+//!
+//! [`mount`] attaches a view to a path and serves the kernel's requests on threads of its own until
+//! the mount ends: by [`Mount::unmount`], by dropping it, by [`umount`] from any process or by the
+//! `umount` command. A live view is mounted read/write, with its snapshots at `.snapshots/NAME`; a
+//! snapshot is mounted read-only.
+//!
+//! Consistency: close-to-open. What a process wrote and closed (or fsynced) through one mount is
+//! seen by every `open` that follows, through any mount of the volume. The kernel keeps entries,
+//! attributes and pages of snapshots for as long as it likes, of the live tree none that another
+//! process may have outdated. `close` makes changes visible, `fsync` makes them durable.
+//!
+//! Not here: what the file system *means* (that is the view), extended attributes, locks across
+//! mounts (locks hold among the processes that use one mount), `O_TMPFILE`.
+
+mod adapter;
+mod convert;
+mod fusermount;
+mod handles;
+mod point;
+mod session;
+
+use std::path::Path;
+
+use fuser::Errno;
+
+use crate::error::{Error, Result};
+use crate::view::View;
+
+pub use session::Mount;
+
+/// How to mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountOptions {
+    /// Lets users other than the one that mounts in, subject to owners and modes. Unprivileged users
+    /// need `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
+    pub allow_other: bool,
+    /// Threads that answer the kernel, 1 to 64. Default 2: one that waits for the disk does not stop
+    /// the others, and more than the machine has cores slow look-ups down.
+    pub threads: usize,
+    /// Hands large files of snapshots to the kernel, which then reads them at the local disk's own
+    /// speed and without checking the objects' checksums. Only where the kernel (6.9 or newer) and
+    /// the privilege of the process allow it. Default: on.
+    pub passthrough: bool,
+}
+
+impl Default for MountOptions {
+    fn default() -> Self {
+        let allow_other = nix::unistd::geteuid().is_root();
+        Self { allow_other, threads: 2, passthrough: true }
+    }
+}
+
+/// Mounts a view on a directory, which is created when missing and must be empty. What a process
+/// that died left mounted there is taken off first.
+///
+/// # Errors
+/// [`Error::Exists`] when the path is a mount already, [`Error::NotEmpty`], [`Error::NotADirectory`],
+/// [`Error::Invalid`] for options out of bounds, and [`Error::Unsupported`]-like refusals of the
+/// system as [`Error::Io`]; ask [`can_mount`] first for the reason in words.
+pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
+    session::mount(view, at, &options)
+}
+
+/// Unmounts what any process has mounted at `at`. While files are open below, the path is freed at
+/// once and the files stay usable until they are closed.
+///
+/// # Errors
+/// [`Error::NotFound`] when no volume is mounted there.
+pub fn umount(at: &Path) -> Result<()> {
+    let at = point::absolute(at)?;
+    if point::find(&at)?.is_none() {
+        return Err(Error::NotFound { what: format!("a mounted volume at {}", at.display()) });
+    }
+    let failed = |e| Error::io("unmount", &at, e);
+    match point::detach(&at, false) {
+        Err(e) if session::is_busy(&e) => point::detach(&at, true).map_err(failed),
+        result => result.map_err(failed),
+    }
+}
+
+/// Whether this process may mount; else the reason and the way out, in one line.
+///
+/// # Errors
+/// The reason.
+pub fn can_mount() -> Result<(), String> {
+    point::can_mount()
+}
+
+/// What the kernel is told about an error. Exhaustive on purpose: a new variant must choose.
+pub(crate) fn errno(error: &Error) -> Errno {
+    match error {
+        Error::NotFound { .. } => Errno::ENOENT,
+        Error::Exists { .. } => Errno::EEXIST,
+        Error::NotADirectory { .. } => Errno::ENOTDIR,
+        Error::IsADirectory { .. } => Errno::EISDIR,
+        Error::NotEmpty { .. } => Errno::ENOTEMPTY,
+        Error::ReadOnly { .. } => Errno::EROFS,
+        Error::NotPermitted { .. } => Errno::EPERM,
+        Error::BadHandle(_) => Errno::EBADF,
+        Error::InvalidName { .. } | Error::Invalid(_) => Errno::EINVAL,
+        Error::NameTooLong { .. } => Errno::ENAMETOOLONG,
+        Error::Loop { .. } => Errno::ELOOP,
+        Error::TooManyLinks { .. } => Errno::EMLINK,
+        Error::TooLarge { .. } => Errno::EFBIG,
+        Error::NoSpace { .. } => Errno::ENOSPC,
+        Error::Conflict { .. } => Errno::EAGAIN,
+        Error::Busy { .. } => Errno::EBUSY,
+        Error::Stale { .. } => Errno::ESTALE,
+        Error::NotWritable { .. } => Errno::EACCES,
+        Error::Unsupported(_) => Errno::EOPNOTSUPP,
+        Error::NewerFormat { .. }
+        | Error::Corrupt { .. }
+        | Error::Object(_)
+        | Error::Metadata { .. }
+        | Error::Io { .. } => Errno::EIO,
+    }
+}

@@ -1,0 +1,316 @@
+//! The mount point: what is mounted where, attaching and detaching, with privilege through
+//! `mount(2)` and without through `fusermount3`.
+//!
+//! The descriptor of `/dev/fuse` is made here and not by the FUSE library, because that unmounts
+//! its path once more when a session ends, whatever is mounted there by then.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use nix::mount::{MntFlags, MsFlags, umount2};
+
+use super::fusermount;
+use crate::error::{Error, Result};
+
+/// The kernel's device for FUSE.
+pub(super) const DEVICE: &str = "/dev/fuse";
+/// File-system type of the mounts of this crate, as `/proc/self/mountinfo` shows it.
+const FS_TYPE: &str = "fuse.millrace";
+/// Bit of CAP_SYS_ADMIN in a capability mask.
+const CAP_SYS_ADMIN: u32 = 21;
+/// Read-ahead of a mount, in KiB: requests of up to 1 MiB instead of the kernel's 128 KiB.
+const READ_AHEAD_KIB: u32 = 1024;
+
+/// A mount of this crate as the kernel lists it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    /// Where it is mounted.
+    pub(super) at: PathBuf,
+    /// `major:minor` of its device; the minor is also the number of its FUSE connection.
+    pub(super) device: String,
+}
+
+/// How to attach.
+#[derive(Debug, Clone)]
+pub(super) struct Attach<'a> {
+    /// What `mount` and `df` show as the source: the volume.
+    pub(super) source: &'a str,
+    /// Refuse writes in the kernel.
+    pub(super) read_only: bool,
+    /// Let other users in, subject to modes and owners.
+    pub(super) allow_other: bool,
+}
+
+/// Whether this process may mount, else the reason and the way out, in one line.
+pub(super) fn can_mount() -> Result<(), String> {
+    match OpenOptions::new().read(true).write(true).open(DEVICE) {
+        Ok(_) => {}
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound) => {
+            return Err(format!(
+                "{DEVICE} does not exist: load the kernel module (modprobe fuse) or start the \
+                 container with --device {DEVICE}"
+            ));
+        }
+        Err(e) if e.raw_os_error() == Some(libc::ENODEV) => {
+            return Err(format!("the kernel has no FUSE ({DEVICE}: {e}): run modprobe fuse"));
+        }
+        Err(e) => {
+            let user = nix::unistd::geteuid();
+            return Err(format!("user {user} cannot open {DEVICE} ({e}): start the container with \
+                 --device {DEVICE} or join the group that owns it"));
+        }
+    }
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    if has_mount_privilege(&status) {
+        return Ok(());
+    }
+    if nix::unistd::geteuid().is_root() {
+        return Err("root lacks CAP_SYS_ADMIN here, so it cannot mount: start the container with \
+                    --cap-add SYS_ADMIN"
+            .into());
+    }
+    if fusermount::program().is_none() {
+        return Err("fusermount3, which mounts for unprivileged users, is not installed: install \
+                    the package fuse3"
+            .into());
+    }
+    if status_field(&status, "NoNewPrivs") == Some("1") {
+        return Err("no_new_privs is set for this process, so fusermount3 cannot gain the right to \
+                    mount: start it without that restriction"
+            .into());
+    }
+    Ok(())
+}
+
+fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':').map(str::trim))
+}
+
+fn has_mount_privilege(status: &str) -> bool {
+    status_field(status, "CapEff")
+        .and_then(|mask| u64::from_str_radix(mask, 16).ok())
+        .is_some_and(|mask| mask >> CAP_SYS_ADMIN & 1 == 1)
+}
+
+/// Makes `at` an empty directory that nothing is mounted on: created when missing, and a mount of
+/// this crate whose process has died is taken off. Returns its absolute path.
+pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
+    let absolute = absolute(at)?;
+    match fs::metadata(&absolute) {
+        Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
+            if find(&absolute)?.is_none() {
+                return Err(Error::Io {
+                    operation: "mount on",
+                    path: absolute,
+                    source: io::Error::new(
+                        ErrorKind::NotConnected,
+                        "a dead mount of another program is there: unmount it first",
+                    ),
+                });
+            }
+            tracing::info!(path = %absolute.display(), "taking off a mount whose process has died");
+            detach(&absolute, true).map_err(|e| Error::io("take off the dead mount at", &absolute, e))?;
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            fs::create_dir_all(&absolute)
+                .map_err(|e| Error::io("create mount point", &absolute, e))?;
+        }
+        Err(e) => return Err(Error::io("open mount point", &absolute, e)),
+        Ok(metadata) if !metadata.is_dir() => {
+            return Err(Error::NotADirectory { what: absolute.display().to_string() });
+        }
+        Ok(_) => {}
+    }
+    if find(&absolute)?.is_some() {
+        return Err(Error::Exists { what: format!("a mount at {}", absolute.display()) });
+    }
+    let mut entries =
+        fs::read_dir(&absolute).map_err(|e| Error::io("open mount point", &absolute, e))?;
+    if entries.next().is_some() {
+        return Err(Error::NotEmpty { what: absolute.display().to_string() });
+    }
+    Ok(absolute)
+}
+
+/// `at` with symbolic links resolved, as the kernel will list it. The last component is not looked
+/// at: it may be a dead mount.
+pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
+    let failed = |e| Error::io("open mount point", at, e);
+    match fs::canonicalize(at) {
+        Ok(path) => return Ok(path),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTCONN | libc::ENOENT)) => {}
+        Err(e) => return Err(failed(e)),
+    }
+    let whole = std::path::absolute(at).map_err(failed)?;
+    let (Some(parent), Some(name)) = (whole.parent(), whole.file_name()) else { return Ok(whole) };
+    match fs::canonicalize(parent) {
+        Ok(parent) => Ok(parent.join(name)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(whole),
+        Err(e) => Err(failed(e)),
+    }
+}
+
+/// The topmost mount of this crate at exactly this absolute path.
+pub(super) fn find(at: &Path) -> Result<Option<Entry>> {
+    let table = "/proc/self/mountinfo";
+    let table = fs::read(table).map_err(|e| Error::io("read", table, e))?;
+    Ok(parse_mountinfo(&table).into_iter().rfind(|entry| entry.at == at))
+}
+
+fn parse_mountinfo(table: &[u8]) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for line in table.split(|&b| b == b'\n') {
+        let fields: Vec<&[u8]> = line.split(|&b| b == b' ').collect();
+        let Some(dash) = fields.iter().position(|f| f == b"-") else { continue };
+        let (Some(device), Some(at), Some(fs_type)) =
+            (fields.get(2), fields.get(4), fields.get(dash + 1))
+        else {
+            continue;
+        };
+        if *fs_type == FS_TYPE.as_bytes() {
+            entries.push(Entry {
+                at: PathBuf::from(unescape(at)),
+                device: String::from_utf8_lossy(device).into_owned(),
+            });
+        }
+    }
+    entries
+}
+
+/// Undoes mountinfo's octal escapes (`\040` for a space).
+fn unescape(field: &[u8]) -> OsString {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let digits = tail.get(..3).filter(|_| *first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
+        match digits.and_then(|d| u8::from_str_radix(d, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                rest = &tail[3..];
+            }
+            None => {
+                out.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    OsString::from_vec(out)
+}
+
+/// Mounts on a prepared directory and returns the descriptor that the kernel's requests come from.
+pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
+    let failed = |e| Error::io("mount on", at, e);
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    if !has_mount_privilege(&status) {
+        return fusermount::attach(at, how).map_err(failed);
+    }
+    let device: File =
+        OpenOptions::new().read(true).write(true).open(DEVICE).map_err(failed)?;
+    let mode = fs::metadata(at).map_err(failed)?.mode();
+    let mut data = format!(
+        "fd={},rootmode={mode:o},user_id={},group_id={},default_permissions",
+        device.as_raw_fd(),
+        nix::unistd::geteuid(),
+        nix::unistd::getegid(),
+    );
+    if how.allow_other {
+        data.push_str(",allow_other");
+    }
+    let mut flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+    flags.set(MsFlags::MS_RDONLY, how.read_only);
+    nix::mount::mount(Some(how.source), at, Some(FS_TYPE), flags, Some(data.as_str()))
+        .map_err(|e| failed(e.into()))?;
+    Ok(device.into())
+}
+
+/// Unmounts. Lazily: the path is free at once, what is open stays open until it is closed. Otherwise
+/// fails with EBUSY while something is open.
+pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
+    let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
+    match umount2(at, flags | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) => Ok(()),
+        Err(nix::errno::Errno::EPERM) => fusermount::detach(at, lazy),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Lets the kernel read further ahead than its default. Needs privilege; without, reads are only
+/// slower.
+pub(super) fn raise_read_ahead(device: &str) {
+    let setting = format!("/sys/class/bdi/{device}/read_ahead_kb");
+    if let Err(error) = fs::write(&setting, READ_AHEAD_KIB.to_string()) {
+        tracing::debug!(%error, setting, "read-ahead stays at the kernel's default");
+    }
+}
+
+/// Cuts the connection: every request that waits or comes gets an error. `false` when the system
+/// does not offer it.
+pub(super) fn abort(device: &str) -> bool {
+    let Some((_, minor)) = device.split_once(':') else { return false };
+    fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1").is_ok()
+}
+
+/// A program somewhere in `PATH`.
+pub(super) fn in_path(program: &OsStr) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file());
+    found
+}
+
+/// The last line that a program wrote to its standard error.
+pub(super) fn run_quietly(command: &mut Command) -> io::Result<()> {
+    let output = command.output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let line = text.lines().last().unwrap_or("it gave no reason").to_owned();
+    // The helper reports errno only as text; busy is the one that callers tell apart.
+    let kind = if line.contains("busy") { ErrorKind::ResourceBusy } else { ErrorKind::Other };
+    Err(io::Error::new(kind, line))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn mountinfo_lists_only_our_mounts() {
+        let table = b"22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+            40 22 0:36 / /mnt/a\\040b rw,nosuid,nodev - fuse.millrace digits@v1 rw,user_id=0\n\
+            41 22 0:37 / /mnt/c rw shared:7 master:2 - fuse.sshfs host:/ rw\n\
+            garbage\n";
+        let entries = parse_mountinfo(table);
+        assert_eq!(entries, [Entry { at: "/mnt/a b".into(), device: "0:36".into() }]);
+    }
+
+    #[test]
+    fn escapes_are_undone() {
+        assert_eq!(unescape(b"a\\134b\\011c\\"), OsStr::from_bytes(b"a\\b\tc\\"));
+        assert_eq!(unescape(b"\\999"), OsStr::from_bytes(b"\\999"));
+    }
+
+    #[test]
+    fn privilege_is_read_from_the_capability_mask() {
+        assert!(has_mount_privilege("Name:\tx\nCapEff:\t000001ffffffffff\n"));
+        assert!(!has_mount_privilege("CapEff:\t00000000a80425fb\n"));
+        assert!(!has_mount_privilege(""));
+    }
+
+    #[test]
+    fn a_full_directory_and_a_file_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), b"x").unwrap();
+        assert!(matches!(prepare(dir.path()), Err(Error::NotEmpty { .. })));
+        assert!(matches!(prepare(&dir.path().join("file")), Err(Error::NotADirectory { .. })));
+        let made = prepare(&dir.path().join("new/deep")).unwrap();
+        assert!(made.is_dir());
+    }
+}

@@ -1,0 +1,225 @@
+//! The life of one mount: attach, serve, detach, flush.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use fuser::{Session, SessionACL};
+use parking_lot::{Condvar, Mutex};
+
+use super::MountOptions;
+use super::adapter::Adapter;
+use super::handles::Handles;
+use super::point::{self, Attach};
+use crate::error::{Error, Result};
+use crate::view::View;
+
+/// How long files that are still open may be used after an unmount before they are cut off.
+const GRACE: Duration = Duration::from_secs(3);
+/// Most threads that one mount may have.
+const THREADS_MAX: usize = 64;
+
+/// A mounted view. Dropping it unmounts as [`Mount::unmount`] does, and logs what went wrong.
+#[derive(Debug)]
+pub struct Mount {
+    at: PathBuf,
+    device: String,
+    handles: Arc<Handles>,
+    ended: Arc<Ended>,
+    thread: Option<JoinHandle<io::Result<()>>>,
+}
+
+/// Whether the threads of a mount have ended.
+#[derive(Debug, Default)]
+struct Ended {
+    flag: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Ended {
+    fn set(&self) {
+        *self.flag.lock() = true;
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, at_most: Duration) -> bool {
+        let until = Instant::now() + at_most;
+        let mut flag = self.flag.lock();
+        while !*flag {
+            if self.changed.wait_until(&mut flag, until).timed_out() {
+                return *flag;
+            }
+        }
+        true
+    }
+}
+
+/// Sets the flag however the thread ends.
+struct SetAtEnd(Arc<Ended>);
+
+impl Drop for SetAtEnd {
+    fn drop(&mut self) {
+        self.0.set();
+    }
+}
+
+pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mount> {
+    if !(1..=THREADS_MAX).contains(&options.threads) {
+        return Err(Error::Invalid(format!(
+            "a mount has 1 to {THREADS_MAX} threads, not {}",
+            options.threads
+        )));
+    }
+    let at = point::prepare(at)?;
+    let source = view.spec().to_string();
+    let attach = Attach {
+        source: &source,
+        read_only: view.is_snapshot(),
+        allow_other: options.allow_other,
+    };
+    let device_fd = point::attach(&at, &attach)?;
+    let handles = Arc::new(Handles::new(view));
+    let served = serve(device_fd, &handles, options, &at);
+    let (thread, ended) = match served {
+        Ok(served) => served,
+        Err(error) => {
+            if let Err(error) = point::detach(&at, true) {
+                tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
+            }
+            return Err(Error::io("serve the mount at", &at, error));
+        }
+    };
+    let device = point::find(&at)?.map(|entry| entry.device).unwrap_or_default();
+    point::raise_read_ahead(&device);
+    tracing::info!(volume = %source, path = %at.display(), "mounted");
+    Ok(Mount { at, device, handles, ended, thread: Some(thread) })
+}
+
+type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
+
+fn serve(
+    device: std::os::fd::OwnedFd,
+    handles: &Arc<Handles>,
+    options: &MountOptions,
+    at: &Path,
+) -> io::Result<Served> {
+    let mut config = fuser::Config::default();
+    config.n_threads = Some(options.threads);
+    config.clone_fd = options.threads > 1;
+    let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.acl = acl;
+    let adapter = Adapter::new(Arc::clone(handles), options.passthrough);
+    let session = Session::from_fd(adapter, device, acl, config)?;
+    let ended = Arc::new(Ended::default());
+    let at_end = SetAtEnd(Arc::clone(&ended));
+    let path = at.display().to_string();
+    let thread = std::thread::Builder::new().name("datafs-mount".into()).spawn(move || {
+        let _at_end = at_end;
+        let result = session.run();
+        if let Err(error) = &result {
+            tracing::error!(%error, path, "a mount ended with an error");
+        }
+        result
+    })?;
+    Ok((thread, ended))
+}
+
+impl Mount {
+    /// Where the view is mounted, absolute.
+    pub fn path(&self) -> &Path {
+        &self.at
+    }
+
+    /// Unmounts and waits until everything that was written is committed. While files are open the
+    /// path is freed at once; their users have three seconds to close them, then they get errors.
+    ///
+    /// # Errors
+    /// What could not be committed, or the system's refusal to unmount. The mount has ended
+    /// nevertheless.
+    pub fn unmount(mut self) -> Result<()> {
+        self.end()
+    }
+
+    /// Waits until the mount ends by somebody else's hand: [`super::umount`] or the `umount` command.
+    ///
+    /// # Errors
+    /// What could not be committed, or a failure of the serving threads.
+    pub fn join(mut self) -> Result<()> {
+        self.collect()
+    }
+
+    /// Whether the mount still serves; `false` once somebody has unmounted it and its last file was
+    /// closed.
+    pub fn is_serving(&self) -> bool {
+        !*self.ended.flag.lock()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        if self.thread.is_none() {
+            return Ok(());
+        }
+        let mut result = self.detach();
+        if !self.ended.wait(GRACE) {
+            tracing::warn!(path = %self.at.display(), "files are still open: cutting them off");
+            if !point::abort(&self.device) || !self.ended.wait(GRACE) {
+                // The threads keep serving those files until they are closed or the process ends.
+                let flushed = self.handles.flush_all();
+                self.thread = None;
+                return result.and(flushed);
+            }
+        }
+        let collected = self.collect();
+        if result.is_ok() {
+            result = collected;
+        }
+        result
+    }
+
+    /// Takes the mount off its path, unless somebody has done so and mounted something else there.
+    fn detach(&self) -> Result<()> {
+        let ours = |entry: &point::Entry| entry.device == self.device;
+        if !point::find(&self.at)?.as_ref().is_some_and(ours) {
+            return Ok(());
+        }
+        let failed = |e| Error::io("unmount", &self.at, e);
+        match point::detach(&self.at, false) {
+            Err(e) if is_busy(&e) => {
+                let flushed = self.handles.flush_all();
+                point::detach(&self.at, true).map_err(failed)?;
+                flushed
+            }
+            result => result.map_err(failed),
+        }
+    }
+
+    fn collect(&mut self) -> Result<()> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        let served = thread.join();
+        let flushed = self.handles.flush_all();
+        self.handles.clear();
+        match served {
+            Ok(Ok(())) => flushed,
+            Ok(Err(error)) => Err(Error::io("serve the mount at", &self.at, error)),
+            Err(_) => Err(Error::io(
+                "serve the mount at",
+                &self.at,
+                io::Error::other("a serving thread panicked"),
+            )),
+        }
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            tracing::warn!(%error, path = %self.at.display(), "unmounting");
+        }
+    }
+}
+
+/// Whether an unmount failed because something is open below.
+pub(super) fn is_busy(error: &io::Error) -> bool {
+    error.kind() == ErrorKind::ResourceBusy
+}
