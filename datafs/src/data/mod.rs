@@ -25,6 +25,6 @@ mod writer;
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use object::{ObjectId, StoredObject};
-pub(crate) use pool::{ListedObject, ObjectPool, StoreSpace};
+pub(crate) use pool::{ObjectPool, StoreSpace};
 pub(crate) use runtime::IoRuntime;
 pub(crate) use writer::ObjectWriter;

@@ -1,10 +1,11 @@
 //! The identity of an object and what its name on the store looks like.
 //!
-//! On the store, object `4f…` is `4f/4f…` (two hex digits of fan-out). Its layout is the lowest bit
-//! of its id, so that no look-up is needed to know it:
+//! An id is 16 hex digits of the session (the process) that wrote it and 16 random ones, the first
+//! two of which are also its directory on the store. Its layout is the lowest bit of its id, so that
+//! no look-up is needed to know it:
 //!  - *framed* (up to 1 MiB): data, checksum table, footer in one object; one file to sync;
 //!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
-//!    handed the file; the table and footer are in a sidecar `4f/4f….sums`, written after the data.
+//!    handed the file; the table and footer are in a sidecar `NAME.sums`, written after the data.
 
 use std::fmt;
 use std::str::FromStr;
@@ -23,17 +24,23 @@ pub(crate) enum Layout {
     Plain,
 }
 
-/// The name of an object: 128 bits, random but for the lowest, which tells the layout.
+/// The name of an object: 64 bits of session, 63 random bits, one that tells the layout.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ObjectId(u128);
 
 impl ObjectId {
-    /// The id that 127 random bits make, for an object of this layout.
-    pub(crate) fn from_random(bits: u128, layout: Layout) -> ObjectId {
-        ObjectId(match layout {
-            Layout::Framed => bits & !1,
-            Layout::Plain => bits | 1,
-        })
+    /// The id of a new object of a session: random bits, the lowest replaced by the layout.
+    pub(crate) fn new(session: u64, random: u64, layout: Layout) -> ObjectId {
+        let low = match layout {
+            Layout::Framed => random & !1,
+            Layout::Plain => random | 1,
+        };
+        ObjectId(u128::from(session) << 64 | u128::from(low))
+    }
+
+    /// The session that wrote it.
+    pub(crate) fn session(self) -> u64 {
+        (self.0 >> 64) as u64
     }
 
     /// The id as 16 bytes, for metadata records.
@@ -51,9 +58,9 @@ impl ObjectId {
         if self.0 & 1 == 0 { Layout::Framed } else { Layout::Plain }
     }
 
-    /// First byte of the id: the directory it lives in, `0..=255`.
+    /// First byte of the random half: the directory it lives in, `0..=255`.
     pub(crate) fn fan_out(self) -> u8 {
-        self.to_bytes()[0]
+        self.to_bytes()[8]
     }
 
     /// Name of the data, relative to the store.

@@ -1,7 +1,8 @@
 //! The object pool: writes, reads, lists and deletes the objects of one store.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::future::ready;
 use std::io::{self, Read as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -38,21 +39,12 @@ struct Shared {
     root: PathBuf,
     runtime: Arc<IoRuntime>,
     open: OpenObjects,
-    /// Names new objects.
+    /// What the names of this process's objects begin with.
+    session: u64,
+    /// The rest of their names.
     random: Mutex<StdRng>,
     /// Fan-out directories whose own names this process has synced.
     named: Box<[AtomicBool; 256]>,
-}
-
-/// An object as a listing of the store shows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ListedObject {
-    /// Its name.
-    pub(crate) id: ObjectId,
-    /// Bytes on the store, checksums included.
-    pub(crate) stored_bytes: u64,
-    /// When its last part was written.
-    pub(crate) modified: SystemTime,
 }
 
 /// How full the store is, in bytes.
@@ -67,8 +59,9 @@ pub(crate) struct StoreSpace {
 }
 
 impl ObjectPool {
-    /// Opens the store in a local directory, which is created when missing.
-    pub(crate) fn open_local(root: &Path) -> Result<ObjectPool> {
+    /// Opens the store in a local directory, which is created when missing. New objects are named
+    /// after `session`, which no other process uses.
+    pub(crate) fn open_local(root: &Path, session: u64) -> Result<ObjectPool> {
         fs::create_dir_all(root)
             .map_err(|e| ObjectError::io("create object store directory", root, e))?;
         let root = root
@@ -81,6 +74,7 @@ impl ObjectPool {
         let random = seeded().map_err(|e| ObjectError::io("seed object names for", &root, e))?;
         Ok(ObjectPool {
             shared: Arc::new(Shared {
+                session,
                 random: Mutex::new(random),
                 store: Arc::new(store),
                 open: OpenObjects::new(root.clone()),
@@ -93,7 +87,7 @@ impl ObjectPool {
 
     /// A name that no other object has.
     pub(super) fn new_id(&self, layout: Layout) -> ObjectId {
-        ObjectId::from_random(self.shared.random.lock().random(), layout)
+        ObjectId::new(self.shared.session, self.shared.random.lock().random(), layout)
     }
 
     /// The runtime on which the crate's futures run.
@@ -159,22 +153,22 @@ impl ObjectPool {
         }
     }
 
-    /// Everything on the store, also what nobody points at, in order of id. Holds one small record
-    /// per object in memory.
-    pub(crate) fn list(&self) -> Result<Vec<ListedObject>> {
-        let entries: Vec<_> = self.on_store("list", |store| async move {
-            store.list(None).try_collect().await
+    /// The objects on the store that a session wrote, also those that nobody points at, in order of
+    /// id. Looks through the whole store.
+    pub(crate) fn list_session(&self, session: u64) -> Result<Vec<ObjectId>> {
+        let ids: BTreeSet<ObjectId> = self.on_store("list", move |store| async move {
+            let id = |entry: object_store::ObjectMeta| -> Option<ObjectId> {
+                let name = entry.location.filename()?;
+                name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse().ok()
+            };
+            let ours = |id: &ObjectId| id.session() == session;
+            store
+                .list(None)
+                .try_filter_map(|entry| ready(Ok(id(entry).filter(ours))))
+                .try_collect()
+                .await
         })?;
-        let mut objects: BTreeMap<ObjectId, ListedObject> = BTreeMap::new();
-        for entry in entries {
-            let Some(name) = entry.location.filename() else { continue };
-            let Ok(id) = name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse() else { continue };
-            let modified = SystemTime::from(entry.last_modified);
-            let object = objects.entry(id).or_insert(ListedObject { id, stored_bytes: 0, modified });
-            object.stored_bytes = object.stored_bytes.saturating_add(entry.size);
-            object.modified = object.modified.max(modified);
-        }
-        Ok(objects.into_values().collect())
+        Ok(ids.into_iter().collect())
     }
 
     /// Removes what writers that died (a crash, a kill) have left half-written for longer than

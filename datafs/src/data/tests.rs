@@ -15,9 +15,11 @@ use super::object::Layout;
 use super::writer::{FRAMED_BYTES_MAX, PART_BYTES};
 use super::*;
 
+const SESSION: u64 = 0xfeed_0000_0000_0001;
+
 fn pool() -> (TempDir, ObjectPool) {
     let dir = tempfile::tempdir().unwrap();
-    let pool = ObjectPool::open_local(&dir.path().join("objects")).unwrap();
+    let pool = ObjectPool::open_local(&dir.path().join("objects"), SESSION).unwrap();
     (dir, pool)
 }
 
@@ -88,7 +90,7 @@ fn an_unfinished_object_leaves_nothing() {
     let (dir, pool) = pool();
     let mut writer = pool.writer();
     writer.append(&pattern(2 * PART_BYTES)).unwrap();
-    assert_eq!(pool.list().unwrap(), []);
+    assert_eq!(pool.list_session(SESSION).unwrap(), []);
     drop(writer);
     assert_eq!(files(&dir), Vec::<String>::new());
 }
@@ -174,14 +176,16 @@ fn listed_then_deleted() {
         [10, FRAMED_BYTES_MAX + 1].map(|len| pool.put(&pattern(len)).unwrap().id).into();
     ids.sort();
     fs::write(dir.path().join("objects/stray"), b"not an object").unwrap();
-    let listed: Vec<_> = pool.list().unwrap().into_iter().map(|o| o.id).collect();
-    assert_eq!(listed, ids);
+    let other = ObjectPool::open_local(&dir.path().join("objects"), 7).unwrap();
+    let of_other = other.put(b"of another session").unwrap().id;
+    assert_eq!(pool.list_session(SESSION).unwrap(), ids);
+    assert_eq!(pool.list_session(7).unwrap(), [of_other]);
     for id in ids {
         pool.delete(id).unwrap();
         pool.delete(id).unwrap();
         assert!(matches!(pool.read(id, 0..1), Err(ObjectError::Missing { .. })));
     }
-    assert_eq!(pool.list().unwrap(), []);
+    assert_eq!(pool.list_session(SESSION).unwrap(), []);
 }
 
 #[test]
@@ -218,7 +222,7 @@ fn a_store_that_cannot_be_written_says_where() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, b"").unwrap();
-    let error = ObjectPool::open_local(&file.join("objects")).unwrap_err();
+    let error = ObjectPool::open_local(&file.join("objects"), SESSION).unwrap_err();
     assert!(error.to_string().contains("file/objects"), "{error}");
 }
 
