@@ -1,0 +1,184 @@
+//! Datasets: a directory of Parquet or Arrow IPC files, its row groups and its one schema.
+//!
+//! A dataset is found by listing, in a canonical order (byte order of the paths), and described by
+//! the footers alone; no row is read. What the listing says about a snapshot never changes, so it
+//! can be kept in a [`DatasetCache`].
+
+mod cache;
+mod listing;
+mod schema;
+#[cfg(any())]
+mod spec;
+
+#[cfg(test)]
+mod tests;
+
+pub use cache::DatasetCache;
+#[cfg(any())]
+pub use spec::DatasetSpec;
+
+pub(crate) use schema::{conform, decode_schema, encode_schema};
+
+use std::sync::Arc;
+
+use arrow::datatypes::{Schema, SchemaRef};
+use futures::{StreamExt, TryStreamExt, stream};
+use object_store::ObjectStore;
+use serde::{Deserialize, Serialize};
+
+use crate::feed::{FeedError, read_footer};
+use crate::feed::error::Result;
+use listing::Listing;
+
+/// Most files one dataset may have.
+pub const FILES_MAX: usize = 1_000_000;
+/// Most row groups one dataset may have.
+pub const ROW_GROUPS_MAX: usize = 8_000_000;
+/// Footers read at the same time.
+const FOOTERS_CONCURRENT: usize = 16;
+
+/// How a data file is encoded; told by its suffix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FileFormat {
+    /// Apache Parquet: `.parquet`.
+    Parquet,
+    /// Arrow IPC file (random access): `.arrow`, `.ipc`, `.feather`. A record batch stands for a
+    /// row group.
+    ArrowIpc,
+}
+
+/// One row group of a file: the unit of reading.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RowGroup {
+    /// Rows in it.
+    pub rows: u64,
+    /// Estimate of its size once decoded to Arrow, all columns, in bytes.
+    pub bytes: u64,
+}
+
+/// One file of a dataset.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataFile {
+    /// Path inside the store.
+    pub path: String,
+    /// Size of the file in bytes.
+    pub bytes: u64,
+    /// How it is encoded.
+    pub format: FileFormat,
+    /// Its row groups, in file order.
+    pub row_groups: Vec<RowGroup>,
+}
+
+/// A described dataset: files in canonical order and the schema they share.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dataset {
+    path: String,
+    schema: SchemaRef,
+    files: Vec<DataFile>,
+}
+
+/// What a footer tells about its file.
+pub(crate) struct Footer {
+    pub(crate) schema: Schema,
+    pub(crate) row_groups: Vec<RowGroup>,
+}
+
+impl Dataset {
+    /// Lists the data files at or below `path` and reads their footers, sixteen at a time.
+    ///
+    /// Files whose name (or a directory below `path`) starts with `.` or `_`, and files with other
+    /// suffixes, are not data. Costs one listing and one small read per file.
+    ///
+    /// # Errors
+    /// [`FeedError::NoFiles`], [`FeedError::NoRows`], [`FeedError::SchemaConflict`],
+    /// [`FeedError::Corrupt`] naming the file, [`FeedError::Store`].
+    pub async fn read(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Self> {
+        let listing = Listing::read(store, path).await?;
+        Self::from_listing(store, listing).await
+    }
+
+    /// As [`Dataset::read`], but takes the description from `cache` when the listing is still what
+    /// it was (paths, sizes, tags and times), and leaves it there otherwise.
+    ///
+    /// A cache that fails costs a warning and the footers, nothing else.
+    pub async fn read_cached(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        cache: Arc<dyn DatasetCache>,
+    ) -> Result<Self> {
+        let listing = Listing::read(store, path).await?;
+        let digest = listing.digest();
+        if let Some(found) = cache::lookup(&cache, &listing.path, &digest).await {
+            return Ok(found);
+        }
+        let dataset = Self::from_listing(store, listing).await?;
+        cache::remember(cache, digest, &dataset).await;
+        Ok(dataset)
+    }
+
+    async fn from_listing(store: &Arc<dyn ObjectStore>, listing: Listing) -> Result<Self> {
+        let path = listing.path.clone();
+        let footers: Vec<(DataFile, Schema)> = stream::iter(listing.files)
+            .map(|found| async move {
+                let footer = read_footer(store, &found.path, found.bytes, found.format).await?;
+                let file = DataFile {
+                    path: found.path,
+                    bytes: found.bytes,
+                    format: found.format,
+                    row_groups: footer.row_groups,
+                };
+                Ok::<_, FeedError>((file, footer.schema))
+            })
+            .buffered(FOOTERS_CONCURRENT)
+            .try_collect()
+            .await?;
+        let schema = schema::unify(footers.iter().map(|(f, s)| (f.path.as_str(), s)))?;
+        let files = footers.into_iter().map(|(f, _)| f).collect();
+        Self::new(path, Arc::new(schema), files)
+    }
+
+    pub(crate) fn new(path: String, schema: SchemaRef, files: Vec<DataFile>) -> Result<Self> {
+        if files.is_empty() {
+            return Err(FeedError::NoFiles { path, ignored: 0 });
+        }
+        let groups: usize = files.iter().map(|f| f.row_groups.len()).sum();
+        if groups > ROW_GROUPS_MAX {
+            let limit = ROW_GROUPS_MAX as u64;
+            return Err(FeedError::TooLarge { path, what: "the number of row groups", limit });
+        }
+        // 2^56 rows: products with lanes and epochs stay far below 64 bits.
+        let limit = 1u64 << 56;
+        let rows = files.iter().flat_map(|f| &f.row_groups).try_fold(0u64, |sum, g| {
+            sum.checked_add(g.rows).filter(|&s| s <= limit)
+        });
+        match rows {
+            None => Err(FeedError::TooLarge { path, what: "the number of rows", limit }),
+            Some(0) => Err(FeedError::NoRows { path, files: files.len() }),
+            Some(_) => Ok(Self { path, schema, files }),
+        }
+    }
+
+    /// The path that was listed, inside its store.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The columns of all files together, in order of first appearance. A column that some files
+    /// lack is nullable and reads as null there.
+    pub fn schema(&self) -> &SchemaRef {
+        &self.schema
+    }
+
+    /// The files in canonical order.
+    pub fn files(&self) -> &[DataFile] {
+        &self.files
+    }
+
+    /// Rows of all files together; never 0.
+    pub fn rows(&self) -> u64 {
+        self.files.iter().flat_map(|f| &f.row_groups).map(|g| g.rows).sum()
+    }
+}

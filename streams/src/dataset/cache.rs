@@ -1,0 +1,124 @@
+//! Keeping what the footers said, so that a snapshot with a million files is read once.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{DataFile, Dataset, decode_schema, encode_schema};
+use crate::feed::FeedError;
+use crate::feed::error::Result;
+
+/// A small key-value place for dataset descriptions; the application keys of a live volume are one.
+///
+/// An entry names the state of the listing it belongs to, so a stale one is never used; entries may
+/// vanish at any time.
+pub trait DatasetCache: Send + Sync {
+    /// The value under `key`, if there is one.
+    ///
+    /// # Errors
+    /// Any text; it is logged and the footers are read instead.
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String>;
+
+    /// Stores `value` under `key`, replacing what was there.
+    ///
+    /// # Errors
+    /// Any text; it is logged and nothing else happens.
+    fn put(&self, key: &str, value: &[u8]) -> Result<(), String>;
+}
+
+/// Entries beyond this are not worth a metadata transaction.
+const ENTRY_BYTES_MAX: usize = 16 << 20;
+
+/// The stored form of a dataset, also part of the stored form of a plan.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DatasetRecord {
+    path: String,
+    schema: String,
+    files: Vec<DataFile>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    listing: String,
+    dataset: DatasetRecord,
+}
+
+impl From<&Dataset> for DatasetRecord {
+    fn from(d: &Dataset) -> Self {
+        Self { path: d.path.clone(), schema: encode_schema(&d.schema), files: d.files.clone() }
+    }
+}
+
+impl TryFrom<DatasetRecord> for Dataset {
+    type Error = FeedError;
+    fn try_from(r: DatasetRecord) -> Result<Self> {
+        Dataset::new(r.path, Arc::new(decode_schema(&r.schema)?), r.files)
+    }
+}
+
+impl Serialize for Dataset {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        DatasetRecord::from(self).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Dataset {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let record = DatasetRecord::deserialize(deserializer)?;
+        Dataset::try_from(record).map_err(serde::de::Error::custom)
+    }
+}
+
+/// One entry per path: a newer state of the same path replaces the older one.
+fn key(path: &str) -> String {
+    format!("feed/dataset/{}", hex::encode(&Sha256::digest(path.as_bytes())[..16]))
+}
+
+/// Asks the cache on a thread that may block: engines behind it do file or network I/O.
+pub(super) async fn lookup(
+    cache: &Arc<dyn DatasetCache>,
+    path: &str,
+    digest: &str,
+) -> Option<Dataset> {
+    let (cache, key) = (Arc::clone(cache), key(path));
+    let digest = digest.to_string();
+    let found = tokio::task::spawn_blocking(move || {
+        let bytes = match cache.get(&key) {
+            Ok(bytes) => bytes?,
+            Err(error) => {
+                tracing::warn!(key, error, "dataset cache cannot be read; reading footers");
+                return None;
+            }
+        };
+        let entry: Entry = match serde_json::from_slice(&bytes) {
+            Ok(entry) => entry,
+            Err(error) => {
+                tracing::warn!(key, %error, "dataset cache entry is unreadable; reading footers");
+                return None;
+            }
+        };
+        (entry.listing == digest).then(|| Dataset::try_from(entry.dataset).ok()).flatten()
+    });
+    found.await.ok().flatten()
+}
+
+/// Leaves the description in the cache; returns when it is there (or could not be stored).
+pub(super) async fn remember(cache: Arc<dyn DatasetCache>, digest: String, dataset: &Dataset) {
+    let key = key(&dataset.path);
+    let entry = Entry { listing: digest, dataset: DatasetRecord::from(dataset) };
+    let stored = tokio::task::spawn_blocking(move || {
+        let bytes = serde_json::to_vec(&entry).map_err(|e| e.to_string())?;
+        if bytes.len() > ENTRY_BYTES_MAX {
+            return Ok(());
+        }
+        cache.put(&key, &bytes)
+    });
+    match stored.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(error, "dataset cache cannot be written"),
+        Err(error) => tracing::warn!(%error, "dataset cache cannot be written"),
+    }
+}

@@ -1,0 +1,374 @@
+//! The feed: any slots of any global batch, assembled from cached row groups.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow::array::RecordBatch;
+use arrow::datatypes::{Schema, SchemaRef};
+use object_store::ObjectStore;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use crate::feed::cache::{GroupCache, Lookup};
+use crate::feed::error::{FeedError, Result};
+use crate::feed::gather::gather;
+use crate::feed::metrics;
+use crate::feed::order::{EpochLayout, Window};
+use crate::feed::reader::GroupReader;
+use crate::feed::{Cursor, FeedStream, Plan, Shard};
+
+/// Layouts of recent epochs that are kept: the current one, the next one for prefetching, and those
+/// of a reader that lags behind.
+const LAYOUTS_KEPT: usize = 4;
+/// A window that overlaps more row groups than this marks only those as used that a batch touched.
+const NEARBY_MAX: usize = 16;
+/// Batches beyond this size are gathered on a blocking thread.
+const INLINE_BYTES_MAX: u64 = 4 << 20;
+
+/// How a feed reads. None of it changes which rows are delivered when.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FeedOptions {
+    /// Columns to deliver, in this order; none means all. Others are not read.
+    pub columns: Option<Vec<String>>,
+    /// Bytes of decoded row groups to keep; 0 takes what the plan says it needs, at least 64 MiB.
+    /// Less than the working set makes the feed decode row groups again and again.
+    pub cache_bytes_max: u64,
+    /// Row groups decoded at the same time; 0 takes the number of processors, at most 8.
+    pub decode_concurrency: usize,
+    /// Batches that a stream assembles ahead of its reader, 1 to 1024.
+    pub prefetch_batches: usize,
+}
+
+impl Default for FeedOptions {
+    fn default() -> Self {
+        Self { columns: None, cache_bytes_max: 0, decode_concurrency: 0, prefetch_batches: 4 }
+    }
+}
+
+/// Some slots of one global batch, in slot order.
+#[derive(Debug, Clone)]
+pub struct FeedBatch {
+    /// Number of the global batch.
+    pub step: u64,
+    /// Its slots that are here; row `i` is slot `slots.start + i`.
+    pub slots: Range<usize>,
+    /// The rows.
+    pub batch: RecordBatch,
+    /// Global row index of each row: its place in the dataset in canonical order.
+    pub rows: Vec<u64>,
+    /// Epoch of each row. Within one epoch every global row index comes exactly once.
+    pub epochs: Vec<u64>,
+}
+
+/// Random access to the global batches of a plan. Cheap to clone; clones share the cache.
+///
+/// Memory: the cache limit, plus `decode_concurrency` row groups encoded and decoded, plus the
+/// batches handed out or streamed ahead. The default limit comes from the plan, which bounds lanes
+/// and windows by [`crate::feed::PlanOptions::working_set_bytes_max`].
+///
+/// Everything async needs a tokio runtime. Futures may be dropped at any point: decoding that has
+/// begun goes on for the cache, nothing is lost or counted.
+#[derive(Clone)]
+pub struct Feed {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    plan: Arc<Plan>,
+    schema: SchemaRef,
+    reader: Arc<GroupReader>,
+    cache: Arc<GroupCache>,
+    layouts: Mutex<VecDeque<(u64, Arc<EpochLayout>)>>,
+    /// Per lane, the positions whose windows were prefetched last.
+    prefetched: Mutex<HashMap<u64, Range<u64>>>,
+    /// Positions of a lane to look ahead.
+    lookahead: u64,
+    row_bytes: u64,
+    prefetch_batches: usize,
+}
+
+/// Which rows of which row groups make up a batch.
+struct Picks {
+    groups: Vec<u32>,
+    nearby: Vec<u32>,
+    index: Vec<(usize, usize)>,
+    rows: Vec<u64>,
+    epochs: Vec<u64>,
+}
+
+impl Feed {
+    /// Opens a plan over the store that holds its files. Reads nothing yet.
+    ///
+    /// # Errors
+    /// [`FeedError::NoColumn`], [`FeedError::Invalid`] for a column named twice or options out of
+    /// bounds.
+    pub fn open(
+        plan: impl Into<Arc<Plan>>,
+        store: Arc<dyn ObjectStore>,
+        options: &FeedOptions,
+    ) -> Result<Self> {
+        let plan = plan.into();
+        if !(1..=1024).contains(&options.prefetch_batches) {
+            return Err(FeedError::invalid(format!(
+                "prefetch_batches is {}; it must be 1 to 1024",
+                options.prefetch_batches
+            )));
+        }
+        let schema = project(plan.dataset().schema(), options.columns.as_deref())?;
+        let concurrency = match options.decode_concurrency {
+            0 => std::thread::available_parallelism().map_or(2, usize::from).min(8),
+            n => n.min(256),
+        };
+        let (lanes, window) = (plan.lanes(), plan.window_rows());
+        let per_lane_set = plan.working_set_bytes() / lanes;
+        let needed = plan.working_set_bytes().saturating_add(per_lane_set.saturating_mul(3));
+        let bytes_max = match options.cache_bytes_max {
+            0 => needed.max(64 << 20),
+            n => {
+                if n < plan.working_set_bytes() {
+                    tracing::warn!(
+                        plan = %plan.id(),
+                        bytes = n,
+                        needed_bytes = plan.working_set_bytes(),
+                        "the feed's cache is smaller than its working set: row groups may be decoded more than once; use fewer lanes or smaller row groups"
+                    );
+                }
+                n
+            }
+        };
+        // Two lanes' worth of windows on their way, and a few batches when windows are tiny.
+        let ahead = plan.order().per_lane().saturating_mul(options.prefetch_batches as u64 + 1);
+        let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
+        let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
+        let reader = GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency);
+        Ok(Self {
+            inner: Arc::new(Inner {
+                row_bytes: bytes / plan.rows(),
+                plan,
+                schema,
+                reader: Arc::new(reader),
+                cache: GroupCache::new(bytes_max, 4 * concurrency),
+                layouts: Mutex::default(),
+                prefetched: Mutex::default(),
+                lookahead,
+                prefetch_batches: options.prefetch_batches,
+            }),
+        })
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.inner.plan
+    }
+
+    /// The schema of every batch: the projected columns.
+    pub fn schema(&self) -> &SchemaRef {
+        &self.inner.schema
+    }
+
+    /// The rows in `slots` of global batch `step`, in slot order. Any step and any slots, in any
+    /// order, from any number of tasks. Row groups that the following steps need for the same
+    /// slots begin to be decoded meanwhile.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for slots or a step out of bounds; errors of reading, naming the file.
+    pub async fn batch(&self, step: u64, slots: Range<usize>) -> Result<FeedBatch> {
+        let inner = &self.inner;
+        inner.plan.check_step(step)?;
+        inner.plan.check_slots(&slots)?;
+        let picks = inner.pick(step, slots.clone());
+        let lookups = inner.cache.demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
+        inner.prefetch(step, slots.clone());
+        let mut sources = Vec::with_capacity(lookups.len());
+        let mut waited = false;
+        for lookup in lookups {
+            sources.push(match lookup {
+                Lookup::Ready(batch) => batch,
+                Lookup::Loading(loading) => {
+                    waited = true;
+                    loading.await?
+                }
+            });
+        }
+        metrics::count(&metrics::BATCHES_WAITED, u64::from(waited));
+        metrics::count(&metrics::ROWS, slots.len() as u64);
+        let Picks { groups, index, rows, epochs, .. } = picks;
+        let schema = Arc::clone(&inner.schema);
+        let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
+            gather(&schema, &sources, &index)
+        } else {
+            tokio::task::spawn_blocking(move || gather(&schema, &sources, &index))
+                .await
+                .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
+        };
+        let batch = gathered.map_err(|e| FeedError::assemble(inner.files_of(&groups), e))?;
+        Ok(FeedBatch { step, slots, batch, rows, epochs })
+    }
+
+    /// Streams a reader's slots of every global batch from the cursor on, without end (take
+    /// [`Plan::steps_for_epochs`] batches), some batches ahead of the reader.
+    ///
+    /// # Errors
+    /// [`FeedError::OtherPlan`] for a cursor of another plan.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
+        let step = self.inner.plan.step_of(&cursor)?;
+        Ok(FeedStream::start(self.clone(), shard, step, self.inner.prefetch_batches))
+    }
+}
+
+impl Inner {
+    fn load(
+        &self,
+        group: u32,
+    ) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
+        let reader = Arc::clone(&self.reader);
+        (self.plan.group_bytes(group), async move { reader.read(group).await })
+    }
+
+    fn files_of(&self, groups: &[u32]) -> String {
+        match groups {
+            [] => "no file".to_string(),
+            [one] => self.reader.path_of(*one).to_string(),
+            [first, .., last] => {
+                format!("{} … {}", self.reader.path_of(*first), self.reader.path_of(*last))
+            }
+        }
+    }
+
+    fn layout(&self, epoch: u64) -> Arc<EpochLayout> {
+        let mut layouts = self.layouts.lock();
+        if let Some((_, found)) = layouts.iter().find(|(e, _)| *e == epoch) {
+            return Arc::clone(found);
+        }
+        let layout = Arc::new(self.plan.layout(epoch));
+        layouts.push_back((epoch, Arc::clone(&layout)));
+        if layouts.len() > LAYOUTS_KEPT {
+            layouts.pop_front();
+        }
+        layout
+    }
+
+    fn pick(&self, step: u64, slots: Range<usize>) -> Picks {
+        let order = self.plan.order();
+        let mut picks = Picks {
+            groups: Vec::new(),
+            nearby: Vec::new(),
+            index: Vec::with_capacity(slots.len()),
+            rows: Vec::with_capacity(slots.len()),
+            epochs: Vec::with_capacity(slots.len()),
+        };
+        let mut source_of: HashMap<u32, usize> = HashMap::new();
+        let mut layout = None;
+        for (lane, mut positions) in order.lane_positions(step, slots) {
+            while !positions.is_empty() {
+                let window = order.window_at(lane, positions.start);
+                let layout = match &layout {
+                    Some((epoch, found)) if *epoch == window.epoch => found,
+                    _ => &layout.insert((window.epoch, self.layout(window.epoch))).1,
+                };
+                let count = (window.rows - window.offset).min(positions.end - positions.start);
+                self.pick_window(&window, count, layout, &mut source_of, &mut picks);
+                positions.start += count;
+            }
+        }
+        picks
+    }
+
+    fn pick_window(
+        &self,
+        window: &Window,
+        count: u64,
+        layout: &EpochLayout,
+        source_of: &mut HashMap<u32, usize>,
+        picks: &mut Picks,
+    ) {
+        const UNSET: usize = usize::MAX;
+        let shuffle = self.plan.order().shuffle(window);
+        let places = layout.places(window.start, window.rows);
+        let few = places.len() <= NEARBY_MAX;
+        if few {
+            picks.nearby.extend_from_slice(&layout.groups[places.clone()]);
+        }
+        let mut sources = vec![(UNSET, 0u64); places.len()];
+        for offset in window.offset..window.offset + count {
+            let row = window.start + shuffle.apply(offset);
+            let place = if few {
+                let mut place = places.start;
+                while layout.starts[place + 1] <= row {
+                    place += 1;
+                }
+                place
+            } else {
+                layout.place_of(row)
+            };
+            let (source, base) = &mut sources[place - places.start];
+            if *source == UNSET {
+                let group = layout.groups[place];
+                *base = self.plan.base(group);
+                *source = *source_of.entry(group).or_insert_with(|| {
+                    picks.groups.push(group);
+                    picks.groups.len() - 1
+                });
+            }
+            let within = row - layout.starts[place];
+            picks.index.push((*source, within as usize));
+            picks.rows.push(*base + within);
+            picks.epochs.push(window.epoch);
+        }
+    }
+
+    /// Starts what the windows at and shortly after this batch need, lane by lane.
+    fn prefetch(&self, step: u64, slots: Range<usize>) {
+        let order = self.plan.order();
+        let mut prefetched = self.prefetched.lock();
+        for (lane, positions) in order.lane_positions(step, slots) {
+            let target = positions.end + self.lookahead;
+            let covered = prefetched.get(&lane).cloned().unwrap_or(0..0);
+            if covered.start <= positions.start && target <= covered.end {
+                continue;
+            }
+            let mut position = positions.start.max(if covered.contains(&positions.start) {
+                covered.end
+            } else {
+                0
+            });
+            let mut begin = if position == covered.end { covered.start } else { position };
+            while position < target {
+                let window = order.window_at(lane, position);
+                let layout = self.layout(window.epoch);
+                let places = layout.places(window.start, window.rows);
+                let wanted = &layout.groups[places];
+                if self.cache.prefetch(step, wanted, |g| self.load(g)) < wanted.len() {
+                    break;
+                }
+                begin = begin.min(position - window.offset);
+                position += window.rows - window.offset;
+            }
+            prefetched.insert(lane, begin..position);
+        }
+    }
+}
+
+fn project(schema: &SchemaRef, columns: Option<&[String]>) -> Result<SchemaRef> {
+    let Some(columns) = columns else { return Ok(Arc::clone(schema)) };
+    if columns.is_empty() {
+        return Err(FeedError::invalid("columns is empty; name at least one, or leave it out for all"));
+    }
+    let mut fields = Vec::with_capacity(columns.len());
+    for (i, column) in columns.iter().enumerate() {
+        if columns[..i].contains(column) {
+            return Err(FeedError::invalid(format!("column {column:?} is asked for twice")));
+        }
+        let field = schema.field_with_name(column).map_err(|_| FeedError::NoColumn {
+            column: column.clone(),
+            available: schema.fields().iter().map(|f| f.name().as_str()).collect::<Vec<_>>().join(", "),
+        })?;
+        fields.push(field.clone());
+    }
+    Ok(Arc::new(Schema::new(fields)))
+}

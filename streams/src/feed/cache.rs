@@ -1,0 +1,238 @@
+//! Decoded row groups under a byte limit; each is decoded once however many batches wait for it.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+
+use arrow::array::RecordBatch;
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
+use parking_lot::Mutex;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::feed::error::{FeedError, Result};
+use crate::feed::metrics;
+
+/// A decoding under way; every waiter polls the same one.
+pub(crate) type Loading = Shared<BoxFuture<'static, Result<Arc<RecordBatch>>>>;
+
+/// What a look-up found.
+pub(crate) enum Lookup {
+    Ready(Arc<RecordBatch>),
+    Loading(Loading),
+}
+
+/// A row group at a distance of more steps than this from the current one makes room for a
+/// prefetched one; nearer ones do not.
+const STEPS_NEAR: u64 = 2;
+
+struct Entry {
+    state: State,
+    bytes: u64,
+    /// Call in which it was last asked for: the least recent is evicted first.
+    used: u64,
+    /// Step for which it was last asked for.
+    step: u64,
+}
+
+enum State {
+    Ready(Arc<RecordBatch>),
+    Loading(Loading),
+}
+
+#[derive(Default)]
+struct Table {
+    entries: HashMap<u32, Entry>,
+    /// Bytes of all entries; of those that are loading, an estimate.
+    bytes: u64,
+    loading: usize,
+    calls: u64,
+}
+
+/// Row groups by their number in the plan.
+pub(crate) struct GroupCache {
+    table: Mutex<Table>,
+    bytes_max: u64,
+    loading_max: usize,
+}
+
+impl GroupCache {
+    /// Keeps at most `bytes_max` bytes beyond what the current call uses; prefetching starts no more
+    /// than `loading_max` decodings at a time.
+    pub(crate) fn new(bytes_max: u64, loading_max: usize) -> Arc<Self> {
+        Arc::new(Self { table: Mutex::default(), bytes_max, loading_max })
+    }
+
+    /// Looks up the row groups that one batch needs, starting what is missing. `nearby` are marked
+    /// as in use without being loaded.
+    pub(crate) fn demand<F, R>(
+        self: &Arc<Self>,
+        step: u64,
+        groups: &[u32],
+        nearby: &[u32],
+        mut load: F,
+    ) -> Vec<Lookup>
+    where
+        F: FnMut(u32) -> (u64, R),
+        R: Future<Output = Result<RecordBatch>> + Send + 'static,
+    {
+        let mut table = self.table.lock();
+        table.calls += 1;
+        let used = table.calls;
+        for group in nearby {
+            if let Some(entry) = table.entries.get_mut(group) {
+                entry.used = used;
+                entry.step = step;
+            }
+        }
+        groups
+            .iter()
+            .map(|&group| {
+                if let Some(entry) = table.entries.get_mut(&group) {
+                    entry.used = used;
+                    entry.step = step;
+                    return match &entry.state {
+                        State::Ready(batch) => Lookup::Ready(Arc::clone(batch)),
+                        State::Loading(loading) => Lookup::Loading(loading.clone()),
+                    };
+                }
+                let (bytes, reading) = load(group);
+                Lookup::Loading(self.start(&mut table, group, step, bytes, reading))
+            })
+            .collect()
+    }
+
+    /// Starts decoding row groups that batches near `step` will need, while there is room without
+    /// pushing out what is in use. Returns how many of `groups`, from the front, are on their way.
+    pub(crate) fn prefetch<F, R>(
+        self: &Arc<Self>,
+        step: u64,
+        groups: &[u32],
+        mut load: F,
+    ) -> usize
+    where
+        F: FnMut(u32) -> (u64, R),
+        R: Future<Output = Result<RecordBatch>> + Send + 'static,
+    {
+        let mut table = self.table.lock();
+        for (i, &group) in groups.iter().enumerate() {
+            let used = table.calls;
+            if let Some(entry) = table.entries.get_mut(&group) {
+                entry.used = used;
+                entry.step = step;
+                continue;
+            }
+            if table.loading >= self.loading_max {
+                return i;
+            }
+            let (bytes, reading) = load(group);
+            let room = self.bytes_max.saturating_sub(bytes);
+            table.evict(room, |e| e.step.abs_diff(step) > STEPS_NEAR);
+            if table.bytes > room {
+                return i;
+            }
+            drop(self.start(&mut table, group, step, bytes, reading));
+        }
+        groups.len()
+    }
+
+    /// Bytes kept, including estimates for what is loading.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.table.lock().bytes
+    }
+
+    fn start<R>(
+        self: &Arc<Self>,
+        table: &mut Table,
+        group: u32,
+        step: u64,
+        bytes: u64,
+        reading: R,
+    ) -> Loading
+    where
+        R: Future<Output = Result<RecordBatch>> + Send + 'static,
+    {
+        let cache = Arc::clone(self);
+        // The task waits for the table's lock, which is held here, before it reports.
+        let task = tokio::spawn(async move {
+            let result = reading.await.map(Arc::new);
+            cache.finish(group, &result);
+            result
+        });
+        let task = AbortOnDropHandle::new(task);
+        let loading = async move {
+            let stopped = |_| FeedError::Stopped { file: format!("row group {group}") };
+            task.await.map_err(stopped)?
+        }
+        .boxed()
+        .shared();
+        let state = State::Loading(loading.clone());
+        table.loading += 1;
+        table.add(bytes);
+        let used = table.calls;
+        table.entries.insert(group, Entry { state, bytes, used, step });
+        loading
+    }
+
+    fn finish(&self, group: u32, result: &Result<Arc<RecordBatch>>) {
+        let mut table = self.table.lock();
+        table.loading = table.loading.saturating_sub(1);
+        match result {
+            // A failure is not remembered: who asks next tries again.
+            Err(_) => {
+                if let Some(entry) = table.entries.remove(&group) {
+                    table.subtract(entry.bytes);
+                }
+            }
+            Ok(batch) => {
+                let bytes = batch.get_array_memory_size() as u64;
+                let Some(entry) = table.entries.get_mut(&group) else { return };
+                let estimate = std::mem::replace(&mut entry.bytes, bytes);
+                entry.state = State::Ready(Arc::clone(batch));
+                table.subtract(estimate);
+                table.add(bytes);
+                metrics::count(&metrics::GROUPS_DECODED, 1);
+                metrics::count(&metrics::ROWS_DECODED, batch.num_rows() as u64);
+                // What the latest call asked for stays: it is held by that call anyway.
+                let calls = table.calls;
+                table.evict(self.bytes_max, |e| e.used < calls);
+            }
+        }
+    }
+}
+
+impl Table {
+    fn add(&mut self, bytes: u64) {
+        self.bytes += bytes;
+        metrics::cache_bytes_changed(i64::try_from(bytes).unwrap_or(0));
+    }
+
+    fn subtract(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+        metrics::cache_bytes_changed(-i64::try_from(bytes).unwrap_or(0));
+    }
+
+    /// Drops the least recently used decoded row groups that may go until `bytes_max` holds.
+    fn evict(&mut self, bytes_max: u64, may_go: impl Fn(&Entry) -> bool) {
+        while self.bytes > bytes_max {
+            let oldest = self
+                .entries
+                .iter()
+                .filter(|(_, e)| matches!(e.state, State::Ready(_)) && may_go(e))
+                .min_by_key(|(group, e)| (e.used, **group))
+                .map(|(group, _)| *group);
+            let Some(entry) = oldest.and_then(|group| self.entries.remove(&group)) else { return };
+            self.subtract(entry.bytes);
+        }
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        metrics::cache_bytes_changed(-i64::try_from(self.bytes).unwrap_or(0));
+    }
+}

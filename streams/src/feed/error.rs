@@ -1,0 +1,193 @@
+//! What can go wrong between a dataset and a batch, named for what the caller does next.
+
+use std::sync::Arc;
+
+use crate::feed::PlanId;
+
+/// The result of feed and dataset operations.
+pub type Result<T, E = FeedError> = std::result::Result<T, E>;
+
+/// An error of the feed or of the dataset behind it.
+///
+/// It is `Clone` because one decoding serves every batch that waits for it, failures included.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum FeedError {
+    /// The path of the dataset does not exist, or holds no file that is data.
+    #[error("dataset {path}: no Parquet or Arrow IPC file found ({ignored} other files ignored); check the path, or ingest into it first")]
+    NoFiles {
+        /// Path inside the store.
+        path: String,
+        /// Files below the path that are not data (other suffixes, hidden names).
+        ignored: usize,
+    },
+    /// There are files, but not one row in them.
+    #[error("dataset {path}: {files} files without a single row; nothing to feed")]
+    NoRows {
+        /// Path inside the store.
+        path: String,
+        /// How many data files were found.
+        files: usize,
+    },
+    /// The dataset is beyond a limit of the plan.
+    #[error("dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths")]
+    TooLarge {
+        /// Path inside the store.
+        path: String,
+        /// What there is too much of.
+        what: &'static str,
+        /// The limit.
+        limit: u64,
+    },
+    /// Two files of one dataset disagree about the type of a column.
+    #[error("column {column:?} is {first_type} in {first_file} but {file_type} in {file}; a dataset has one type per column")]
+    SchemaConflict {
+        /// Name of the column.
+        column: String,
+        /// The first file that has the column.
+        first_file: String,
+        /// Its type there.
+        first_type: String,
+        /// The file that disagrees.
+        file: String,
+        /// Its type there.
+        file_type: String,
+    },
+    /// A requested column is in none of the files.
+    #[error("column {column:?} is not in the dataset; it has {available}")]
+    NoColumn {
+        /// The requested name.
+        column: String,
+        /// The names that exist, comma separated.
+        available: String,
+    },
+    /// A file cannot be understood: truncated, corrupt, or not of the format its name promises.
+    #[error("read {file}: {what} is truncated or corrupt; write the file again, or remove it and take a new snapshot")]
+    Corrupt {
+        /// Path of the file inside the store.
+        file: String,
+        /// Which part of the file.
+        what: String,
+        /// The decoder's own words.
+        #[source]
+        source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// A file is not what it was when the plan was made.
+    #[error("{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan")]
+    Changed {
+        /// Path of the file inside the store.
+        file: String,
+        /// What differs.
+        what: String,
+    },
+    /// The object store failed. Transient unless the file is gone.
+    #[error("read {file}")]
+    Store {
+        /// Path of the file or directory inside the store.
+        file: String,
+        /// The store's error.
+        #[source]
+        source: Arc<object_store::Error>,
+    },
+    /// Decoded columns could not be brought together into a batch.
+    #[error("assemble rows of {file}")]
+    Assemble {
+        /// Path of the file (or files) concerned.
+        file: String,
+        /// Arrow's error.
+        #[source]
+        source: Arc<arrow::error::ArrowError>,
+    },
+    /// A plan option, slot range or step that makes no sense.
+    #[error("{what}")]
+    Invalid {
+        /// Names the option, its value and what is allowed.
+        what: String,
+    },
+    /// A dataset specification that cannot be parsed.
+    #[error("dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train")]
+    InvalidSpec {
+        /// The text as given.
+        text: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A cursor of another plan: resuming from it would repeat and skip rows.
+    #[error("cursor belongs to plan {cursor}, this feed runs plan {plan}; resume with the same snapshot, seed, lanes, window and batch size, or start a new run")]
+    OtherPlan {
+        /// The plan of the cursor.
+        cursor: PlanId,
+        /// The plan of the feed.
+        plan: PlanId,
+    },
+    /// A stored plan that cannot be used by this program.
+    #[error("stored plan is unusable: {what}; make it again from the snapshot")]
+    UnusablePlan {
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The runtime shut down (or the feed was dropped) while a decoding was under way.
+    #[error("feed stopped while reading {file}")]
+    Stopped {
+        /// Path of the file being read.
+        file: String,
+    },
+}
+
+impl FeedError {
+    /// True when the same call may succeed later without anybody changing anything.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            FeedError::Store { source, .. } => !matches!(
+                **source,
+                object_store::Error::NotFound { .. }
+                    | object_store::Error::InvalidPath { .. }
+                    | object_store::Error::NotSupported { .. }
+                    | object_store::Error::PermissionDenied { .. }
+                    | object_store::Error::Unauthenticated { .. }
+            ),
+            _ => false,
+        }
+    }
+
+    pub(crate) fn invalid(what: impl Into<String>) -> Self {
+        FeedError::Invalid { what: what.into() }
+    }
+
+    pub(crate) fn store(file: impl Into<String>, source: object_store::Error) -> Self {
+        FeedError::Store { file: file.into(), source: Arc::new(source) }
+    }
+
+    pub(crate) fn corrupt(
+        file: impl Into<String>,
+        what: impl Into<String>,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        FeedError::Corrupt { file: file.into(), what: what.into(), source: Arc::new(source) }
+    }
+
+    pub(crate) fn assemble(file: impl Into<String>, source: arrow::error::ArrowError) -> Self {
+        FeedError::Assemble { file: file.into(), source: Arc::new(source) }
+    }
+
+    /// Tells a failed store apart from a bad file: both arrive as a Parquet error.
+    pub(crate) fn from_parquet(
+        file: &str,
+        what: impl Into<String>,
+        error: parquet::errors::ParquetError,
+    ) -> Self {
+        match error {
+            parquet::errors::ParquetError::External(inner) => {
+                match inner.downcast::<object_store::Error>() {
+                    Ok(store) => FeedError::store(file, *store),
+                    Err(other) => FeedError::Corrupt {
+                        file: file.to_string(),
+                        what: what.into(),
+                        source: Arc::from(other),
+                    },
+                }
+            }
+            other => FeedError::corrupt(file, what, other),
+        }
+    }
+}

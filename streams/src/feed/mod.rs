@@ -1,0 +1,61 @@
+//! The feed: from a dataset at a snapshot to batches in one global order, whoever reads them.
+//!
+//! - [`Plan`]: the dataset's row groups, the seed and the shape of the order under one hash.
+//! - [`Feed`]: random access to any slots of any global batch ([`Feed::batch`]), or a stream of them
+//!   ([`Feed::stream`]).
+//! - [`Shard`]: which slots a reader takes. [`Cursor`]: where to go on.
+//!
+//! What it is not: it does not know what a row means, it keeps no progress of its own, and it does
+//! not filter rows (a filter would have to be part of the plan).
+//!
+//! Invariants:
+//! - Which row stands in which slot of which batch depends on the plan alone: never on the number
+//!   of readers, on timing, on caches or on where reading began.
+//! - Each epoch delivers each row exactly once; nothing is padded or dropped, batches are always
+//!   full, and epochs roll over inside a batch.
+//! - Resuming replays nothing.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! use futures::StreamExt;
+//! use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions, Shard};
+//!
+//! # async fn example(store: Arc<dyn object_store::ObjectStore>) -> millrace_streams::feed::Result<()> {
+//! let plan = Plan::build(&store, "/train", &PlanOptions { seed: 7, ..PlanOptions::default() }).await?;
+//! let feed = Feed::open(plan, store, &FeedOptions::default())?;
+//! let steps = feed.plan().steps_for_epochs(1) as usize;
+//! let mut batches = feed.stream(Shard::new(0, 2)?, feed.plan().cursor(0))?.take(steps);
+//! while let Some(batch) = batches.next().await {
+//!     let batch = batch?;
+//!     println!("step {}: {} rows, epochs {:?}", batch.step, batch.rows.len(), batch.epochs.last());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+mod batch;
+mod cache;
+mod cursor;
+pub(crate) mod error;
+mod gather;
+mod ipc;
+pub mod metrics;
+mod order;
+mod permutation;
+mod plan;
+mod reader;
+mod shard;
+mod stream;
+
+pub use batch::{Feed, FeedBatch, FeedOptions};
+pub use cursor::Cursor;
+pub use error::{FeedError, Result};
+pub use permutation::{Permutation, derive_key};
+pub use plan::{
+    ALGORITHM_VERSION, BATCH_ROWS_MAX, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress,
+    WINDOW_ROWS_MAX,
+};
+pub use shard::Shard;
+pub use stream::FeedStream;
+
+pub(crate) use reader::read_footer;

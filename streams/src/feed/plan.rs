@@ -1,0 +1,388 @@
+//! The plan: everything that decides which row is delivered when, under one hash.
+
+mod record;
+mod sizing;
+
+#[cfg(test)]
+mod tests;
+
+pub use record::PlanId;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use object_store::ObjectStore;
+use serde::{Deserialize, Serialize};
+
+use crate::dataset::{DataFile, Dataset, DatasetCache};
+use crate::feed::error::{FeedError, Result};
+use crate::feed::order::{EpochLayout, Order, PLACES_MAX};
+use crate::feed::{Cursor, Shard};
+
+/// Version of the order's algorithm. Part of the plan id: another version is another order.
+pub const ALGORITHM_VERSION: u32 = 1;
+/// Most rows of a global batch.
+pub const BATCH_ROWS_MAX: usize = 1 << 22;
+/// Most lanes.
+pub const LANES_MAX: u32 = 1 << 16;
+/// Most rows of a window.
+pub const WINDOW_ROWS_MAX: u64 = 1 << 32;
+
+/// What a plan is made of besides the dataset.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PlanOptions {
+    /// Where the files come from, for example `digits@v1`. Part of the plan id, so that a cursor is
+    /// never taken to another snapshot.
+    pub source: String,
+    /// Decides the order; any number.
+    pub seed: u64,
+    /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`].
+    pub batch_rows: usize,
+    /// Most lanes, 1 to [`LANES_MAX`]: contiguous stretches of the dataset that a batch takes its
+    /// rows from. Readers beyond this number share row groups. The plan takes the greatest divisor
+    /// of `batch_rows` that is not above it, and fewer lanes for small datasets and for row groups
+    /// that are large beside `working_set_bytes_max`.
+    pub lanes: u32,
+    /// Most rows of a window, 1 to [`WINDOW_ROWS_MAX`]: rows of a lane are shuffled within a window.
+    /// A dataset that fits into one window is shuffled whole.
+    pub window_rows: u64,
+    /// Bound for the decoded row groups that all lanes together need at a time, in bytes, all
+    /// columns. Lanes and window shrink until it holds; only two row groups larger than it break it.
+    pub working_set_bytes_max: u64,
+}
+
+impl Default for PlanOptions {
+    fn default() -> Self {
+        Self {
+            source: String::new(),
+            seed: 0,
+            batch_rows: 256,
+            lanes: 64,
+            window_rows: 16_384,
+            working_set_bytes_max: 512 << 20,
+        }
+    }
+}
+
+impl PlanOptions {
+    fn check(&self) -> Result<()> {
+        let within = |name: &str, value: u64, max: u64| {
+            if (1..=max).contains(&value) {
+                return Ok(());
+            }
+            Err(FeedError::invalid(format!("{name} is {value}; it must be 1 to {max}")))
+        };
+        within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
+        within("lanes", u64::from(self.lanes), u64::from(LANES_MAX))?;
+        within("window_rows", self.window_rows, WINDOW_ROWS_MAX)
+    }
+}
+
+/// A non-empty row group of the plan.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GroupAddress {
+    /// Index of its file in the dataset.
+    pub(crate) file: u32,
+    /// Index inside the file.
+    pub(crate) index: u32,
+    /// Rows, never 0.
+    pub(crate) rows: u32,
+}
+
+/// Where a row is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowAddress {
+    /// Path of the file inside the store.
+    pub file: String,
+    /// Row group (or record batch) of the file, from 0.
+    pub row_group: u32,
+    /// Row inside the row group, from 0.
+    pub row: u32,
+}
+
+/// An immutable order over an immutable dataset.
+///
+/// Serializes with the description of the dataset, so that workers get it from a coordinator and
+/// read no footer twice. Everything is checked again when it is read back.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use millrace_streams::feed::{Plan, PlanOptions};
+/// # async fn example(store: Arc<dyn object_store::ObjectStore>) -> millrace_streams::feed::Result<()> {
+/// let options = PlanOptions { source: "digits@v1".into(), seed: 7, ..PlanOptions::default() };
+/// let plan = Plan::build(&store, "/train", &options).await?;
+/// println!("plan {}: {} rows, {} steps for 3 epochs", plan.id(), plan.rows(), plan.steps_for_epochs(3));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Plan {
+    id: PlanId,
+    source: String,
+    dataset: Dataset,
+    order: Order,
+    groups: Vec<GroupAddress>,
+    group_rows: Vec<u32>,
+    /// Global index of the first row of each group, and the total at the end.
+    bases: Vec<u64>,
+    working_set_bytes: u64,
+}
+
+impl Plan {
+    /// Lists the dataset at `path` of `store`, reads its footers and makes the plan.
+    ///
+    /// # Errors
+    /// Those of [`Dataset::read`]; [`FeedError::Invalid`] for options out of bounds.
+    pub async fn build(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        options.check()?;
+        Self::new(Dataset::read(store, path).await?, options)
+    }
+
+    /// As [`Plan::build`], with the footers remembered in `cache`.
+    ///
+    /// # Errors
+    /// Those of [`Plan::build`]; a failing cache is not an error.
+    pub async fn build_cached(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        options: &PlanOptions,
+        cache: Arc<dyn DatasetCache>,
+    ) -> Result<Self> {
+        options.check()?;
+        Self::new(Dataset::read_cached(store, path, cache).await?, options)
+    }
+
+    /// Makes the plan of a dataset that is already described. Pure.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for options out of bounds.
+    pub fn new(dataset: Dataset, options: &PlanOptions) -> Result<Self> {
+        options.check()?;
+        let (lanes, window) = sizing::lanes_and_window(&dataset, options);
+        let order = Order {
+            seed: options.seed,
+            rows: dataset.rows(),
+            lanes,
+            window,
+            batch: options.batch_rows as u64,
+        };
+        Ok(Self::assemble(dataset, options.source.clone(), order))
+    }
+
+    fn assemble(dataset: Dataset, source: String, order: Order) -> Self {
+        let mut groups = Vec::new();
+        let mut bases = vec![0u64];
+        let mut total = 0u64;
+        for (f, file) in dataset.files().iter().enumerate() {
+            for (g, group) in file.row_groups.iter().enumerate() {
+                if group.rows == 0 {
+                    continue;
+                }
+                // Bounded when the footer was read and when a stored plan was checked.
+                let rows = u32::try_from(group.rows).unwrap_or(u32::MAX);
+                groups.push(GroupAddress { file: f as u32, index: g as u32, rows });
+                total += u64::from(rows);
+                bases.push(total);
+            }
+        }
+        let group_rows = groups.iter().map(|g| g.rows).collect();
+        let id = record::plan_id(&dataset, &source, &order);
+        let working_set_bytes = sizing::working_set_bytes(&dataset, order.lanes, order.window);
+        Self { id, source, dataset, order, groups, group_rows, bases, working_set_bytes }
+    }
+
+    /// The hash of everything that decides the order: algorithm version, source, path, files with
+    /// their sizes and row groups, seed, lanes, window and batch size.
+    pub fn id(&self) -> PlanId {
+        self.id
+    }
+
+    /// Where the files come from, as given in the options.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// The dataset with its schema and files.
+    pub fn dataset(&self) -> &Dataset {
+        &self.dataset
+    }
+
+    /// Rows of the dataset, at least 1.
+    pub fn rows(&self) -> u64 {
+        self.order.rows
+    }
+
+    /// The seed.
+    pub fn seed(&self) -> u64 {
+        self.order.seed
+    }
+
+    /// Lanes in use; divides [`Plan::batch_rows`].
+    pub fn lanes(&self) -> u64 {
+        self.order.lanes
+    }
+
+    /// Rows of a window in use.
+    pub fn window_rows(&self) -> u64 {
+        self.order.window
+    }
+
+    /// Rows of a global batch.
+    pub fn batch_rows(&self) -> usize {
+        self.order.batch as usize
+    }
+
+    /// Upper bound of the decoded row groups, all columns, that a reader of whole batches needs at a
+    /// time to read each row group once per epoch, in bytes. An estimate from the footers.
+    pub fn working_set_bytes(&self) -> u64 {
+        self.working_set_bytes
+    }
+
+    /// The cursor that stands before global batch `step`.
+    pub fn cursor(&self, step: u64) -> Cursor {
+        Cursor { plan_id: self.id, step }
+    }
+
+    /// The step of a cursor of this plan.
+    ///
+    /// # Errors
+    /// [`FeedError::OtherPlan`] when it belongs to another one.
+    pub fn step_of(&self, cursor: &Cursor) -> Result<u64> {
+        if cursor.plan_id != self.id {
+            return Err(FeedError::OtherPlan { cursor: cursor.plan_id, plan: self.id });
+        }
+        self.check_step(cursor.step)?;
+        Ok(cursor.step)
+    }
+
+    /// The smallest number of steps after which every row was delivered at least `epochs` times.
+    /// Saturates where steps are no longer valid.
+    pub fn steps_for_epochs(&self, epochs: u64) -> u64 {
+        let rows = u128::from(self.order.rows) * u128::from(epochs);
+        u64::try_from(rows.div_ceil(u128::from(self.order.batch))).unwrap_or(u64::MAX)
+    }
+
+    /// How many epochs are delivered whole after `steps` steps.
+    pub fn epochs_after(&self, steps: u64) -> u64 {
+        let places = u128::from(steps) * u128::from(self.order.batch);
+        u64::try_from(places / u128::from(self.order.rows)).unwrap_or(u64::MAX)
+    }
+
+    /// How many rows of `epoch` the global batches of `steps` deliver. Summed over all steps it is
+    /// [`Plan::rows`].
+    pub fn rows_of_epoch(&self, epoch: u64, steps: Range<u64>) -> u64 {
+        let (batch, rows) = (u128::from(self.order.batch), u128::from(self.order.rows));
+        let (first, last) = (u128::from(steps.start) * batch, u128::from(steps.end) * batch);
+        let (from, to) = (u128::from(epoch) * rows, (u128::from(epoch) + 1) * rows);
+        u64::try_from(last.min(to).saturating_sub(first.max(from))).unwrap_or(u64::MAX)
+    }
+
+    /// The global row index and the epoch in one slot of one global batch. O(row groups) for the
+    /// layout of the epoch; batches are read through [`crate::feed::Feed`].
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for a slot or step out of bounds.
+    pub fn row_at(&self, step: u64, slot: usize) -> Result<(u64, u64)> {
+        self.check_step(step)?;
+        self.check_slots(&(slot..slot.saturating_add(1)))?;
+        let (epoch, virtual_row) = self.order.virtual_row(step, slot as u64);
+        let layout = self.layout(epoch);
+        let place = layout.place_of(virtual_row);
+        let base = self.bases[layout.groups[place] as usize];
+        Ok((base + virtual_row - layout.starts[place], epoch))
+    }
+
+    /// The step and slot at which `epoch` delivers the row with global index `row`: the inverse of
+    /// [`Plan::row_at`].
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for a row or an epoch out of bounds.
+    pub fn slot_of(&self, epoch: u64, row: u64) -> Result<(u64, usize)> {
+        if row >= self.rows() {
+            let rows = self.rows();
+            return Err(FeedError::invalid(format!("row {row} of a dataset of {rows} rows")));
+        }
+        if epoch >= PLACES_MAX / self.rows() {
+            return Err(FeedError::invalid(format!("epoch {epoch} is beyond the order")));
+        }
+        let layout = self.layout(epoch);
+        let group = self.group_of(row);
+        let place = layout.groups.iter().position(|&g| g as usize == group).unwrap_or(0);
+        let virtual_row = layout.starts[place] + row - self.bases[group];
+        let (step, slot) = self.order.place_of(epoch, virtual_row);
+        Ok((step, slot as usize))
+    }
+
+    /// Where the row with a global index is stored; none beyond the dataset.
+    pub fn address_of(&self, row: u64) -> Option<RowAddress> {
+        if row >= self.rows() {
+            return None;
+        }
+        let group = self.group_of(row);
+        let address = self.groups[group];
+        Some(RowAddress {
+            file: self.dataset.files()[address.file as usize].path.clone(),
+            row_group: address.index,
+            row: (row - self.bases[group]) as u32,
+        })
+    }
+
+    /// The slots of a reader in every global batch.
+    pub fn slots(&self, shard: Shard) -> Range<usize> {
+        shard.slots(self.batch_rows())
+    }
+
+    fn group_of(&self, row: u64) -> usize {
+        self.bases.partition_point(|&b| b <= row) - 1
+    }
+
+    pub(crate) fn order(&self) -> &Order {
+        &self.order
+    }
+
+    pub(crate) fn layout(&self, epoch: u64) -> EpochLayout {
+        EpochLayout::new(&self.order, epoch, &self.group_rows)
+    }
+
+    pub(crate) fn group(&self, group: u32) -> GroupAddress {
+        self.groups[group as usize]
+    }
+
+    pub(crate) fn group_file(&self, group: u32) -> &DataFile {
+        &self.dataset.files()[self.group(group).file as usize]
+    }
+
+    /// Estimated decoded size of a row group, all columns.
+    pub(crate) fn group_bytes(&self, group: u32) -> u64 {
+        self.group_file(group).row_groups[self.group(group).index as usize].bytes
+    }
+
+    pub(crate) fn base(&self, group: u32) -> u64 {
+        self.bases[group as usize]
+    }
+
+    pub(crate) fn check_step(&self, step: u64) -> Result<()> {
+        let last = (PLACES_MAX / self.order.batch).saturating_sub(1);
+        if step > last {
+            return Err(FeedError::invalid(format!("step {step} is beyond {last}, the last one")));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_slots(&self, slots: &Range<usize>) -> Result<()> {
+        if slots.start > slots.end || slots.end > self.batch_rows() {
+            return Err(FeedError::invalid(format!(
+                "slots {}..{} of a batch of {} rows",
+                slots.start,
+                slots.end,
+                self.batch_rows()
+            )));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,173 @@
+//! The plan's identity and its stored form.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use sha2::{Digest, Sha256};
+
+use crate::dataset::{Dataset, FileFormat};
+use crate::feed::error::{FeedError, Result};
+use crate::feed::order::Order;
+use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions};
+
+/// SHA-256 of a plan's canonical encoding; 64 hexadecimal digits in text.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PlanId([u8; 32]);
+
+impl PlanId {
+    /// The digest itself.
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Display for PlanId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&hex::encode(self.0))
+    }
+}
+
+impl fmt::Debug for PlanId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PlanId({self})")
+    }
+}
+
+impl FromStr for PlanId {
+    type Err = FeedError;
+    fn from_str(text: &str) -> Result<Self> {
+        let mut bytes = [0; 32];
+        hex::decode_to_slice(text, &mut bytes).map_err(|_| {
+            FeedError::invalid(format!("plan id {text:?}: 64 hexadecimal digits are expected"))
+        })?;
+        Ok(Self(bytes))
+    }
+}
+
+impl Serialize for PlanId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for PlanId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Hashes what decides the order. Numbers are 64-bit little endian, texts carry their length.
+pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order) -> PlanId {
+    struct Encoder(Sha256);
+    impl Encoder {
+        fn number(&mut self, n: u64) {
+            self.0.update(n.to_le_bytes());
+        }
+        fn text(&mut self, t: &str) {
+            self.number(t.len() as u64);
+            self.0.update(t.as_bytes());
+        }
+    }
+    let mut e = Encoder(Sha256::new());
+    e.text("millrace feed plan");
+    e.number(u64::from(ALGORITHM_VERSION));
+    e.text(source);
+    e.text(dataset.path());
+    for n in [order.seed, order.lanes, order.window, order.batch] {
+        e.number(n);
+    }
+    e.number(dataset.files().len() as u64);
+    for file in dataset.files() {
+        e.text(&file.path);
+        e.number(file.bytes);
+        e.number(match file.format {
+            FileFormat::Parquet => 1,
+            FileFormat::ArrowIpc => 2,
+        });
+        e.number(file.row_groups.len() as u64);
+        for group in &file.row_groups {
+            e.number(group.rows);
+        }
+    }
+    PlanId(e.0.finalize().into())
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PlanRecord {
+    algorithm_version: u32,
+    id: PlanId,
+    source: String,
+    seed: u64,
+    lanes: u64,
+    window_rows: u64,
+    batch_rows: u64,
+    dataset: Dataset,
+}
+
+impl Serialize for Plan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        PlanRecord {
+            algorithm_version: ALGORITHM_VERSION,
+            id: self.id,
+            source: self.source.clone(),
+            seed: self.order.seed,
+            lanes: self.order.lanes,
+            window_rows: self.order.window,
+            batch_rows: self.order.batch,
+            dataset: self.dataset.clone(),
+        }
+        .serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Plan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let record = PlanRecord::deserialize(deserializer)?;
+        Plan::try_from(record).map_err(serde::de::Error::custom)
+    }
+}
+
+impl TryFrom<PlanRecord> for Plan {
+    type Error = FeedError;
+
+    fn try_from(r: PlanRecord) -> Result<Self> {
+        let unusable = |what: String| FeedError::UnusablePlan { what };
+        if r.algorithm_version != ALGORITHM_VERSION {
+            return Err(unusable(format!(
+                "its order has version {}, this program knows {ALGORITHM_VERSION}",
+                r.algorithm_version
+            )));
+        }
+        let lanes = u32::try_from(r.lanes).map_err(|_| unusable("too many lanes".into()))?;
+        let batch_rows =
+            usize::try_from(r.batch_rows).map_err(|_| unusable("too large batches".into()))?;
+        let options = PlanOptions {
+            lanes,
+            batch_rows,
+            window_rows: r.window_rows,
+            ..PlanOptions::default()
+        };
+        options.check().map_err(|e| unusable(e.to_string()))?;
+        if !r.batch_rows.is_multiple_of(r.lanes) {
+            return Err(unusable("its lanes do not divide its batch".into()));
+        }
+        let mut groups = r.dataset.files().iter().flat_map(|f| &f.row_groups);
+        if groups.any(|g| g.rows > u64::from(u32::MAX)) {
+            return Err(unusable("a row group is too large".into()));
+        }
+        let order = Order {
+            seed: r.seed,
+            rows: r.dataset.rows(),
+            lanes: r.lanes,
+            window: r.window_rows,
+            batch: r.batch_rows,
+        };
+        let plan = Plan::assemble(r.dataset, r.source, order);
+        if plan.id != r.id {
+            return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
+        }
+        Ok(plan)
+    }
+}

@@ -1,0 +1,353 @@
+//! Reading data files through an object store: footers, and one row group at a time.
+//!
+//! I/O happens on the runtime, decoding on its blocking threads, so that a heartbeat beside the
+//! feed is never late because of a large row group.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, RecordBatch};
+use arrow::compute::concat_batches;
+use arrow::datatypes::SchemaRef;
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{FutureExt, TryFutureExt};
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use parking_lot::Mutex;
+use parquet::arrow::arrow_reader::{
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
+};
+use parquet::arrow::async_reader::AsyncFileReader;
+use parquet::arrow::{ParquetRecordBatchStreamBuilder, ProjectionMask};
+use parquet::basic::Type as PhysicalType;
+use parquet::errors::ParquetError;
+use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
+use tokio::sync::Semaphore;
+
+use crate::dataset::{DataFile, FileFormat, Footer, RowGroup, conform};
+use crate::feed::Plan;
+use crate::feed::error::{FeedError, Result};
+use crate::feed::ipc;
+
+/// First read of a Parquet file, from its end: one request for nearly every footer.
+const FOOTER_GUESS_BYTES: usize = 64 << 10;
+/// Parsed footers kept; a footer is some tens of kilobytes.
+const FOOTERS_KEPT: usize = 512;
+
+/// One file of an object store as the Parquet reader wants it.
+pub(crate) struct StoreFile {
+    pub(crate) store: Arc<dyn ObjectStore>,
+    pub(crate) path: Path,
+    pub(crate) bytes: u64,
+}
+
+impl StoreFile {
+    pub(crate) fn new(store: &Arc<dyn ObjectStore>, path: &str, bytes: u64) -> Result<Self> {
+        let parsed = Path::parse(path)
+            .map_err(|e| FeedError::invalid(format!("path {path:?} of the dataset: {e}")))?;
+        Ok(Self { store: Arc::clone(store), path: parsed, bytes })
+    }
+}
+
+fn external(error: object_store::Error) -> ParquetError {
+    ParquetError::External(Box::new(error))
+}
+
+impl AsyncFileReader for StoreFile {
+    fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
+        self.store.get_range(&self.path, range).map_err(external).boxed()
+    }
+
+    fn get_byte_ranges(
+        &mut self,
+        ranges: Vec<Range<u64>>,
+    ) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
+        async move { self.store.get_ranges(&self.path, &ranges).await.map_err(external) }.boxed()
+    }
+
+    fn get_metadata<'a>(
+        &'a mut self,
+        options: Option<&'a ArrowReaderOptions>,
+    ) -> BoxFuture<'a, parquet::errors::Result<Arc<ParquetMetaData>>> {
+        async move {
+            let bytes = self.bytes;
+            let reader = ParquetMetaDataReader::new()
+                .with_arrow_reader_options(options)
+                .with_prefetch_hint(Some(FOOTER_GUESS_BYTES));
+            reader.load_and_finish(self, bytes).await.map(Arc::new)
+        }
+        .boxed()
+    }
+}
+
+/// Reads what the end of a file says about it.
+pub(crate) async fn read_footer(
+    store: &Arc<dyn ObjectStore>,
+    path: &str,
+    bytes: u64,
+    format: FileFormat,
+) -> Result<Footer> {
+    let file = StoreFile::new(store, path, bytes)?;
+    match format {
+        FileFormat::Parquet => {
+            let metadata = parquet_metadata(file, path).await?;
+            let row_groups = metadata
+                .metadata()
+                .row_groups()
+                .iter()
+                .map(|g| {
+                    let rows = rows_of(g, path)?;
+                    Ok(RowGroup { rows, bytes: decoded_bytes(g) })
+                })
+                .collect::<Result<Vec<_>>>()?;
+            Ok(Footer { schema: metadata.schema().as_ref().clone(), row_groups })
+        }
+        FileFormat::ArrowIpc => ipc::read_footer(file, path).await,
+    }
+}
+
+async fn parquet_metadata(mut file: StoreFile, path: &str) -> Result<ArrowReaderMetadata> {
+    ArrowReaderMetadata::load_async(&mut file, ArrowReaderOptions::new())
+        .await
+        .map_err(|e| FeedError::from_parquet(path, "the Parquet footer", e))
+}
+
+fn rows_of(group: &RowGroupMetaData, path: &str) -> Result<u64> {
+    // Rows are addressed with 32 bits inside a row group.
+    match u32::try_from(group.num_rows()) {
+        Ok(rows) => Ok(u64::from(rows)),
+        Err(e) => Err(FeedError::corrupt(path, "the row count of a row group", e)),
+    }
+}
+
+/// What a row group takes once decoded: exact for fixed-width columns, else what its encoder
+/// reported, else its size before compression.
+fn decoded_bytes(group: &RowGroupMetaData) -> u64 {
+    let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
+    group
+        .columns()
+        .iter()
+        .map(|column| {
+            let values = bytes(column.num_values());
+            match column.column_type() {
+                PhysicalType::BOOLEAN => values / 8 + 1,
+                PhysicalType::INT32 | PhysicalType::FLOAT => values.saturating_mul(4),
+                PhysicalType::INT64 | PhysicalType::DOUBLE => values.saturating_mul(8),
+                PhysicalType::INT96 => values.saturating_mul(8),
+                PhysicalType::FIXED_LEN_BYTE_ARRAY => {
+                    let width = column.column_descr().type_length();
+                    values.saturating_mul(u64::try_from(width).unwrap_or(0))
+                }
+                PhysicalType::BYTE_ARRAY => {
+                    let data = column.unencoded_byte_array_data_bytes();
+                    bytes(data.unwrap_or_else(|| column.uncompressed_size()))
+                        .saturating_add(values.saturating_mul(4))
+                }
+            }
+        })
+        .fold(0, u64::saturating_add)
+}
+
+/// Decodes the row groups of one plan, projected and conformed to one schema.
+pub(crate) struct GroupReader {
+    store: Arc<dyn ObjectStore>,
+    plan: Arc<Plan>,
+    schema: SchemaRef,
+    footers: Mutex<Footers>,
+    permits: Semaphore,
+}
+
+#[derive(Default)]
+struct Footers {
+    parquet: HashMap<u32, ArrowReaderMetadata>,
+    ipc: HashMap<u32, Arc<ipc::IpcFile>>,
+    order: VecDeque<u32>,
+}
+
+impl Footers {
+    fn admit(&mut self, file: u32) {
+        self.order.push_back(file);
+        if self.order.len() > FOOTERS_KEPT
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.parquet.remove(&oldest);
+            self.ipc.remove(&oldest);
+        }
+    }
+}
+
+impl GroupReader {
+    pub(crate) fn new(
+        store: Arc<dyn ObjectStore>,
+        plan: Arc<Plan>,
+        schema: SchemaRef,
+        concurrency: usize,
+    ) -> Self {
+        Self {
+            store,
+            plan,
+            schema,
+            footers: Mutex::default(),
+            permits: Semaphore::new(concurrency.max(1)),
+        }
+    }
+
+    /// Path of the file that holds a row group of the plan.
+    pub(crate) fn path_of(&self, group: u32) -> &str {
+        &self.plan.group_file(group).path
+    }
+
+    /// Reads and decodes one row group of the plan whole.
+    ///
+    /// Holds one of the decoding permits, so memory in flight is at most that many row groups,
+    /// each once encoded and once decoded.
+    pub(crate) async fn read(&self, group: u32) -> Result<RecordBatch> {
+        let address = self.plan.group(group);
+        let file = self.plan.group_file(group);
+        let stopped = || FeedError::Stopped { file: file.path.clone() };
+        let _permit = self.permits.acquire().await.map_err(|_| stopped())?;
+        let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
+        let index = address.index as usize;
+        let rows = address.rows as usize;
+        let schema = Arc::clone(&self.schema);
+        let path = file.path.clone();
+        let decoding = match file.format {
+            FileFormat::Parquet => {
+                let metadata = self.parquet_footer(address.file, file).await?;
+                let decoder = open_group(source, metadata, file, index, &schema).await?;
+                tokio::task::spawn_blocking(move || {
+                    let columns = decode_parquet(decoder, &path, index)?;
+                    finish(columns, rows, &schema, &path)
+                })
+            }
+            FileFormat::ArrowIpc => {
+                let footer = self.ipc_footer(address.file, file).await?;
+                let block = ipc::read_block(source, &footer, index, &path).await?;
+                tokio::task::spawn_blocking(move || {
+                    let columns = ipc::decode_block(&footer, index, &block, &schema, &path)?;
+                    finish(columns, rows, &schema, &path)
+                })
+            }
+        };
+        decoding.await.map_err(|_| stopped())?
+    }
+
+    async fn parquet_footer(&self, number: u32, file: &DataFile) -> Result<ArrowReaderMetadata> {
+        if let Some(found) = self.footers.lock().parquet.get(&number) {
+            return Ok(found.clone());
+        }
+        let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
+        let metadata = parquet_metadata(source, &file.path).await?;
+        let groups = metadata.metadata().row_groups();
+        let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
+        check_unchanged(file, &rows)?;
+        let mut footers = self.footers.lock();
+        if footers.parquet.insert(number, metadata.clone()).is_none() {
+            footers.admit(number);
+        }
+        Ok(metadata)
+    }
+
+    async fn ipc_footer(&self, number: u32, file: &DataFile) -> Result<Arc<ipc::IpcFile>> {
+        if let Some(found) = self.footers.lock().ipc.get(&number) {
+            return Ok(Arc::clone(found));
+        }
+        let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
+        let footer = Arc::new(ipc::IpcFile::open(source, &file.path).await?);
+        check_unchanged(file, footer.rows())?;
+        let mut footers = self.footers.lock();
+        if footers.ipc.insert(number, Arc::clone(&footer)).is_none() {
+            footers.admit(number);
+        }
+        Ok(footer)
+    }
+}
+
+fn check_unchanged(file: &DataFile, rows: &[u64]) -> Result<()> {
+    if rows.iter().eq(file.row_groups.iter().map(|g| &g.rows)) {
+        return Ok(());
+    }
+    let planned: u64 = file.row_groups.iter().map(|g| g.rows).sum();
+    let found: u64 = rows.iter().sum();
+    Err(FeedError::Changed {
+        file: file.path.clone(),
+        what: format!(
+            "planned {planned} rows in {} row groups, found {found} in {}",
+            file.row_groups.len(),
+            rows.len()
+        ),
+    })
+}
+
+/// Fetches the projected column chunks of one row group; nothing is decoded yet.
+async fn open_group(
+    source: StoreFile,
+    metadata: ArrowReaderMetadata,
+    file: &DataFile,
+    index: usize,
+    schema: &SchemaRef,
+) -> Result<Option<ParquetRecordBatchReader>> {
+    let roots: Vec<usize> = metadata
+        .schema()
+        .fields()
+        .iter()
+        .enumerate()
+        .filter(|(_, f)| schema.index_of(f.name()).is_ok())
+        .map(|(i, _)| i)
+        .collect();
+    if roots.is_empty() {
+        return Ok(None);
+    }
+    let what = || format!("row group {index}");
+    let mask = ProjectionMask::roots(metadata.parquet_schema(), roots);
+    let rows = metadata.metadata().row_group(index).num_rows();
+    let mut stream = ParquetRecordBatchStreamBuilder::new_with_metadata(source, metadata)
+        .with_row_groups(vec![index])
+        .with_projection(mask)
+        .with_batch_size(usize::try_from(rows).unwrap_or(usize::MAX).max(1))
+        .build()
+        .map_err(|e| FeedError::from_parquet(&file.path, what(), e))?;
+    stream
+        .next_row_group()
+        .await
+        .map_err(|e| FeedError::from_parquet(&file.path, what(), e))
+}
+
+fn decode_parquet(
+    decoder: Option<ParquetRecordBatchReader>,
+    path: &str,
+    index: usize,
+) -> Result<HashMap<String, ArrayRef>> {
+    let Some(decoder) = decoder else { return Ok(HashMap::new()) };
+    let corrupt = |e| FeedError::corrupt(path, format!("row group {index}"), e);
+    let batches = decoder.collect::<Result<Vec<_>, _>>().map_err(corrupt)?;
+    let batch = match batches.as_slice() {
+        [] => return Ok(HashMap::new()),
+        [one] => one.clone(),
+        [first, ..] => concat_batches(&first.schema(), &batches).map_err(corrupt)?,
+    };
+    Ok(columns_of(&batch))
+}
+
+pub(crate) fn columns_of(batch: &RecordBatch) -> HashMap<String, ArrayRef> {
+    let schema = batch.schema();
+    let names = schema.fields().iter().map(|f| f.name().clone());
+    names.zip(batch.columns().iter().cloned()).collect()
+}
+
+fn finish(
+    columns: HashMap<String, ArrayRef>,
+    rows: usize,
+    schema: &SchemaRef,
+    path: &str,
+) -> Result<RecordBatch> {
+    if let Some(short) = columns.values().find(|c| c.len() != rows) {
+        return Err(FeedError::Changed {
+            file: path.to_string(),
+            what: format!("planned {rows} rows in a row group, decoded {}", short.len()),
+        });
+    }
+    conform(&columns, rows, schema).map_err(|e| FeedError::assemble(path, e))
+}
