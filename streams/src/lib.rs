@@ -37,7 +37,9 @@
 
 pub mod broker;
 pub mod config;
+pub mod dataset;
 pub mod error;
+pub mod feed;
 pub mod metrics;
 pub mod topic;
 

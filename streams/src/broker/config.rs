@@ -59,7 +59,7 @@ impl Default for Config {
             auto_create_topics: true,
             partitions_default: 1,
             partitions_max: 1_000,
-            segment_bytes_max: 256 << 20,
+            segment_bytes_max: 64 << 20,
             message_bytes_max: 16 << 20,
             request_bytes_max: 100 << 20,
             fetch_bytes_max: 16 << 20,

@@ -1,15 +1,246 @@
 //! A single-node broker that speaks the Kafka protocol, inside this process.
+//!
+//! What it is: topics in segment files, produced to and consumed from by librdkafka (kcat,
+//! confluent-kafka), by the Java clients and by [`crate::topic`], with explicit assignment and
+//! with idempotent producers. What it is not: it has no consumer groups and no transactions, does
+//! not advertise them, never deletes records by itself, and has no authentication.
+//!
+//! Durability. A produce request is answered after its batches were written to the operating
+//! system ([`Flush::Os`]): `kill -9` loses nothing that was acknowledged, and of what was not, a
+//! batch is either whole in the log or gone. With [`Flush::Always`] it is answered after a flush
+//! to the disk, so that a loss of power loses nothing either; waiting requests share a flush. A
+//! segment is flushed before the next one begins, everything is flushed when the broker stops.
+//!
+//! Recovery. At start every batch header is read and every checksum of the last segment of each
+//! partition; a torn end is cut off and logged. Damage with sound batches behind it is no torn
+//! end: the broker refuses to start and names file and position.
+//!
+//! One process holds the directory, see [`running_address`].
+
+mod api;
+mod code;
 mod config;
+mod connection;
+mod lock;
+mod log;
+mod shape;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
 pub use config::{Config, Flush};
+
+use crate::error::{Error, Result};
+use lock::DirLock;
+use store::Store;
+
 /// Cluster ids of this broker begin with this.
 pub(crate) const CLUSTER_ID_PREFIX: &str = "millrace-";
+
+/// Threads that serve connections; log files are read and written on them.
+const THREADS: usize = 2;
+
 /// Where the broker of a home keeps its files.
 pub fn dir(home: &Path) -> PathBuf {
     home.join("broker")
 }
-/// Address of the broker that holds `dir` now.
-pub fn running_address(_dir: &Path) -> Option<SocketAddr> {
-    None
+
+/// Address of the broker that holds `dir` now, in this process or another; `None` when none does
+/// or it has just begun to start.
+pub fn running_address(dir: &Path) -> Option<SocketAddr> {
+    lock::holder_address(dir)
+}
+
+/// What all connections share.
+pub(crate) struct Shared {
+    config: Config,
+    store: Store,
+    stopping: CancellationToken,
+    /// One permit per KiB of [`Config::memory_bytes_max`].
+    memory: Arc<Semaphore>,
+    memory_kib: u32,
+}
+
+impl Shared {
+    /// Waits for room for `bytes`; never for more than there is in all.
+    async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX).min(self.memory_kib);
+        // The semaphore is never closed.
+        self.memory.clone().acquire_many_owned(kib).await.ok()
+    }
+}
+
+/// A running broker. Dropping it stops it without waiting; nothing acknowledged is lost by that.
+pub struct Broker {
+    address: SocketAddr,
+    stopping: CancellationToken,
+    stopped: Option<oneshot::Receiver<Result<()>>>,
+    /// Own threads, so that file access never holds up the caller's tasks.
+    runtime: Option<Runtime>,
+}
+
+impl std::fmt::Debug for Broker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Broker").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Broker {
+    /// Starts a broker over `dir`, creating it when needed, and returns once it accepts
+    /// connections. It runs until [`Broker::stop`] or until `cancel` is cancelled.
+    ///
+    /// # Errors
+    /// [`Error::HeldByAnother`], [`Error::AddressTaken`], [`Error::Corrupt`],
+    /// [`Error::NewerFormat`], [`Error::Config`], [`Error::Io`].
+    pub async fn start(config: Config, dir: &Path, cancel: CancellationToken) -> Result<Self> {
+        let dir = dir.to_path_buf();
+        let stopping = cancel.child_token();
+        tokio::task::spawn_blocking(move || Self::start_blocking(config, &dir, stopping))
+            .await
+            .unwrap_or(Err(Error::Closed { what: "runtime" }))
+    }
+
+    fn start_blocking(config: Config, dir: &Path, stopping: CancellationToken) -> Result<Self> {
+        check(&config)?;
+        fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
+        let mut lock = DirLock::take(dir)?;
+        let store = Store::open(dir, &config)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("streams-broker")
+            .enable_all()
+            .build()
+            .map_err(Error::io("start threads for", dir))?;
+        let listen = config.listen;
+        let listener = runtime.block_on(TcpListener::bind(listen)).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => Error::AddressTaken { address: listen },
+            _ => Error::io("listen on", listen.to_string())(error),
+        })?;
+        let address = listener.local_addr().map_err(Error::io("listen on", listen.to_string()))?;
+        let mut reachable = address;
+        if reachable.ip().is_unspecified() {
+            reachable.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+        }
+        lock.set_address(reachable)?;
+        let memory_kib = u32::try_from(config.memory_bytes_max >> 10).unwrap_or(u32::MAX).max(1);
+        let shared = Arc::new(Shared {
+            config,
+            store,
+            stopping: stopping.clone(),
+            memory: Arc::new(Semaphore::new(memory_kib as usize)),
+            memory_kib,
+        });
+        tracing::info!(address = %address, dir = %dir.display(), "the broker accepts connections");
+        let (done, stopped) = oneshot::channel();
+        runtime.spawn(async move {
+            accept(listener, shared.clone()).await;
+            let flushed = tokio::task::block_in_place(|| shared.store.sync());
+            if let Err(error) = &flushed {
+                tracing::error!(error = %error, "the broker could not flush its logs while stopping");
+            }
+            drop(shared);
+            drop(lock);
+            // Nobody may wait for it.
+            let _ = done.send(flushed);
+        });
+        Ok(Self { address, stopping, stopped: Some(stopped), runtime: Some(runtime) })
+    }
+
+    /// The address it listens on, with the real port.
+    pub fn addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Stops accepting, lets started requests finish, flushes everything to the disk and gives
+    /// the directory free.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a flush failed.
+    pub async fn stop(mut self) -> Result<()> {
+        self.stopping.cancel();
+        let flushed = match self.stopped.take() {
+            Some(stopped) => stopped.await.unwrap_or(Ok(())),
+            None => Ok(()),
+        };
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+        flushed
+    }
+
+    /// Waits until it has stopped because its token was cancelled; as [`Broker::stop`] then.
+    ///
+    /// # Errors
+    /// As [`Broker::stop`].
+    pub async fn stopped(self) -> Result<()> {
+        self.stopping.clone().cancelled().await;
+        self.stop().await
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        self.stopping.cancel();
+        if let Some(runtime) = self.runtime.take() {
+            // A plain drop would wait, which is not allowed on an async thread.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn check(config: &Config) -> Result<()> {
+    let wrong = |reason: &str| Err(Error::Config { reason: reason.to_string() });
+    if config.partitions_default < 1 || config.partitions_default as usize > config.partitions_max {
+        return wrong("broker.partitions_default must be between 1 and broker.partitions_max");
+    }
+    if config.message_bytes_max < log::batch::HEADER_BYTES || config.message_bytes_max >= config.request_bytes_max {
+        return wrong("broker.message_bytes_max must be at least 61 and below broker.request_bytes_max");
+    }
+    if config.request_bytes_max > 1 << 30 || config.fetch_bytes_max > 1 << 30 {
+        return wrong("broker.request_bytes_max and broker.fetch_bytes_max must not exceed 1 GiB");
+    }
+    if config.segment_bytes_max < 1 << 10 || config.fetch_bytes_max < 1 << 10 {
+        return wrong("broker.segment_bytes_max and broker.fetch_bytes_max must be at least 1 KiB");
+    }
+    Ok(())
+}
+
+async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    let connections = TaskTracker::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = shared.stopping.cancelled() => break,
+        };
+        match accepted {
+            Ok((stream, peer)) if connections.len() < shared.config.connections_max => {
+                connections.spawn(connection::serve(shared.clone(), stream, peer));
+            }
+            Ok((stream, peer)) => {
+                drop(stream);
+                crate::metrics::BROKER_REFUSED.inc();
+                tracing::warn!(peer = %peer, "turned a connection away: streams.broker.connections_max is reached");
+            }
+            Err(error) => {
+                // Out of file descriptors, most likely; trying at once would spin.
+                tracing::error!(error = %error, "cannot accept a connection");
+                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            }
+        }
+    }
+    drop(listener);
+    connections.close();
+    connections.wait().await;
 }

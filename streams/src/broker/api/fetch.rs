@@ -1,0 +1,140 @@
+//! Fetch: whole batches from an offset on, waiting until there are enough.
+//!
+//! No fetch sessions: a client that asks for one gets session 0, which means "none", and goes on
+//! to name all of its partitions each time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::select_all;
+use kafka_protocol::messages::fetch_response::{FetchableTopicResponse, PartitionData};
+use kafka_protocol::messages::{FetchRequest, FetchResponse, TopicName};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::{Context, Reply};
+use crate::broker::code;
+use crate::broker::log::{Partition, Refused};
+use crate::metrics;
+
+const WAIT_MAX: Duration = Duration::from_secs(300);
+
+/// One partition of a request.
+struct Wanted {
+    index: i32,
+    offset: i64,
+    bytes_max: usize,
+    partition: Result<Arc<Partition>, Refused>,
+}
+
+pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Reply {
+    if request.session_id != 0 {
+        return context.reply(&FetchResponse::default().with_error_code(code::FETCH_SESSION_ID_NOT_FOUND));
+    }
+    let shared = context.shared;
+    let bytes_max = usize::try_from(request.max_bytes).unwrap_or(0).min(shared.config.fetch_bytes_max);
+    let bytes_min = usize::try_from(request.min_bytes).unwrap_or(0).min(bytes_max);
+    let wait = Duration::from_millis(u64::try_from(request.max_wait_ms).unwrap_or(0)).min(WAIT_MAX);
+    let mut wanted: Vec<(TopicName, Vec<Wanted>)> = Vec::with_capacity(request.topics.len());
+    for topic in request.topics {
+        let partitions = topic.partitions.iter().map(|asked| Wanted {
+            index: asked.partition,
+            offset: asked.fetch_offset,
+            bytes_max: usize::try_from(asked.partition_max_bytes).unwrap_or(0),
+            partition: match shared.store.partition(&topic.topic, asked.partition) {
+                None => Err(Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, "no such partition")),
+                // There is one leader epoch, 0, for ever.
+                Some(_) if asked.current_leader_epoch > 0 => Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch")),
+                Some(partition) => Ok(partition),
+            },
+        });
+        let partitions = partitions.collect();
+        wanted.push((topic.topic, partitions));
+    }
+
+    let ready = wait_for(context, &wanted, bytes_min, bytes_max, wait).await;
+
+    // Answers count against the memory of all connections until they are on the wire. Two times,
+    // since the encoded frame is a copy.
+    let permit = shared.reserve(ready.min(bytes_max).saturating_mul(2)).await;
+    let response = read(&wanted, bytes_max);
+    context.reply_holding(&response, permit)
+}
+
+/// Waits until `bytes_min` can be read, something is wrong, the time is over, or the broker stops;
+/// returns about how many bytes can be read.
+async fn wait_for(
+    context: &Context<'_>,
+    wanted: &[(TopicName, Vec<Wanted>)],
+    bytes_min: usize,
+    bytes_max: usize,
+    wait: Duration,
+) -> usize {
+    let deadline = Instant::now() + wait;
+    let all = || wanted.iter().flat_map(|(_, partitions)| partitions);
+    // Subscribed before the first look, so that nothing is missed in between.
+    let mut watches: Vec<watch::Receiver<i64>> =
+        all().filter_map(|wanted| wanted.partition.as_ref().ok()).map(|partition| partition.watch()).collect();
+    loop {
+        for watch in &mut watches {
+            watch.mark_unchanged();
+        }
+        let (mut ready, mut wrong) = (0usize, false);
+        for wanted in all() {
+            let bytes = wanted.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
+                partition.bytes_from(wanted.offset, bytes_max as u64)
+            });
+            match bytes {
+                Ok(bytes) => ready = ready.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX).min(wanted.bytes_max.max(1))),
+                Err(_) => wrong = true,
+            }
+        }
+        if wrong || ready >= bytes_min || watches.is_empty() {
+            return ready;
+        }
+        let changed = select_all(watches.iter_mut().map(|watch| Box::pin(watch.changed())));
+        tokio::select! {
+            _ = changed => {}
+            () = tokio::time::sleep_until(deadline) => return ready,
+            () = context.shared.stopping.cancelled() => return ready,
+        }
+    }
+}
+
+fn read(wanted: &[(TopicName, Vec<Wanted>)], bytes_max: usize) -> FetchResponse {
+    let mut left = bytes_max;
+    let mut empty = true;
+    let mut topics = Vec::with_capacity(wanted.len());
+    for (topic, partitions) in wanted {
+        let mut answers = Vec::with_capacity(partitions.len());
+        for wanted in partitions {
+            let answer = PartitionData::default().with_partition_index(wanted.index);
+            let read = wanted.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
+                // The watermark is taken first: what is read may reach further, never less far.
+                let high = partition.high_watermark();
+                let records = partition.read(wanted.offset, left.min(wanted.bytes_max), empty)?;
+                Ok((high, partition.start_offset(), records))
+            });
+            answers.push(match read {
+                Ok((high, start, records)) => {
+                    left = left.saturating_sub(records.len());
+                    empty &= records.is_empty();
+                    metrics::BROKER_FETCHED_BYTES.inc_by(records.len() as u64);
+                    answer
+                        .with_high_watermark(high)
+                        .with_last_stable_offset(high)
+                        .with_log_start_offset(start)
+                        .with_records(Some(Bytes::from(records)))
+                }
+                Err(refused) => answer
+                    .with_error_code(refused.code)
+                    .with_high_watermark(-1)
+                    .with_log_start_offset(-1)
+                    .with_records(Some(Bytes::new())),
+            });
+        }
+        topics.push(FetchableTopicResponse::default().with_topic(topic.clone()).with_partitions(answers));
+    }
+    FetchResponse::default().with_responses(topics)
+}

@@ -1,0 +1,135 @@
+//! One client connection: frames in, answers out, in order, one request at a time.
+//!
+//! Anything that is not a proper request closes the connection with one line in the log. Memory
+//! grows with the bytes that arrived, never with what a length field announces.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+
+use super::Shared;
+use super::api::{self, Reply};
+use crate::metrics;
+
+/// A connection without a request for so long is closed (Kafka's default).
+const IDLE_MAX: Duration = Duration::from_secs(600);
+/// A started frame, in or out, must be through within this.
+const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
+/// Frames up to this size are not counted against the memory of all connections.
+const SMALL_BYTES: usize = 64 << 10;
+/// Key, version, correlation id: the least that a request has.
+const REQUEST_BYTES_MIN: usize = 8;
+
+/// Why a connection ended.
+enum End {
+    /// The client went, or the broker stops.
+    Quiet,
+    /// What came was refused.
+    Refused(String),
+}
+
+impl From<io::Error> for End {
+    fn from(_: io::Error) -> Self {
+        End::Quiet
+    }
+}
+
+/// Serves a connection until either side ends it.
+pub(crate) async fn serve(shared: Arc<Shared>, mut stream: TcpStream, peer: SocketAddr) {
+    metrics::BROKER_CONNECTIONS.inc();
+    let end = match stream.local_addr() {
+        Ok(local) => requests(&shared, &mut stream, local).await.err(),
+        Err(_) => None,
+    };
+    metrics::BROKER_CONNECTIONS.dec();
+    if let Some(End::Refused(reason)) = end {
+        metrics::BROKER_REFUSED.inc();
+        tracing::warn!(peer = %peer, "closed a connection: {reason}");
+    }
+}
+
+async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) -> Result<(), End> {
+    stream.set_nodelay(true)?;
+    let mut buffer = BytesMut::with_capacity(16 << 10);
+    loop {
+        let Some((frame, held)) = read_frame(shared, stream, &mut buffer).await? else { return Ok(()) };
+        match api::answer(shared, local, frame, held).await {
+            Reply::Frame { frame, permit } => {
+                match timeout(FRAME_TIME_MAX, stream.write_all(&frame)).await {
+                    Ok(written) => written?,
+                    Err(_) => return Err(End::Refused("the client does not take its answer".to_string())),
+                }
+                drop(permit);
+            }
+            Reply::Nothing => {}
+            Reply::Close(reason) => return Err(End::Refused(reason)),
+        }
+        if shared.stopping.is_cancelled() {
+            return Ok(());
+        }
+    }
+}
+
+/// The next request without its length prefix; `None` at a proper end.
+async fn read_frame(
+    shared: &Shared,
+    stream: &mut TcpStream,
+    buffer: &mut BytesMut,
+) -> Result<Option<(Bytes, Option<OwnedSemaphorePermit>)>, End> {
+    while buffer.is_empty() {
+        buffer.reserve(16 << 10);
+        tokio::select! {
+            read = stream.read_buf(buffer) => if read? == 0 { return Ok(None) },
+            () = tokio::time::sleep(IDLE_MAX) => return Ok(None),
+            () = shared.stopping.cancelled() => return Ok(None),
+        }
+    }
+    match timeout(FRAME_TIME_MAX, read_rest(shared, stream, buffer)).await {
+        Ok(frame) => frame.map(Some),
+        Err(_) => Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs()))),
+    }
+}
+
+async fn read_rest(
+    shared: &Shared,
+    stream: &mut TcpStream,
+    buffer: &mut BytesMut,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), End> {
+    fill(stream, buffer, 4).await?;
+    let length = i32::from_be_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]);
+    let bytes_max = shared.config.request_bytes_max;
+    let bytes = match usize::try_from(length) {
+        Ok(bytes) if (REQUEST_BYTES_MIN..=bytes_max).contains(&bytes) => bytes,
+        _ => {
+            return Err(End::Refused(format!(
+                "it announced a request of {length} bytes where {REQUEST_BYTES_MIN} to {bytes_max} are possible; \
+                 perhaps this is no Kafka client"
+            )));
+        }
+    };
+    let held = if bytes > SMALL_BYTES { shared.reserve(bytes).await } else { None };
+    fill(stream, buffer, 4 + bytes).await?;
+    let mut frame = buffer.split_to(4 + bytes).freeze();
+    drop(frame.split_to(4));
+    Ok((frame, held))
+}
+
+/// Reads until `buffer` holds at least `bytes`.
+async fn fill(stream: &mut TcpStream, buffer: &mut BytesMut, bytes: usize) -> Result<(), End> {
+    while buffer.len() < bytes {
+        let missing = bytes - buffer.len();
+        // Doubling keeps copies few; the first step is small, whatever was announced.
+        buffer.reserve(missing.min(buffer.len().max(SMALL_BYTES)));
+        if stream.read_buf(buffer).await? == 0 {
+            return Err(End::Refused(format!("the client went {missing} bytes before the end of its request")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,72 @@
+//! One process per broker directory: an advisory lock on a file that names its holder and where
+//! it listens. The kernel drops the lock with the process, so nothing is stale after a crash.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Seek, Write};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+const FILE: &str = "lock";
+
+/// The lock; dropping it lets go.
+#[derive(Debug)]
+pub(crate) struct DirLock {
+    file: File,
+    path: PathBuf,
+}
+
+impl DirLock {
+    /// Takes the lock of `dir`, which must exist.
+    ///
+    /// # Errors
+    /// [`Error::HeldByAnother`], [`Error::Io`].
+    pub(crate) fn take(dir: &Path) -> Result<Self> {
+        let path = dir.join(FILE);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(Error::io("open", &path))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let text = fs::read_to_string(&path).unwrap_or_default();
+                let pid = text.lines().next().filter(|pid| !pid.is_empty()).unwrap_or("unknown").to_string();
+                return Err(Error::HeldByAnother { dir: dir.to_path_buf(), pid });
+            }
+            Err(TryLockError::Error(source)) => return Err(Error::io("lock", path)(source)),
+        }
+        let mut lock = Self { file, path };
+        lock.write(&format!("{}\n", std::process::id()))?;
+        Ok(lock)
+    }
+
+    /// Notes where the holder listens.
+    pub(crate) fn set_address(&mut self, address: SocketAddr) -> Result<()> {
+        self.write(&format!("{}\n{address}\n", std::process::id()))
+    }
+
+    fn write(&mut self, text: &str) -> Result<()> {
+        let mut file = &self.file;
+        file.rewind()
+            .and_then(|()| file.write_all(text.as_bytes()))
+            .and_then(|()| file.set_len(text.len() as u64))
+            .map_err(Error::io("write", &self.path))
+    }
+}
+
+/// Where the process that holds `dir` listens; `None` when nobody does.
+pub(crate) fn holder_address(dir: &Path) -> Option<SocketAddr> {
+    let file = File::open(dir.join(FILE)).ok()?;
+    match file.try_lock_shared() {
+        Err(TryLockError::WouldBlock) => {
+            let text = fs::read_to_string(dir.join(FILE)).ok()?;
+            text.lines().nth(1)?.parse().ok()
+        }
+        _ => None,
+    }
+}

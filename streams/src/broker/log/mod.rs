@@ -1,0 +1,13 @@
+//! What a partition is on disk: segment files of record batches, their recovery, and what the
+//! log knows about idempotent producers.
+
+pub(crate) mod batch;
+pub(crate) mod partition;
+mod producers;
+mod recovery;
+mod segment;
+mod segments;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub(crate) use partition::{Partition, Refused};

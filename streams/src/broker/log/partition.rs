@@ -1,0 +1,217 @@
+//! One partition as its clients see it: appends that become visible and durable in order, reads
+//! that may wait for more.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use super::batch::{self, Malformed};
+use super::segments::{Appended, Segments};
+use crate::broker::code;
+use crate::broker::config::Flush;
+use crate::metrics;
+
+/// A protocol error with its reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub(crate) code: i16,
+    pub(crate) reason: String,
+}
+
+impl Refused {
+    pub(crate) fn new(code: i16, reason: impl Into<String>) -> Self {
+        Self { code, reason: reason.into() }
+    }
+}
+
+/// A partition. `visible` is the high watermark: consumers read what is below it.
+#[derive(Debug)]
+pub(crate) struct Partition {
+    topic: String,
+    index: i32,
+    flush: Flush,
+    batch_bytes_max: usize,
+    log: Mutex<Segments>,
+    visible: watch::Sender<i64>,
+    durable: AtomicI64,
+    /// Held by who forces the log to the disk; whoever waits for it is done by the next turn.
+    flushing: tokio::sync::Mutex<()>,
+    deleted: AtomicBool,
+    storage_failed: AtomicBool,
+}
+
+impl Partition {
+    /// Opens the partition in `dir`, which must exist.
+    ///
+    /// # Errors
+    /// As [`Segments::open`].
+    pub(crate) fn open(
+        topic: &str,
+        index: i32,
+        dir: &Path,
+        config: &crate::broker::Config,
+    ) -> crate::error::Result<Self> {
+        let log = Segments::open(dir, config.segment_bytes_max)?;
+        let end = log.end_offset();
+        Ok(Self {
+            topic: topic.to_string(),
+            index,
+            flush: config.flush,
+            batch_bytes_max: config.message_bytes_max,
+            log: Mutex::new(log),
+            visible: watch::Sender::new(end),
+            durable: AtomicI64::new(end),
+            flushing: tokio::sync::Mutex::new(()),
+            deleted: AtomicBool::new(false),
+            storage_failed: AtomicBool::new(false),
+        })
+    }
+
+    /// Appends what a producer sent; returns its first offset, also when the batch was in the log
+    /// already. Answer the producer only after [`Partition::settled`].
+    pub(crate) fn append(&self, records: &[u8]) -> Result<i64, Refused> {
+        if records.len() > self.batch_bytes_max {
+            return Err(Refused::new(
+                code::MESSAGE_TOO_LARGE,
+                format!("the batch has {} bytes, streams.broker.message_bytes_max is {}", records.len(), self.batch_bytes_max),
+            ));
+        }
+        let header = batch::check_produced(records).map_err(|malformed| {
+            let code = match malformed {
+                Malformed::Crc | Malformed::Short | Malformed::Header => code::CORRUPT_MESSAGE,
+                Malformed::Magic(_) => code::UNSUPPORTED_FOR_MESSAGE_FORMAT,
+                Malformed::Records | Malformed::Several | Malformed::Control => code::INVALID_RECORD,
+            };
+            Refused::new(code, malformed.to_string())
+        })?;
+        let mut log = self.log.lock();
+        if self.deleted.load(Ordering::Acquire) {
+            return Err(self.gone());
+        }
+        let appended = log.append(records, &header).map_err(|error| self.storage_failed(&error))?;
+        self.storage_failed.store(false, Ordering::Relaxed);
+        match appended {
+            Appended::New { base_offset } => {
+                metrics::BROKER_APPENDED_RECORDS.inc_by(header.count as u64);
+                metrics::BROKER_APPENDED_BYTES.inc_by(header.bytes as u64);
+                if self.flush == Flush::Os {
+                    // Under the lock, so that the watermark never goes back.
+                    self.visible.send_replace(log.end_offset());
+                }
+                Ok(base_offset)
+            }
+            Appended::Duplicate { base_offset } => Ok(base_offset),
+            Appended::Refused(code, reason) => Err(Refused::new(code, reason)),
+        }
+    }
+
+    /// Waits until everything appended before the call is as durable as the configuration
+    /// promises. Callers that wait at the same time share one flush.
+    ///
+    /// Cancel safe.
+    pub(crate) async fn settled(&self) -> Result<(), Refused> {
+        if self.flush == Flush::Os {
+            return Ok(());
+        }
+        let end = self.log.lock().end_offset();
+        let _turn = self.flushing.lock().await;
+        if self.durable.load(Ordering::Acquire) >= end {
+            return Ok(());
+        }
+        let synced = tokio::task::block_in_place(|| self.sync());
+        synced.map_err(|error| self.storage_failed(&error))?;
+        Ok(())
+    }
+
+    /// Forces the log to the disk.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        let (file, end) = self.log.lock().to_sync()?;
+        file.sync_data()?;
+        self.durable.fetch_max(end, Ordering::AcqRel);
+        if self.flush == Flush::Always {
+            self.visible.send_if_modified(|visible| {
+                let moved = *visible < end;
+                *visible = (*visible).max(end);
+                moved
+            });
+        }
+        Ok(())
+    }
+
+    /// Offset after the last record that consumers may see.
+    pub(crate) fn high_watermark(&self) -> i64 {
+        *self.visible.borrow()
+    }
+
+    /// First offset in the log.
+    pub(crate) fn start_offset(&self) -> i64 {
+        self.log.lock().start_offset()
+    }
+
+    /// A receiver that is woken by every move of the watermark and by deletion.
+    pub(crate) fn watch(&self) -> watch::Receiver<i64> {
+        self.visible.subscribe()
+    }
+
+    /// Bytes that a read from `offset` could bring, roughly; `enough` ends the count early.
+    pub(crate) fn bytes_from(&self, offset: i64, enough: u64) -> Result<u64, Refused> {
+        let high = self.check(offset)?;
+        if offset == high {
+            return Ok(0);
+        }
+        Ok(self.log.lock().bytes_from(offset, enough))
+    }
+
+    /// Whole batches from the one that holds `offset` on.
+    pub(crate) fn read(&self, offset: i64, bytes_max: usize, at_least_one: bool) -> Result<Vec<u8>, Refused> {
+        let high = self.check(offset)?;
+        if offset == high {
+            return Ok(Vec::new());
+        }
+        let place = self.log.lock().place(offset).map_err(|error| self.storage_failed(&error))?;
+        place.read(offset, high, bytes_max, at_least_one).map_err(|error| self.storage_failed(&error))
+    }
+
+    /// Offset and timestamp of the first visible record at or after `timestamp`.
+    pub(crate) fn by_time(&self, timestamp: i64) -> Result<Option<(i64, i64)>, Refused> {
+        let high = self.high_watermark();
+        let found = self.log.lock().by_time(timestamp).map_err(|error| self.storage_failed(&error))?;
+        Ok(found.filter(|(offset, _)| *offset < high))
+    }
+
+    /// Turns every further call away and wakes who waits.
+    pub(crate) fn delete(&self) {
+        self.deleted.store(true, Ordering::Release);
+        self.visible.send_modify(|_| {});
+    }
+
+    fn check(&self, offset: i64) -> Result<i64, Refused> {
+        if self.deleted.load(Ordering::Acquire) {
+            return Err(self.gone());
+        }
+        let (low, high) = (self.start_offset(), self.high_watermark());
+        if (low..=high).contains(&offset) {
+            Ok(high)
+        } else {
+            Err(Refused::new(code::OFFSET_OUT_OF_RANGE, format!("offset {offset} is outside of {low}..={high}")))
+        }
+    }
+
+    fn gone(&self) -> Refused {
+        Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, format!("topic {} was deleted", self.topic))
+    }
+
+    fn storage_failed(&self, error: &io::Error) -> Refused {
+        // One line when it begins, not one for each retry of each client.
+        if !self.storage_failed.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                topic = self.topic, partition = self.index, error = %error,
+                "the broker cannot use its log; clients retry until it can"
+            );
+        }
+        Refused::new(code::KAFKA_STORAGE_ERROR, format!("the broker's disk: {error}"))
+    }
+}

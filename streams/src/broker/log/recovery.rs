@@ -1,0 +1,123 @@
+//! Reading segment files back at start: every header of every segment, every checksum of the last
+//! one. Earlier segments were forced to the disk before their successor was created, so that only
+//! the last can end in a torn write, which is cut off.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::batch::{HEADER_BYTES, Header};
+use crate::error::{Error, Result};
+
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Where the sound part of a segment ends, and why.
+pub(crate) struct Sound {
+    pub(crate) bytes: u64,
+    /// What is wrong with the batch that follows, when one does.
+    pub(crate) broken: Option<String>,
+}
+
+/// A file read forwards through a buffer.
+struct Window<'a> {
+    file: &'a File,
+    bytes: u64,
+    buffer: Vec<u8>,
+    start: u64,
+}
+
+impl<'a> Window<'a> {
+    fn new(file: &'a File, bytes: u64) -> Self {
+        Self { file, bytes, buffer: Vec::new(), start: 0 }
+    }
+
+    /// `want` bytes from `position`, or less at the end of the file.
+    fn at(&mut self, position: u64, want: usize) -> io::Result<&[u8]> {
+        let want = want.min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
+        let held = self.start..self.start + self.buffer.len() as u64;
+        if !held.contains(&position) || held.end < position + want as u64 {
+            let size = want.max(BUFFER_BYTES).min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
+            self.buffer.resize(size, 0);
+            self.file.read_exact_at(&mut self.buffer, position)?;
+            self.start = position;
+        }
+        let from = (position - self.start) as usize;
+        Ok(&self.buffer[from..from + want])
+    }
+}
+
+/// Walks the batches of a segment that begins at `base_offset`, handing each header to `seen`.
+pub(crate) fn walk(
+    file: &File,
+    bytes: u64,
+    base_offset: i64,
+    with_checksums: bool,
+    mut seen: impl FnMut(&Header),
+) -> io::Result<Sound> {
+    let mut window = Window::new(file, bytes);
+    let (mut position, mut expected) = (0, base_offset);
+    let broken = |bytes, reason: String| Ok(Sound { bytes, broken: Some(reason) });
+    while position < bytes {
+        let header = match Header::parse(window.at(position, HEADER_BYTES)?) {
+            Ok(header) => header,
+            Err(reason) => return broken(position, reason.to_string()),
+        };
+        if header.base_offset != expected {
+            let found = header.base_offset;
+            return broken(position, format!("offset {found} where {expected} should be"));
+        }
+        if header.bytes as u64 > bytes - position {
+            return broken(position, "the batch is cut short".to_string());
+        }
+        if with_checksums && !header.crc_matches(window.at(position, header.bytes)?) {
+            return broken(position, "checksum mismatch".to_string());
+        }
+        seen(&header);
+        position += header.bytes as u64;
+        expected = header.next_offset();
+    }
+    Ok(Sound { bytes: position, broken: None })
+}
+
+/// Whether a sound batch of the same log follows somewhere behind `position`: then the damage at
+/// `position` is no torn end, and cutting there would drop records that were acknowledged.
+pub(crate) fn continues_after(file: &File, bytes: u64, position: u64, expected: i64) -> io::Result<bool> {
+    let mut window = Window::new(file, bytes);
+    let mut at = position + 1;
+    while at + HEADER_BYTES as u64 <= bytes {
+        if let Ok(header) = Header::parse(window.at(at, HEADER_BYTES)?) {
+            let plausible = header.base_offset >= expected
+                && header.base_offset - expected < 1 << 32
+                && header.bytes as u64 <= bytes - at;
+            if plausible && header.crc_matches(window.at(at, header.bytes)?) {
+                return Ok(true);
+            }
+        }
+        at += 1;
+    }
+    Ok(false)
+}
+
+/// Cuts a torn end off the last segment; returns how many bytes went.
+///
+/// # Errors
+/// [`Error::Corrupt`] when sound batches follow the damage.
+pub(crate) fn cut_torn_end(file: &File, path: &Path, bytes: u64, sound: &Sound, expected: i64) -> Result<u64> {
+    let Some(reason) = &sound.broken else { return Ok(0) };
+    if continues_after(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))? {
+        return Err(corrupt(path, sound.bytes, reason));
+    }
+    file.set_len(sound.bytes).map_err(Error::io("cut the torn end of", path))?;
+    file.sync_all().map_err(Error::io("flush", path))?;
+    let cut = bytes - sound.bytes;
+    tracing::warn!(
+        path = %path.display(), bytes = cut, offset = expected, reason,
+        "cut a torn write off the end of a log; nothing acknowledged was in it unless the machine lost power"
+    );
+    Ok(cut)
+}
+
+pub(crate) fn corrupt(path: &Path, position: u64, reason: &str) -> Error {
+    Error::Corrupt { path: path.to_path_buf(), position, reason: reason.to_string() }
+}

@@ -1,0 +1,219 @@
+//! One segment file: consecutive batches, with a sparse index in memory.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IoSlice, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::batch::{HEADER_BYTES, Header, REWRITTEN_BYTES};
+
+/// An index entry is kept for a batch at least this far behind the last indexed one.
+const INDEX_BYTES: u64 = 32 << 10;
+
+#[derive(Debug, Clone, Copy)]
+struct IndexEntry {
+    offset: i64,
+    position: u64,
+    /// Largest timestamp of the batches before this one.
+    max_timestamp_before: i64,
+}
+
+/// A segment; `next_offset` is where the following one begins.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub(crate) base_offset: i64,
+    pub(crate) next_offset: i64,
+    pub(crate) bytes: u64,
+    pub(crate) max_timestamp: i64,
+    path: PathBuf,
+    file: Option<Arc<File>>,
+    index: Vec<IndexEntry>,
+    /// Set when a failed write could not be taken back; only a restart repairs that.
+    spoilt: bool,
+}
+
+/// Where to read: an open file, a range of it, and the offset to cut at.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) file: Arc<File>,
+    pub(crate) position: u64,
+    pub(crate) end: u64,
+}
+
+/// `00000000000000000042.log`
+pub(crate) fn file_name(base_offset: i64) -> String {
+    format!("{base_offset:020}.log")
+}
+
+/// The base offset in a segment's file name.
+pub(crate) fn base_offset_of(name: &str) -> Option<i64> {
+    let digits = name.strip_suffix(".log")?;
+    (digits.len() == 20 && digits.bytes().all(|byte| byte.is_ascii_digit())).then(|| digits.parse().ok())?
+}
+
+impl Segment {
+    /// A segment of which nothing is known yet but its name.
+    pub(crate) fn unread(dir: &Path, base_offset: i64) -> Self {
+        Self {
+            base_offset,
+            next_offset: base_offset,
+            bytes: 0,
+            max_timestamp: -1,
+            path: dir.join(file_name(base_offset)),
+            file: None,
+            index: Vec::new(),
+            spoilt: false,
+        }
+    }
+
+    /// Creates the file; the caller makes the directory entry durable.
+    pub(crate) fn create(dir: &Path, base_offset: i64) -> io::Result<Self> {
+        let mut segment = Self::unread(dir, base_offset);
+        let file = OpenOptions::new().create(true).append(true).read(true).open(&segment.path)?;
+        // A file of this name can only be left from a crash right after an earlier creation.
+        file.set_len(0)?;
+        segment.file = Some(Arc::new(file));
+        Ok(segment)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The open file; opens it when it is closed.
+    pub(crate) fn file(&mut self) -> io::Result<Arc<File>> {
+        if let Some(file) = &self.file {
+            return Ok(file.clone());
+        }
+        let file = Arc::new(OpenOptions::new().append(true).read(true).open(&self.path)?);
+        self.file = Some(file.clone());
+        Ok(file)
+    }
+
+    /// Gives the file descriptor back; readers that still use it keep theirs.
+    pub(crate) fn close(&mut self) {
+        self.file = None;
+    }
+
+    /// Notes a batch that is in the file at the end of what is known.
+    pub(crate) fn note(&mut self, header: &Header) {
+        let due = self.index.last().is_none_or(|last| self.bytes - last.position >= INDEX_BYTES);
+        if due {
+            self.index.push(IndexEntry {
+                offset: header.base_offset,
+                position: self.bytes,
+                max_timestamp_before: self.max_timestamp,
+            });
+        }
+        self.bytes += header.bytes as u64;
+        self.next_offset = header.next_offset();
+        self.max_timestamp = self.max_timestamp.max(header.max_timestamp);
+    }
+
+    /// Appends a batch as `base_offset`. On failure the file is as long as before.
+    pub(crate) fn append(&mut self, batch: &[u8], header: &Header) -> io::Result<()> {
+        if self.spoilt {
+            return Err(io::Error::other("an earlier write failed half-way; restart the broker"));
+        }
+        let file = self.file()?;
+        let mut head = [0; REWRITTEN_BYTES];
+        head.copy_from_slice(&batch[..REWRITTEN_BYTES]);
+        head[..8].copy_from_slice(&header.base_offset.to_be_bytes());
+        head[12..].copy_from_slice(&0i32.to_be_bytes());
+        if let Err(error) = write_both(&file, &head, &batch[REWRITTEN_BYTES..]) {
+            self.spoilt = file.set_len(self.bytes).is_err();
+            return Err(error);
+        }
+        self.note(header);
+        Ok(())
+    }
+
+    /// The last indexed position at or before the batch that holds `offset`.
+    pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
+        let at = self.index.partition_point(|entry| entry.offset <= offset);
+        let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
+        Ok(Place { file: self.file()?, position, end: self.bytes })
+    }
+
+    /// The last indexed position with only older records before it.
+    pub(crate) fn place_by_time(&mut self, timestamp: i64) -> io::Result<Place> {
+        let at = self.index.partition_point(|entry| entry.max_timestamp_before < timestamp);
+        let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
+        Ok(Place { file: self.file()?, position, end: self.bytes })
+    }
+}
+
+fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
+    let written = loop {
+        match file.write_vectored(&[IoSlice::new(head), IoSlice::new(rest)]) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => break other?,
+        }
+    };
+    if written < head.len() {
+        file.write_all(&head[written..])?;
+        return file.write_all(rest);
+    }
+    file.write_all(&rest[written - head.len()..])
+}
+
+impl Place {
+    /// Reads whole batches that hold offsets in `from..until`, at most `bytes_max` together, but
+    /// the first one whatever its size when `at_least_one`.
+    pub(crate) fn read(&self, from: i64, until: i64, bytes_max: usize, at_least_one: bool) -> io::Result<Vec<u8>> {
+        let mut start = self.position;
+        // What lies between the index entry and the batch is skipped in memory, so ask for it too.
+        let ahead = INDEX_BYTES as usize + HEADER_BYTES;
+        let mut buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
+        let mut skip = 0;
+        let first = loop {
+            let Ok(header) = Header::parse(&buffer[skip..]) else {
+                // A batch larger than the chunk ended it early; continue behind the last header.
+                if skip == 0 || start + (skip as u64) >= self.end {
+                    return Ok(Vec::new());
+                }
+                start += skip as u64;
+                buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
+                skip = 0;
+                continue;
+            };
+            if header.next_offset() > from {
+                break header;
+            }
+            skip += header.bytes;
+            if skip >= buffer.len() {
+                start += skip as u64;
+                if start >= self.end {
+                    return Ok(Vec::new());
+                }
+                buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
+                skip = 0;
+            }
+        };
+        if first.next_offset() > until || (first.bytes > bytes_max && !at_least_one) {
+            return Ok(Vec::new());
+        }
+        if first.bytes > bytes_max.min(buffer.len() - skip) {
+            return self.chunk(start + skip as u64, first.bytes);
+        }
+        let mut end = skip + first.bytes;
+        while let Ok(header) = Header::parse(&buffer[end.min(buffer.len())..]) {
+            let next = end + header.bytes;
+            if next > buffer.len() || next - skip > bytes_max || header.next_offset() > until {
+                break;
+            }
+            end = next;
+        }
+        buffer.truncate(end);
+        buffer.drain(..skip);
+        Ok(buffer)
+    }
+
+    fn chunk(&self, position: u64, bytes: usize) -> io::Result<Vec<u8>> {
+        let left = self.end.saturating_sub(position);
+        let mut buffer = vec![0; bytes.min(usize::try_from(left).unwrap_or(usize::MAX))];
+        self.file.read_exact_at(&mut buffer, position)?;
+        Ok(buffer)
+    }
+}

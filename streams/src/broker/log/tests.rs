@@ -1,0 +1,377 @@
+//! Logs on disk: recovery of torn ends at every byte, damage in the middle, reads from every
+//! offset, idempotent producers across a restart.
+#![allow(clippy::unwrap_used)]
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use bytes::{Bytes, BytesMut};
+use indexmap::IndexMap;
+use kafka_protocol::records::{
+    Compression, Record, RecordBatchDecoder, RecordBatchEncoder, RecordEncodeOptions, TimestampType,
+};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::batch::{Header, Malformed, check_produced};
+use super::producers::{Producers, Verdict};
+use super::segments::{Appended, Segments};
+use crate::broker::code;
+use crate::error::Error;
+
+/// A batch as a producer sends it: offsets from 0, one record per value, timestamps from `time`.
+pub(crate) fn batch((id, epoch, sequence): (i64, i16, i32), time: i64, values: &[&[u8]]) -> Bytes {
+    let records: Vec<Record> = values
+        .iter()
+        .enumerate()
+        .map(|(index, value)| Record {
+            transactional: false,
+            control: false,
+            delete_horizon: false,
+            partition_leader_epoch: -1,
+            producer_id: id,
+            producer_epoch: epoch,
+            timestamp_type: TimestampType::Creation,
+            offset: index as i64,
+            sequence: if id < 0 { -1 } else { sequence.wrapping_add(index as i32) },
+            timestamp: time + index as i64,
+            key: None,
+            value: Some(Bytes::copy_from_slice(value)),
+            headers: IndexMap::new(),
+        })
+        .collect();
+    let mut bytes = BytesMut::new();
+    let options = RecordEncodeOptions { version: 2, compression: Compression::None };
+    RecordBatchEncoder::encode(&mut bytes, &records, &options).unwrap();
+    let mut bytes = bytes.to_vec();
+    if id < 0 {
+        // The codec splits batches of records whose sequence does not grow with the offset.
+        bytes = single_without_producer(&records);
+    }
+    bytes.into()
+}
+
+fn single_without_producer(records: &[Record]) -> Vec<u8> {
+    let numbered: Vec<Record> =
+        records.iter().enumerate().map(|(i, r)| Record { producer_id: 0, producer_epoch: 0, sequence: i as i32, ..r.clone() }).collect();
+    let mut bytes = BytesMut::new();
+    let options = RecordEncodeOptions { version: 2, compression: Compression::None };
+    RecordBatchEncoder::encode(&mut bytes, &numbered, &options).unwrap();
+    let mut bytes = bytes.to_vec();
+    bytes[43..51].copy_from_slice(&(-1i64).to_be_bytes());
+    bytes[51..53].copy_from_slice(&(-1i16).to_be_bytes());
+    bytes[53..57].copy_from_slice(&(-1i32).to_be_bytes());
+    reseal(&mut bytes);
+    bytes
+}
+
+/// Makes the checksum right again after a change.
+pub(crate) fn reseal(batch: &mut [u8]) {
+    let crc = crc32c::crc32c(&batch[21..]);
+    batch[17..21].copy_from_slice(&crc.to_be_bytes());
+}
+
+const NOBODY: (i64, i16, i32) = (-1, -1, -1);
+
+fn append(log: &mut Segments, batch: &[u8]) -> Appended {
+    log.append(batch, &check_produced(batch).unwrap()).unwrap()
+}
+
+/// All values of a log with their offsets, read as a consumer would.
+fn values(log: &mut Segments, bytes_max: usize) -> Vec<(i64, Vec<u8>)> {
+    let (mut next, end) = (log.start_offset(), log.end_offset());
+    let mut found = Vec::new();
+    while next < end {
+        let bytes = log.place(next).unwrap().read(next, end, bytes_max, true).unwrap();
+        assert!(!bytes.is_empty(), "nothing at {next} of {end}");
+        for set in RecordBatchDecoder::decode_all(&mut Bytes::from(bytes)).unwrap() {
+            for record in set.records {
+                if record.offset >= next {
+                    assert_eq!(record.offset, next);
+                    found.push((record.offset, record.value.unwrap().to_vec()));
+                    next += 1;
+                }
+            }
+        }
+    }
+    found
+}
+
+fn segment_files(dir: &Path) -> Vec<std::path::PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn a_torn_end_is_cut_at_every_byte() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut ends = vec![0];
+    for index in 0..5u8 {
+        append(&mut log, &batch(NOBODY, 0, &[&[index], &[index, index]]));
+        ends.push(fs::metadata(&segment_files(dir.path())[0]).unwrap().len());
+    }
+    let file = segment_files(dir.path()).remove(0);
+    let whole = fs::read(&file).unwrap();
+    for cut in 0..=whole.len() {
+        fs::write(&file, &whole[..cut]).unwrap();
+        let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+        let batches = ends.iter().filter(|end| **end > 0 && **end <= cut as u64).count();
+        assert_eq!(log.end_offset(), batches as i64 * 2, "cut at {cut}");
+        assert_eq!(fs::metadata(&file).unwrap().len(), ends[batches], "cut at {cut}");
+        append(&mut log, &batch(NOBODY, 0, &[b"after"]));
+        assert_eq!(values(&mut log, 1 << 20).len(), batches * 2 + 1);
+    }
+}
+
+#[test]
+fn garbage_and_zeros_after_the_end_are_cut() {
+    for tail in [vec![0; 300], vec![0xff; 300], b"GET / HTTP/1.1\r\n".to_vec()] {
+        let dir = TempDir::new().unwrap();
+        let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+        append(&mut log, &batch(NOBODY, 0, &[b"one", b"two"]));
+        drop(log);
+        let file = segment_files(dir.path()).remove(0);
+        let mut bytes = fs::read(&file).unwrap();
+        let sound = bytes.len();
+        bytes.extend_from_slice(&tail);
+        fs::write(&file, bytes).unwrap();
+        assert_eq!(Segments::open(dir.path(), 1 << 20).unwrap().end_offset(), 2);
+        assert_eq!(fs::metadata(&file).unwrap().len(), sound as u64);
+    }
+}
+
+#[test]
+fn damage_in_the_middle_is_an_error_that_names_the_place() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    for index in 0..3u8 {
+        append(&mut log, &batch(NOBODY, 0, &[&[index; 40]]));
+    }
+    drop(log);
+    let file = segment_files(dir.path()).remove(0);
+    let whole = fs::read(&file).unwrap();
+    let size = whole.len() / 3;
+    for position in [size + 20, size + 70, size + 5, size + 10] {
+        let mut bytes = whole.clone();
+        bytes[position] ^= 0x40;
+        fs::write(&file, &bytes).unwrap();
+        match Segments::open(dir.path(), 1 << 20) {
+            Err(Error::Corrupt { path, position: at, .. }) => {
+                assert_eq!(path, file);
+                assert_eq!(at, size as u64, "flipped {position}");
+            }
+            other => panic!("flipped {position}: {other:?}"),
+        }
+        assert_eq!(fs::read(&file).unwrap(), bytes, "an error changes nothing");
+    }
+}
+
+#[test]
+fn damage_in_an_earlier_segment_or_a_missing_one_is_an_error() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 200).unwrap();
+    for index in 0..4u8 {
+        append(&mut log, &batch(NOBODY, 0, &[&[index; 150]]));
+    }
+    drop(log);
+    let files = segment_files(dir.path());
+    assert_eq!(files.len(), 4);
+    let kept = fs::read(&files[1]).unwrap();
+    OpenOptions::new().write(true).open(&files[1]).unwrap().write_all_at(&[9], 16).unwrap();
+    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
+    fs::write(&files[1], &kept[..kept.len() - 1]).unwrap();
+    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
+    fs::remove_file(&files[1]).unwrap();
+    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
+    fs::write(&files[1], &kept).unwrap();
+    // The oldest may be removed by hand: the log then begins later.
+    fs::remove_file(&files[0]).unwrap();
+    let mut log = Segments::open(dir.path(), 200).unwrap();
+    assert_eq!((log.start_offset(), log.end_offset()), (1, 4));
+    assert_eq!(values(&mut log, 1).len(), 3);
+}
+
+#[test]
+fn reads_start_at_any_offset_and_respect_sizes() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 120_000).unwrap();
+    let mut expected = Vec::new();
+    for index in 0..300u32 {
+        let value = vec![index as u8; 50 + (index as usize * 37) % 900];
+        append(&mut log, &batch(NOBODY, i64::from(index) * 10, &[&value, b"x"]));
+        expected.push(value);
+        expected.push(b"x".to_vec());
+    }
+    assert!(segment_files(dir.path()).len() > 1);
+    for bytes_max in [1, 100, 5_000, 1 << 20] {
+        let found = values(&mut log, bytes_max);
+        assert!(found.iter().map(|(_, value)| value).eq(&expected));
+    }
+    for from in (0..600).step_by(7) {
+        let read = log.place(from).unwrap().read(from, 600, 3_000, false).unwrap();
+        assert!(read.len() <= 3_000);
+        let first = Header::parse(&read).unwrap();
+        assert!(first.base_offset <= from && from < first.next_offset());
+        // The watermark cuts.
+        let below = log.place(from).unwrap().read(from, first.next_offset(), 1 << 20, true).unwrap();
+        assert_eq!(below.len(), first.bytes);
+        assert!(log.place(from).unwrap().read(from, first.base_offset, 1 << 20, true).unwrap().is_empty());
+        assert!(log.place(from).unwrap().read(from, 600, 10, false).unwrap().is_empty());
+    }
+    assert_eq!(log.by_time(0).unwrap(), Some((0, 0)));
+    assert_eq!(log.by_time(1).unwrap(), Some((1, 1)));
+    assert_eq!(log.by_time(1_995).unwrap(), Some((400, 2_000)));
+    assert_eq!(log.by_time(2_991).unwrap(), Some((599, 2_991)));
+    assert_eq!(log.by_time(2_992).unwrap(), None);
+    assert!(log.bytes_from(0, u64::MAX) > log.bytes_from(300, u64::MAX));
+    assert_eq!(log.bytes_from(600, u64::MAX), 0);
+}
+
+#[test]
+fn produced_batches_are_checked() {
+    let good = batch((1, 0, 0), 0, &[b"a", b"b"]);
+    assert!(check_produced(&good).is_ok());
+    let changed = |at: usize, value: u8, sealed: bool| {
+        let mut bytes = good.to_vec();
+        bytes[at] = value;
+        if sealed {
+            reseal(&mut bytes);
+        }
+        check_produced(&bytes)
+    };
+    assert_eq!(changed(70, 0x55, false), Err(Malformed::Crc));
+    assert_eq!(changed(16, 1, false), Err(Malformed::Magic(1)));
+    assert_eq!(changed(60, 3, true), Err(Malformed::Header), "count against last offset delta");
+    assert_eq!(changed(61, 2, true), Err(Malformed::Records), "a record length that is not one");
+    assert_eq!(changed(22, 0x10, true), Err(Malformed::Control));
+    assert_eq!(changed(22, 0x20, true), Err(Malformed::Control));
+    assert_eq!(changed(8, 0xff, false), Err(Malformed::Header), "negative length");
+    for cut in 0..good.len() {
+        assert!(check_produced(&good[..cut]).is_err());
+    }
+    assert_eq!(check_produced(&[&good[..], &good[..]].concat()), Err(Malformed::Several));
+}
+
+#[test]
+fn producers_are_judged_as_kafka_does() {
+    let mut producers = Producers::default();
+    let header = |epoch, sequence, count: usize| {
+        let values = vec![&b"v"[..]; count];
+        check_produced(&batch((7, epoch, sequence), 0, &values)).unwrap()
+    };
+    let refusal = |verdict| match verdict {
+        Verdict::Refuse(code, _) => code,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refusal(producers.judge(&header(0, 5, 1))), code::UNKNOWN_PRODUCER_ID);
+    let mut offset = 0;
+    for sequence in (0..14).step_by(2) {
+        assert_eq!(producers.judge(&header(0, sequence, 2)), Verdict::Append);
+        producers.note(&header(0, sequence, 2), offset);
+        offset += 2;
+    }
+    assert_eq!(producers.judge(&header(0, 12, 2)), Verdict::Duplicate(12));
+    assert_eq!(producers.judge(&header(0, 4, 2)), Verdict::Duplicate(4));
+    assert_eq!(refusal(producers.judge(&header(0, 2, 2))), code::DUPLICATE_SEQUENCE_NUMBER);
+    assert_eq!(refusal(producers.judge(&header(0, 16, 2))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+    assert_eq!(refusal(producers.judge(&header(0, 12, 3))), code::OUT_OF_ORDER_SEQUENCE_NUMBER, "overlap");
+    assert_eq!(refusal(producers.judge(&header(1, 14, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+    producers.note(&header(1, 0, 1), offset);
+    assert_eq!(refusal(producers.judge(&header(0, 14, 1))), code::INVALID_PRODUCER_EPOCH);
+    // Sequence numbers wrap to 0.
+    producers.note(&Header { base_sequence: i32::MAX - 1, ..header(1, 0, 2) }, offset + 1);
+    assert_eq!(producers.judge(&header(1, 0, 1)), Verdict::Append);
+    assert_eq!(refusal(producers.judge(&header(1, 5, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+}
+
+#[test]
+fn forgotten_producers_keep_memory_bounded() {
+    let mut producers = Producers::default();
+    let template = check_produced(&batch((0, 0, 0), 0, &[b"v"])).unwrap();
+    for id in 0..45_000 {
+        producers.note(&Header { producer_id: id, ..template }, id);
+    }
+    assert!(producers.len() <= 20_000);
+    let last = Header { producer_id: 44_999, ..template };
+    assert_eq!(producers.judge(&last), Verdict::Duplicate(44_999));
+}
+
+#[test]
+fn duplicates_are_recognised_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 300).unwrap();
+    for sequence in 0..8 {
+        assert_eq!(append(&mut log, &batch((3, 2, sequence), 0, &[b"v"])), Appended::New { base_offset: i64::from(sequence) });
+    }
+    drop(log);
+    let mut log = Segments::open(dir.path(), 300).unwrap();
+    assert_eq!(append(&mut log, &batch((3, 2, 6), 0, &[b"v"])), Appended::Duplicate { base_offset: 6 });
+    assert!(matches!(append(&mut log, &batch((3, 2, 9), 0, &[b"v"])), Appended::Refused(..)));
+    assert_eq!(append(&mut log, &batch((3, 2, 8), 0, &[b"v"])), Appended::New { base_offset: 8 });
+    assert_eq!(values(&mut log, 1 << 20).len(), 9);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Append(Vec<u16>),
+    Reopen,
+    TearEnd(u8),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        6 => prop::collection::vec(0u16..700, 1..5).prop_map(Step::Append),
+        1 => Just(Step::Reopen),
+        1 => any::<u8>().prop_map(Step::TearEnd),
+    ];
+    prop::collection::vec(step, 1..25)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever is appended, reopened and torn, a log holds a prefix of what was appended, and
+    /// everything but at most the torn batches.
+    #[test]
+    fn logs_keep_what_was_appended(steps in steps(), segment_bytes in 300u64..3_000) {
+        let dir = TempDir::new().unwrap();
+        let mut log = Segments::open(dir.path(), segment_bytes).unwrap();
+        let mut model: Vec<Vec<Vec<u8>>> = Vec::new();
+        let mut counter = 0u8;
+        for step in steps {
+            match step {
+                Step::Append(sizes) => {
+                    counter = counter.wrapping_add(1);
+                    let batch_values: Vec<Vec<u8>> = sizes.iter().map(|size| vec![counter; *size as usize]).collect();
+                    let slices: Vec<&[u8]> = batch_values.iter().map(Vec::as_slice).collect();
+                    append(&mut log, &batch(NOBODY, 0, &slices));
+                    model.push(batch_values);
+                }
+                Step::Reopen => {
+                    drop(log);
+                    log = Segments::open(dir.path(), segment_bytes).unwrap();
+                }
+                Step::TearEnd(bytes) => {
+                    drop(log);
+                    let last = segment_files(dir.path()).pop().unwrap();
+                    let held = fs::metadata(&last).unwrap().len();
+                    let cut = u64::from(bytes).min(held);
+                    OpenOptions::new().write(true).open(&last).unwrap().set_len(held - cut).unwrap();
+                    log = Segments::open(dir.path(), segment_bytes).unwrap();
+                    let mut torn = cut;
+                    while torn > 0 {
+                        let Some(gone) = model.pop() else { break };
+                        let slices: Vec<&[u8]> = gone.iter().map(Vec::as_slice).collect();
+                        torn = torn.saturating_sub(batch(NOBODY, 0, &slices).len() as u64);
+                    }
+                }
+            }
+            let expected: Vec<&Vec<u8>> = model.iter().flatten().collect();
+            let found = values(&mut log, 1_000);
+            prop_assert!(found.iter().map(|(_, value)| value).eq(expected));
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The broker below its socket: hostile requests, topics, durability, locks.
+#![allow(clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use kafka_protocol::messages::{ApiKey, ApiVersionsResponse, ResponseHeader};
+use kafka_protocol::protocol::Decodable;
+use proptest::prelude::*;
+use tempfile::TempDir;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+use super::api::{self, Reply, SPOKEN};
+use super::log::tests::batch;
+use super::store::Store;
+use super::{Broker, Config, Flush, Shared, code, running_address, shape};
+use crate::error::Error;
+
+fn shared(dir: &TempDir, config: Config) -> Shared {
+    Shared {
+        store: Store::open(dir.path(), &config).unwrap(),
+        config,
+        stopping: CancellationToken::new(),
+        memory: Arc::new(Semaphore::new(1024)),
+        memory_kib: 1024,
+    }
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
+}
+
+fn anywhere() -> Config {
+    Config { listen: SocketAddr::from(([127, 0, 0, 1], 0)), ..Config::default() }
+}
+
+async fn ask(shared: &Shared, key: i16, version: i16, body: &[u8]) -> Reply {
+    let mut frame = BytesMut::new();
+    frame.put_i16(key);
+    frame.put_i16(version);
+    frame.put_i32(77);
+    frame.put_i16(-1);
+    if key == ApiKey::ApiVersions as i16 && version >= 3 {
+        frame.put_u8(0);
+    }
+    frame.extend_from_slice(body);
+    api::answer(shared, SocketAddr::from(([127, 0, 0, 1], 1)), frame.freeze(), None).await
+}
+
+#[test]
+fn unsupported_api_versions_are_answered_in_version_0() {
+    let dir = TempDir::new().unwrap();
+    let shared = shared(&dir, anywhere());
+    runtime().block_on(async {
+        let Reply::Frame { frame, .. } = ask(&shared, ApiKey::ApiVersions as i16, 9, &[]).await else {
+            panic!("no answer");
+        };
+        let mut body = frame.slice(4..);
+        assert_eq!(ResponseHeader::decode(&mut body, 0).unwrap().correlation_id, 77);
+        let answer = ApiVersionsResponse::decode(&mut body, 0).unwrap();
+        assert_eq!(answer.error_code, code::UNSUPPORTED_VERSION);
+        assert_eq!(answer.api_keys.len(), SPOKEN.len());
+        // Nothing else is spoken, and said so by closing.
+        assert!(matches!(ask(&shared, ApiKey::FindCoordinator as i16, 0, &[0, 0]).await, Reply::Close(_)));
+        assert!(matches!(ask(&shared, ApiKey::Fetch as i16, 12, &[]).await, Reply::Close(_)));
+        assert!(matches!(ask(&shared, 9_999, 0, &[]).await, Reply::Close(_)));
+        assert!(matches!(ask(&shared, -1, 0, &[]).await, Reply::Close(_)));
+    });
+}
+
+#[test]
+fn announced_counts_cannot_ask_for_memory() {
+    let huge = [&i32::MAX.to_be_bytes()[..], &[0; 40]].concat();
+    assert!(shape::check(ApiKey::Metadata, 4, &huge).is_err());
+    assert!(shape::check(ApiKey::Metadata, 4, &(-2i32).to_be_bytes()).is_err());
+    assert!(shape::check(ApiKey::Metadata, 4, &(-1i32).to_be_bytes()).is_ok());
+    // Many elements that are all there are still too many.
+    let many = [&200_000i32.to_be_bytes()[..], &vec![0; 400_000]].concat();
+    assert!(shape::check(ApiKey::Metadata, 4, &many).is_err());
+    // Every spoken request that consists of large numbers only.
+    for (key, low, high) in SPOKEN {
+        for version in *low..=*high {
+            // No arrays to lie about there.
+            if !matches!(key, ApiKey::ApiVersions | ApiKey::InitProducerId) {
+                assert!(shape::check(*key, version, &[0x7f; 4_000]).is_err(), "{key:?} {version}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// Random bodies under every spoken key are answered or refused, never a panic.
+    #[test]
+    fn random_requests_do_no_harm(
+        which in 0..SPOKEN.len(),
+        version in 0i16..16,
+        body in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => Just(1u8), 1 => any::<u8>()], 0..200),
+    ) {
+        thread_local! {
+            static PLACE: (TempDir, tokio::runtime::Runtime) = (TempDir::new().unwrap(), runtime());
+        }
+        PLACE.with(|(dir, runtime)| {
+            let shared = shared(dir, anywhere());
+            let (key, low, high) = SPOKEN[which];
+            let version = low + version % (high - low + 1);
+            // Long polls of random length would only wait.
+            shared.stopping.cancel();
+            runtime.block_on(async {
+                let _ = ask(&shared, key as i16, version, &body).await;
+            });
+        });
+    }
+}
+
+#[tokio::test]
+async fn topics_survive_and_limits_hold() {
+    let dir = TempDir::new().unwrap();
+    let config = Config { partitions_max: 5, ..anywhere() };
+    {
+        let store = Store::open(dir.path(), &config).unwrap();
+        store.create("a", 2).unwrap();
+        store.create("b", 3).unwrap();
+        assert_eq!(store.create("a", 1).unwrap_err().code, code::TOPIC_ALREADY_EXISTS);
+        assert_eq!(store.create("c", 1).unwrap_err().code, code::POLICY_VIOLATION);
+        for bad in ["", ".", "..", "a/b", "ü", "a b"] {
+            assert_eq!(store.create(bad, 1).unwrap_err().code, code::INVALID_TOPIC, "{bad:?}");
+        }
+        assert_eq!(store.create("c", 0).unwrap_err().code, code::INVALID_PARTITIONS);
+        assert_eq!(store.new_producer_id().unwrap(), 0);
+        assert_eq!(store.new_producer_id().unwrap(), 1);
+        store.partition("a", 1).unwrap().append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+        store.delete("b").unwrap();
+        assert_eq!(store.delete("b").unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
+        // The files of a creation that did not get to its end do not come back as records.
+        std::fs::create_dir_all(dir.path().join("topics/c/0")).unwrap();
+        std::fs::write(dir.path().join("topics/c/0/00000000000000000000.log"), b"old").unwrap();
+        store.create("c", 1).unwrap();
+        assert_eq!(store.partition("c", 0).unwrap().high_watermark(), 0);
+    }
+    let store = Store::open(dir.path(), &config).unwrap();
+    assert_eq!(store.list().into_iter().collect::<Vec<_>>(), [("a".to_string(), 2), ("c".to_string(), 1)]);
+    assert_eq!(store.partition("a", 1).unwrap().high_watermark(), 1);
+    assert!(store.new_producer_id().unwrap() > 1, "ids are never given out twice");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn flushed_batches_become_visible_together() {
+    let dir = TempDir::new().unwrap();
+    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..anywhere() }).unwrap();
+    store.create("t", 1).unwrap();
+    let partition = store.partition("t", 0).unwrap();
+    partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+    assert_eq!(partition.high_watermark(), 0, "not durable yet");
+    let mut writers = Vec::new();
+    for _ in 0..20 {
+        let partition = partition.clone();
+        writers.push(tokio::spawn(async move {
+            let offset = partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+            partition.settled().await.unwrap();
+            assert!(partition.high_watermark() > offset);
+        }));
+    }
+    for writer in writers {
+        writer.await.unwrap();
+    }
+    assert_eq!(partition.high_watermark(), 21);
+}
+
+#[tokio::test]
+async fn one_process_holds_the_directory_and_says_where() {
+    let dir = TempDir::new().unwrap();
+    assert_eq!(running_address(dir.path()), None);
+    let broker = Broker::start(anywhere(), dir.path(), CancellationToken::new()).await.unwrap();
+    assert_eq!(running_address(dir.path()), Some(broker.addr()));
+    match Broker::start(anywhere(), dir.path(), CancellationToken::new()).await {
+        Err(Error::HeldByAnother { pid, .. }) => assert_eq!(pid, std::process::id().to_string()),
+        other => panic!("{other:?}"),
+    }
+    let other = TempDir::new().unwrap();
+    let config = Config { listen: broker.addr(), ..anywhere() };
+    match Broker::start(config, other.path(), CancellationToken::new()).await {
+        Err(error @ Error::AddressTaken { .. }) => {
+            assert!(error.to_string().contains(&broker.addr().to_string()));
+            assert!(error.to_string().contains("streams.broker.listen"));
+        }
+        other => panic!("{other:?}"),
+    }
+    broker.stop().await.unwrap();
+    assert_eq!(running_address(dir.path()), None);
+    let cancel = CancellationToken::new();
+    let broker = Broker::start(anywhere(), dir.path(), cancel.clone()).await.unwrap();
+    cancel.cancel();
+    broker.stopped().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_newer_format_and_a_damaged_file_are_refused() {
+    let dir = TempDir::new().unwrap();
+    std::fs::write(dir.path().join("meta.json"), r#"{"format_version": 2, "new": true}"#).unwrap();
+    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::NewerFormat { found: 2, supported: 1, .. })));
+    std::fs::write(dir.path().join("meta.json"), b"{").unwrap();
+    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::Io { .. })));
+    let unusable = Config { partitions_default: 0, ..anywhere() };
+    assert!(matches!(Broker::start(unusable, dir.path(), CancellationToken::new()).await, Err(Error::Config { .. })));
+}
+
+#[test]
+fn a_frame_is_released_before_its_answer_is_reserved() {
+    // With room for one large request only, a fetch must not wait for its own frame's memory.
+    let dir = TempDir::new().unwrap();
+    let shared = shared(&dir, anywhere());
+    shared.stopping.cancel();
+    runtime().block_on(async {
+        let held = shared.reserve(usize::MAX).await;
+        let mut frame = BytesMut::new();
+        frame.put_slice(&[0, 1, 0, 4, 0, 0, 0, 1, 0xff, 0xff]);
+        frame.put_slice(&[0; 17]);
+        frame.put_i32(0);
+        let local = SocketAddr::from(([127, 0, 0, 1], 1));
+        assert!(matches!(api::answer(&shared, local, Bytes::from(frame), held).await, Reply::Frame { .. }));
+    });
+}
