@@ -1,1 +1,66 @@
 //! Topics into Parquet files of a volume, exactly once.
+//!
+//! What is here: [`run`] reads a topic from the offsets that a volume holds, decodes records into
+//! Arrow columns ([`decode`], [`schema`]), streams them into staged Parquet files, and publishes
+//! files and offsets in one metadata transaction. Records that do not decode become dead letters
+//! with the reason. [`offsets`] tells up to where a volume (or a snapshot of it) holds a topic.
+//!
+//! What is not here: consumer groups (a restart reads its offsets from the volume alone), readers
+//! of the files (that is `streams::feed`), volumes themselves.
+//!
+//! # Invariants
+//!
+//! - A record below the committed offset of its partition is in exactly one visible file, or is a
+//!   dead letter; a record at or above it is in none. Files, dead letters of a directory, offsets
+//!   and schema become visible together or not at all.
+//! - A second ingester on the same job takes it over; the first one's next publish fails as
+//!   [`Error::Fenced`] and changes nothing.
+//! - Offsets may have gaps: the committed position is the offset after the last record read.
+//! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds.
+//!
+//! # Files
+//!
+//! `<path>/[dt=YYYY-MM-DD/hr=HH/]<partition>-<first offset>-<last offset>.parquet` with row groups
+//! of 4 to 16 MiB (the last one of a file may be smaller), page index, and the columns of the
+//! record followed by `_topic`, `_partition`, `_offset` and `_timestamp`. Dead letters lie in
+//! `<directory>/<job>/` under names of the same form, with the record as it came and `_reason`.
+//!
+//! # Memory
+//!
+//! Reading stops while the landing thread is busy: besides the consumer's own queue (32 MiB) there
+//! are at most three batches of 4 MiB. A file under construction holds at most one row group and
+//! two upload parts (about 8 + 8 MiB), and all of them together no more than their share of
+//! `flush_bytes_max` of records, because a publish completes them.
+//!
+//! ```no_run
+//! use millrace_datafs::{Config as DatafsConfig, Datafs};
+//! use millrace_ingest::{JobConfig, Until, run};
+//! use millrace_streams::KafkaConfig;
+//! use tokio_util::sync::CancellationToken;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let datafs = Datafs::open("/var/lib/millrace".as_ref(), &DatafsConfig::default())?;
+//! let job = JobConfig::new("digits", "digits", "digits", "train");
+//! let kafka = KafkaConfig::new("127.0.0.1:9092");
+//! let report = run(&job, &datafs, &kafka, CancellationToken::new(), Until::CaughtUp).await?;
+//! assert_eq!(report.records, report.landed + report.dead_letters);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod config;
+pub mod decode;
+pub mod error;
+pub mod metrics;
+pub mod schema;
+
+mod land;
+mod progress;
+mod run;
+mod state;
+
+pub use config::{Config, DeadLetter, JobConfig};
+pub use error::{Error, Result};
+pub use progress::{IngestReport, Progress};
+pub use run::{Until, run, run_with_progress};
+pub use state::{Offsets, offsets, offsets_by_job};

@@ -1,0 +1,212 @@
+//! What can go wrong while landing, named for what the caller does next.
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Errors of ingest. Whatever the error, the volume holds complete publishes only: a later run
+/// goes on at the committed offsets, without loss and without doubles.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A setting is not usable: correct the configuration.
+    #[error("ingest job {job:?}: {reason}")]
+    InvalidJob {
+        /// Job name as configured.
+        job: String,
+        /// Which setting, and what it should be.
+        reason: String,
+    },
+    /// The topic does not exist: create it.
+    #[error(
+        "ingest job {job}: topic {topic} does not exist at {bootstrap_servers}; create it, \
+         produce to it, or correct the job's topic"
+    )]
+    TopicMissing {
+        /// Job.
+        job: String,
+        /// Topic.
+        topic: String,
+        /// Where it was looked for.
+        bootstrap_servers: String,
+    },
+    /// The volume does not exist: create it.
+    #[error(
+        "ingest job {job}: volume {volume} does not exist; create it with: millrace volume create \
+         {volume}"
+    )]
+    VolumeMissing {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+    },
+    /// Another ingester took the job over; this one must stop.
+    #[error(
+        "ingest job {job} of volume {volume} is fenced: another ingester took it over, and only \
+         one can run"
+    )]
+    Fenced {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+    },
+    /// The declared columns do not fit the files that are there.
+    #[error("ingest job {job}: the declared schema does not fit volume {volume}: {reason}")]
+    SchemaMismatch {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// Which column, and the way out.
+        reason: String,
+    },
+    /// The job was known to the volume with another topic or folder.
+    #[error(
+        "ingest job {job} of volume {volume} {what}: use another job name, or delete the volume"
+    )]
+    JobChanged {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// What changed.
+        what: String,
+    },
+    /// The committed offset is not in the topic any more: records were deleted before they landed,
+    /// or the topic is another one. Nothing can be landed without losing or mixing records.
+    #[error(
+        "ingest job {job}: topic {topic} partition {partition} holds offsets {low} to {high}, but \
+         the volume continues at {committed}: {why}; land under a new job name and path"
+    )]
+    OffsetLost {
+        /// Job.
+        job: String,
+        /// Topic.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// Next offset by the volume.
+        committed: i64,
+        /// First offset of the topic.
+        low: i64,
+        /// Offset after the topic's last.
+        high: i64,
+        /// Which of the two it is.
+        why: &'static str,
+    },
+    /// The disk is full; nothing half-written is visible. Free space and run again.
+    #[error(
+        "ingest job {job}: no space left while landing in volume {volume}; nothing of it is \
+         visible, free space and run again: it goes on at the committed offsets"
+    )]
+    NoSpace {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// What the volume said.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// What the volume holds about the job is not what this crate writes.
+    #[error("volume {volume}: key {key:?} of ingest is damaged: {reason}")]
+    CorruptState {
+        /// Volume.
+        volume: String,
+        /// Application key.
+        key: String,
+        /// How it shows.
+        reason: String,
+    },
+    /// The volume failed.
+    #[error("ingest job {job}: volume {volume}")]
+    Volume {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// What it said.
+        #[source]
+        source: Box<millrace_datafs::Error>,
+    },
+    /// Reading a volume's ingest state failed.
+    #[error("read the ingest state")]
+    State(#[source] Box<millrace_datafs::Error>),
+    /// The brokers failed.
+    #[error("ingest job {job}: topic {topic}")]
+    Topic {
+        /// Job.
+        job: String,
+        /// Topic.
+        topic: String,
+        /// What the client said.
+        #[source]
+        source: Box<millrace_streams::Error>,
+    },
+    /// A Parquet file could not be written.
+    #[error("ingest job {job}: write a Parquet file in volume {volume}")]
+    Parquet {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// What the writer said.
+        #[source]
+        source: Box<parquet::errors::ParquetError>,
+    },
+    /// Arrow refused columns that the decoder built.
+    #[error("ingest job {job}: build a record batch")]
+    Arrow {
+        /// Job.
+        job: String,
+        /// What Arrow said.
+        #[source]
+        source: Box<arrow::error::ArrowError>,
+    },
+    /// The landing thread ended without a result, or the runtime is shutting down.
+    #[error("ingest job {job}: the landing thread stopped")]
+    Stopped {
+        /// Job.
+        job: String,
+    },
+}
+
+impl Error {
+    /// Whether the same run may succeed later without anybody changing the configuration.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::NoSpace { .. } => true,
+            Self::Topic { source, .. } => source.is_retryable(),
+            Self::Volume { source, .. } | Self::State(source) => source.is_retryable(),
+            _ => false,
+        }
+    }
+}
+
+/// Whether a full disk is somewhere down the chain of causes.
+pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            if io.kind() == std::io::ErrorKind::StorageFull {
+                return true;
+            }
+            // The payload of io::Error::other is not its source().
+            if io.get_ref().is_some_and(|inner| is_no_space(inner)) {
+                return true;
+            }
+        }
+        if let Some(millrace_datafs::Error::NoSpace { .. }) = error.downcast_ref() {
+            return true;
+        }
+        if let Some(parquet::errors::ParquetError::External(inner)) = error.downcast_ref()
+            && is_no_space(inner.as_ref())
+        {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}

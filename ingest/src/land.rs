@@ -1,0 +1,426 @@
+//! The landing thread: record batches in, publishes out.
+//!
+//! One [`Lander`] per run. It decodes, writes staged Parquet files, collects dead letters, and
+//! commits all of it with the new offsets in one transaction when rows, bytes or time say so.
+
+mod dead;
+mod file;
+mod target;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arrow::array::RecordBatch;
+use millrace_datafs::{Publish, StagedFile, View};
+use millrace_streams::topic::{Producer, Records};
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+
+use crate::config::Job;
+use crate::decode::{Decoder, Outcome, Reject, RejectClass};
+use crate::error::{Error, Result};
+use crate::metrics;
+use crate::progress::{IngestReport, Progress};
+use crate::schema::{Field, Inference, Schema};
+use crate::state::State;
+
+use dead::DeadLetters;
+use target::{Layout, Target};
+
+/// Files that are written at the same time; beyond it all are completed (and published later).
+const FILES_OPEN_MAX: usize = 256;
+/// Files in one publish.
+const FILES_PUBLISHED_MAX: usize = 1024;
+
+/// A completed file that the next publish makes visible.
+pub(crate) struct Completed {
+    path: String,
+    file: StagedFile,
+}
+
+/// What was decoded since the last commit.
+#[derive(Debug, Default)]
+struct Pending {
+    landed: u64,
+    dead: BTreeMap<RejectClass, u64>,
+    bytes: u64,
+    since: Option<Instant>,
+}
+
+impl Pending {
+    fn records(&self) -> u64 {
+        self.landed + self.dead.values().sum::<u64>()
+    }
+}
+
+/// Turns batches of one topic into publishes of one volume.
+pub(crate) struct Lander {
+    job: Arc<Job>,
+    view: View,
+    state: State,
+    /// Columns and decoder; `None` until the schema is known.
+    layout: Option<(Layout, Decoder)>,
+    /// Batches that wait for the schema.
+    held: Vec<RecordBatch>,
+    held_rows: usize,
+    targets: Vec<Target>,
+    recent: usize,
+    completed: Vec<Completed>,
+    dead: DeadLetters,
+    /// Next offset to take per partition.
+    next: BTreeMap<i32, i64>,
+    pending: Pending,
+    report: IngestReport,
+    progress: watch::Sender<Progress>,
+}
+
+impl Lander {
+    /// A lander that goes on at `next`, which [`State`] and the topic agreed on.
+    pub(crate) fn new(
+        job: Arc<Job>,
+        view: View,
+        state: State,
+        next: BTreeMap<i32, i64>,
+        producer: Option<(Producer, Handle)>,
+        progress: watch::Sender<Progress>,
+    ) -> Result<Self> {
+        let schema = job.resolve_schema(state.schema.as_ref())?;
+        let dead = DeadLetters::new(&job, producer);
+        let report = IngestReport {
+            offsets: state.offsets.clone(),
+            ..IngestReport::default()
+        };
+        let mut lander = Self {
+            job,
+            view,
+            state,
+            layout: None,
+            held: Vec::new(),
+            held_rows: 0,
+            targets: Vec::new(),
+            recent: 0,
+            completed: Vec::new(),
+            dead,
+            next,
+            pending: Pending::default(),
+            report,
+            progress,
+        };
+        if let Some(schema) = schema {
+            lander.fix(schema);
+        }
+        Ok(lander)
+    }
+
+    /// Lands until the channel closes, then publishes the rest.
+    pub(crate) fn run(
+        mut self,
+        mut batches: mpsc::Receiver<RecordBatch>,
+        runtime: &Handle,
+    ) -> Result<IngestReport> {
+        loop {
+            let received = match self.time_left() {
+                None => Some(runtime.block_on(batches.recv())),
+                Some(left) => runtime
+                    .block_on(async { tokio::time::timeout(left, batches.recv()).await })
+                    .ok(),
+            };
+            match received {
+                Some(Some(batch)) => {
+                    self.take(batch)?;
+                    if self.is_due() {
+                        self.commit()?;
+                    }
+                }
+                Some(None) => break,
+                None => self.commit()?,
+            }
+        }
+        self.commit()?;
+        Ok(self.report)
+    }
+
+    /// Time until the oldest pending record must be published.
+    fn time_left(&self) -> Option<Duration> {
+        let since = self.pending.since?;
+        Some(Duration::from_millis(self.job.config.flush_ms).saturating_sub(since.elapsed()))
+    }
+
+    fn is_due(&self) -> bool {
+        let config = &self.job.config;
+        self.pending.records() + self.held_rows as u64 >= config.flush_rows_max
+            || self.pending.bytes >= config.flush_bytes_max
+            || self.completed.len() >= FILES_PUBLISHED_MAX
+            || self.time_left() == Some(Duration::ZERO)
+    }
+
+    fn fix(&mut self, schema: Schema) {
+        let schema = Arc::new(schema);
+        let layout = Layout::new(&self.job, schema.clone());
+        let decoder = Decoder::new(schema, self.job.unknown, self.job.limits.clone());
+        self.layout = Some((layout, decoder));
+    }
+
+    fn take(&mut self, batch: RecordBatch) -> Result<()> {
+        self.pending.since.get_or_insert_with(Instant::now);
+        if self.layout.is_some() {
+            return self.decode(&batch);
+        }
+        self.held_rows += batch.num_rows();
+        self.held.push(batch);
+        if self.held_rows >= self.job.config.infer_rows {
+            self.decide_schema()?;
+        }
+        Ok(())
+    }
+
+    /// Infers the schema from the records held back, then decodes them.
+    fn decide_schema(&mut self) -> Result<()> {
+        let mut inference = Inference::default();
+        let mut rows = 0;
+        for batch in &self.held {
+            let records = self.records(batch)?;
+            for row in 0..records.len().min(self.job.config.infer_rows - rows) {
+                if let Some(value) = records.value(row) {
+                    inference.observe(value, &self.job.limits);
+                }
+                rows += 1;
+            }
+        }
+        let schema = inference.finish();
+        tracing::info!(
+            job = self.job.name(),
+            columns = schema.fields.len(),
+            rows,
+            "inferred the schema"
+        );
+        self.fix(schema);
+        self.held_rows = 0;
+        for batch in std::mem::take(&mut self.held) {
+            self.decode(&batch)?;
+        }
+        Ok(())
+    }
+
+    fn records<'a>(&self, batch: &'a RecordBatch) -> Result<Records<'a>> {
+        Records::new(batch).map_err(|source| Error::Topic {
+            job: self.job.name().to_owned(),
+            topic: self.job.topic().to_owned(),
+            source: Box::new(source),
+        })
+    }
+
+    fn decode(&mut self, batch: &RecordBatch) -> Result<()> {
+        let records = self.records(batch)?;
+        let mut rejected: Vec<(usize, Reject)> = Vec::new();
+        let before = self.pending.records();
+        for row in 0..records.len() {
+            let (partition, offset) = (records.partition(row), records.offset(row));
+            let next = self.next.entry(partition).or_insert(0);
+            if offset < *next {
+                continue;
+            }
+            *next = offset + 1;
+            let value = records.value(row);
+            self.pending.bytes +=
+                (value.map_or(0, <[u8]>::len) + records.key(row).map_or(0, <[u8]>::len)) as u64;
+            match self.decode_record(partition, offset, records.timestamp_ms(row), value)? {
+                Some(reject) => {
+                    *self.pending.dead.entry(reject.class).or_default() += 1;
+                    rejected.push((row, reject));
+                }
+                None => self.pending.landed += 1,
+            }
+        }
+        if !rejected.is_empty() {
+            let completed = &mut self.completed;
+            self.dead
+                .add(&self.job, &self.view, batch, &rejected, completed)?;
+        }
+        let records = self.pending.records() - before;
+        self.progress.send_modify(|p| p.records += records);
+        Ok(())
+    }
+
+    fn decode_record(
+        &mut self,
+        partition: i32,
+        offset: i64,
+        timestamp_ms: Option<i64>,
+        value: Option<&[u8]>,
+    ) -> Result<Option<Reject>> {
+        loop {
+            let at = self.target(partition, timestamp_ms)?;
+            let Some((layout, decoder)) = &mut self.layout else {
+                return Err(self.stopped());
+            };
+            let target = &mut self.targets[at];
+            match decoder.decode(value, &mut target.columns) {
+                Outcome::Landed if layout.is_empty() => {
+                    target.columns.take().map_err(|e| layout.arrow_error(e))?;
+                    return Ok(Some(Reject::no_columns()));
+                }
+                Outcome::Landed => {
+                    target.landed(offset, timestamp_ms, value.map_or(0, <[u8]>::len));
+                    if target.is_full() {
+                        target.drain(layout, &self.view)?;
+                    }
+                    return Ok(None);
+                }
+                Outcome::Rejected(reject) => return Ok(Some(reject)),
+                Outcome::NewColumns(new) => self.extend(new)?,
+            }
+        }
+    }
+
+    /// Adds columns; files of the old columns are completed as their next record comes.
+    fn extend(&mut self, new: Vec<Field>) -> Result<()> {
+        let Some((layout, _)) = &self.layout else {
+            return Err(self.stopped());
+        };
+        for field in &new {
+            tracing::info!(
+                job = self.job.name(),
+                column = field.name,
+                "new column of type {}",
+                field.kind
+            );
+        }
+        let mut schema = Schema::clone(layout.schema());
+        schema.fields.extend(new);
+        self.fix(schema);
+        Ok(())
+    }
+
+    /// The target of a record: its partition, and its hour when files go by time.
+    fn target(&mut self, partition: i32, timestamp_ms: Option<i64>) -> Result<usize> {
+        let Some((layout, _)) = &self.layout else {
+            return Err(self.stopped());
+        };
+        let hour = layout.hour(timestamp_ms);
+        let is_it = |t: &Target| t.is_for(partition, hour);
+        let found = match self.targets.get(self.recent) {
+            Some(target) if is_it(target) => Some(self.recent),
+            _ => self.targets.iter().position(is_it),
+        };
+        if let Some(at) = found {
+            self.recent = at;
+            if self.targets[at].has(layout.schema()) {
+                return Ok(at);
+            }
+            let old =
+                std::mem::replace(&mut self.targets[at], Target::new(layout, partition, hour));
+            self.completed.extend(old.complete(&self.view)?);
+            return Ok(at);
+        }
+        let new = Target::new(layout, partition, hour);
+        if self.targets.len() >= FILES_OPEN_MAX {
+            self.complete_targets()?;
+        }
+        self.targets.push(new);
+        self.recent = self.targets.len() - 1;
+        Ok(self.recent)
+    }
+
+    fn complete_targets(&mut self) -> Result<()> {
+        for target in std::mem::take(&mut self.targets) {
+            self.completed.extend(target.complete(&self.view)?);
+        }
+        self.recent = 0;
+        Ok(())
+    }
+
+    /// Publishes everything decoded so far: files, dead letters, offsets, schema.
+    fn commit(&mut self) -> Result<()> {
+        if self.layout.is_none() && !self.held.is_empty() {
+            self.decide_schema()?;
+        }
+        let pending = std::mem::take(&mut self.pending);
+        if pending.records() == 0 {
+            return Ok(());
+        }
+        let started = Instant::now();
+        self.complete_targets()?;
+        self.completed.extend(self.dead.complete(&self.job)?);
+        let files = self.completed.len() as u64;
+        let mut publish = Publish::new();
+        for Completed { path, file } in self.completed.drain(..) {
+            publish = publish.file(path, file);
+        }
+        let moved: BTreeMap<i32, i64> = self
+            .next
+            .iter()
+            .filter(|(partition, next)| self.state.offsets.get(partition) != Some(next))
+            .map(|(partition, next)| (*partition, *next))
+            .collect();
+        let schema = self.layout.as_ref().map(|(layout, _)| layout.schema());
+        self.state.commit(
+            &self.view,
+            &self.job,
+            publish,
+            &moved,
+            schema.map(Arc::as_ref),
+        )?;
+        self.count(&pending, files, started.elapsed());
+        Ok(())
+    }
+
+    fn count(&mut self, pending: &Pending, files: u64, elapsed: Duration) {
+        let dead: u64 = pending.dead.values().sum();
+        let report = &mut self.report;
+        report.records += pending.records();
+        report.landed += pending.landed;
+        report.dead_letters += dead;
+        report.files += files;
+        report.bytes += pending.bytes;
+        report.commits += 1;
+        report.offsets.clone_from(&self.state.offsets);
+        self.progress.send_modify(|p| {
+            p.landed = report.landed;
+            p.dead_letters = report.dead_letters;
+            p.bytes = report.bytes;
+            p.files = report.files;
+            p.commits = report.commits;
+            p.offsets.clone_from(&report.offsets);
+        });
+        tracing::debug!(
+            job = self.job.name(),
+            volume = self.job.config.volume,
+            topic = self.job.topic(),
+            landed = pending.landed,
+            dead_letters = dead,
+            files,
+            bytes = pending.bytes,
+            elapsed_ms = elapsed.as_millis() as u64,
+            "published"
+        );
+        metrics::set_lag(self.job.name(), &self.progress.borrow());
+        let Some(metrics) = metrics::metrics() else {
+            return;
+        };
+        let job = [self.job.name()];
+        metrics
+            .landed
+            .with_label_values(&job)
+            .inc_by(pending.landed);
+        metrics.bytes.with_label_values(&job).inc_by(pending.bytes);
+        metrics.files.with_label_values(&job).inc_by(files);
+        metrics
+            .commit_seconds
+            .with_label_values(&job)
+            .observe(elapsed.as_secs_f64());
+        for (class, count) in &pending.dead {
+            metrics
+                .dead_letters
+                .with_label_values(&[self.job.name(), class.label()])
+                .inc_by(*count);
+        }
+    }
+
+    fn stopped(&self) -> Error {
+        Error::Stopped {
+            job: self.job.name().to_owned(),
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What a run has done so far, for whoever watches it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// A snapshot of a running ingest, sent on a watch channel after every batch and every commit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Progress {
+    /// Records read and decoded by this run, committed or not.
+    pub records: u64,
+    /// Rows committed by this run.
+    pub landed: u64,
+    /// Dead letters committed by this run.
+    pub dead_letters: u64,
+    /// Bytes of keys and values committed by this run.
+    pub bytes: u64,
+    /// Files committed by this run, dead-letter files included.
+    pub files: u64,
+    /// Publishes by this run.
+    pub commits: u64,
+    /// Committed position per partition.
+    pub offsets: BTreeMap<i32, i64>,
+    /// Offsets after the topic's last per partition, as last heard.
+    pub high: BTreeMap<i32, i64>,
+}
+
+impl Progress {
+    /// Offsets between the committed positions and the ends of the partitions: an upper bound of
+    /// the records to come, because offsets have gaps.
+    #[must_use]
+    pub fn lag(&self) -> u64 {
+        self.high
+            .iter()
+            .map(|(partition, high)| {
+                let next = self.offsets.get(partition).copied().unwrap_or(0);
+                u64::try_from(high.saturating_sub(next)).unwrap_or(0)
+            })
+            .sum()
+    }
+}
+
+/// What a run did. `records` is always `landed + dead_letters`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct IngestReport {
+    /// Records taken from the topic and committed.
+    pub records: u64,
+    /// Rows in the published files.
+    pub landed: u64,
+    /// Dead letters.
+    pub dead_letters: u64,
+    /// Files published, dead-letter files included.
+    pub files: u64,
+    /// Publishes.
+    pub commits: u64,
+    /// Bytes of keys and values.
+    pub bytes: u64,
+    /// Next offset per partition, as committed.
+    pub offsets: BTreeMap<i32, i64>,
+    /// How long the run took.
+    #[serde(rename = "elapsed_ms", serialize_with = "as_millis")]
+    pub elapsed: Duration,
+}
+
+fn as_millis<S: serde::Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX))
+}

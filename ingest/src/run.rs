@@ -1,0 +1,380 @@
+//! A run: from the volume's offsets to the topic's end, or for ever.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arrow::array::RecordBatch;
+use millrace_datafs::{Datafs, VolumeSpec};
+use millrace_streams::KafkaConfig;
+use millrace_streams::topic::{self, Consumer, Producer, Records};
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::config::{DeadLetter, Job, JobConfig};
+use crate::error::{Error, Result};
+use crate::land::Lander;
+use crate::metrics;
+use crate::progress::{IngestReport, Progress};
+use crate::state::{State, volume_error};
+
+/// Records and bytes that are read at once; the lander has one such batch in hand, one waits.
+const BATCH_ROWS_MAX: u64 = 16_384;
+const BATCH_BYTES_MAX: u64 = 4 << 20;
+/// Longest wait for records before the loop looks around.
+const WAIT: Duration = Duration::from_millis(200);
+/// How often the ends of the partitions are asked for while running for ever.
+const MARKS_EVERY: Duration = Duration::from_secs(5);
+/// After this long without a record, offsets below the end that were captured at start are taken
+/// for offsets without records (transaction markers, compacted away).
+const SILENCE_MAX: Duration = Duration::from_secs(5);
+
+/// When a run ends by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// Never: only cancellation ends it.
+    Forever,
+    /// When everything that the topic held as the run started is committed.
+    CaughtUp,
+}
+
+/// Low and high offset per partition.
+type Marks = BTreeMap<i32, (i64, i64)>;
+
+/// Lands one topic: reads on from the offsets that the volume holds, and publishes until `until`
+/// or cancellation; then whatever was read is published before it returns.
+///
+/// Dropping the future stops reading; what was read is still published by the landing thread.
+///
+/// # Errors
+/// [`Error`]; whichever it is, the volume holds complete publishes only and a later run goes on
+/// from there.
+pub async fn run(
+    job: &JobConfig,
+    datafs: &Datafs,
+    kafka: &KafkaConfig,
+    cancel: CancellationToken,
+    until: Until,
+) -> Result<IngestReport> {
+    let (progress, _) = watch::channel(Progress::default());
+    run_with_progress(job, datafs, kafka, cancel, until, progress).await
+}
+
+/// As [`run`], telling how far it is after every batch and every publish.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_with_progress(
+    job: &JobConfig,
+    datafs: &Datafs,
+    kafka: &KafkaConfig,
+    cancel: CancellationToken,
+    until: Until,
+    progress: watch::Sender<Progress>,
+) -> Result<IngestReport> {
+    let started = Instant::now();
+    let job = Arc::new(job.validate()?);
+    let marks = watermarks(&job, kafka).await?;
+    let producer = dead_letter_producer(&job, kafka).await?;
+
+    let claim = {
+        let (job, datafs) = (job.clone(), datafs.clone());
+        move || {
+            let spec = VolumeSpec::live(job.volume.clone());
+            let view = datafs.view(&spec).map_err(|e| match e {
+                millrace_datafs::Error::NotFound { .. } => Error::VolumeMissing {
+                    job: job.name().to_owned(),
+                    volume: job.config.volume.clone(),
+                },
+                e => volume_error(&job, e),
+            })?;
+            let state = State::claim(&view, &job)?;
+            Ok((view, state))
+        }
+    };
+    let (view, state) = blocking(&job, claim).await?;
+    let positions = start(&job, &state, &marks)?;
+    tracing::info!(
+        job = job.name(),
+        topic = job.topic(),
+        volume = job.config.volume,
+        path = job.path,
+        partitions = positions.len(),
+        "landing"
+    );
+    progress.send_modify(|p| {
+        p.offsets.clone_from(&positions);
+        p.high = marks.iter().map(|(p, (_, high))| (*p, *high)).collect();
+    });
+
+    let runtime = Handle::current();
+    let lander = Lander::new(
+        job.clone(),
+        view,
+        state,
+        positions.clone(),
+        producer.map(|producer| (producer, runtime.clone())),
+        progress.clone(),
+    )?;
+    let (batches, received) = mpsc::channel(1);
+    let landing = tokio::task::spawn_blocking(move || lander.run(received, &runtime));
+
+    let mut reader = Reader {
+        job: job.clone(),
+        kafka: kafka.clone(),
+        positions,
+        batches,
+        progress,
+    };
+    let read = reader.run(&cancel, until, marks).await;
+    // Closing the channel is what makes the lander publish the rest and end.
+    drop(reader);
+    let landed = landing.await.unwrap_or_else(|_| {
+        Err(Error::Stopped {
+            job: job.name().to_owned(),
+        })
+    });
+    // The lander's error is the cause when both have one.
+    let mut report = landed?;
+    read?;
+    report.elapsed = started.elapsed();
+    tracing::info!(
+        job = job.name(),
+        landed = report.landed,
+        dead_letters = report.dead_letters,
+        files = report.files,
+        elapsed_ms = report.elapsed.as_millis() as u64,
+        "stopped landing"
+    );
+    Ok(report)
+}
+
+async fn blocking<T: Send + 'static>(
+    job: &Job,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| {
+        Err(Error::Stopped {
+            job: job.name().to_owned(),
+        })
+    })
+}
+
+fn topic_error(job: &Job, kafka: &KafkaConfig, source: millrace_streams::Error) -> Error {
+    match source {
+        millrace_streams::Error::UnknownTopic { topic, .. } => Error::TopicMissing {
+            job: job.name().to_owned(),
+            topic,
+            bootstrap_servers: kafka.bootstrap_servers.clone(),
+        },
+        millrace_streams::Error::OffsetOutOfRange {
+            topic: _,
+            partition,
+            requested,
+            low,
+            high,
+        } => offset_lost(job, partition, requested, (low, high)),
+        source => Error::Topic {
+            job: job.name().to_owned(),
+            topic: job.topic().to_owned(),
+            source: Box::new(source),
+        },
+    }
+}
+
+fn offset_lost(job: &Job, partition: i32, committed: i64, (low, high): (i64, i64)) -> Error {
+    Error::OffsetLost {
+        job: job.name().to_owned(),
+        topic: job.topic().to_owned(),
+        partition,
+        committed,
+        low,
+        high,
+        why: if committed > high {
+            "the topic was created again or truncated"
+        } else {
+            "records were deleted before they landed"
+        },
+    }
+}
+
+async fn watermarks(job: &Job, kafka: &KafkaConfig) -> Result<Marks> {
+    topic::watermarks(kafka, job.topic())
+        .await
+        .map_err(|e| topic_error(job, kafka, e))
+}
+
+/// Connects for dead letters when they go to a topic, which is created when it is missing.
+async fn dead_letter_producer(job: &Job, kafka: &KafkaConfig) -> Result<Option<Producer>> {
+    let DeadLetter::Topic(dead) = &job.dead_letter else {
+        return Ok(None);
+    };
+    topic::create_topic(kafka, dead, 1)
+        .await
+        .map_err(|e| topic_error(job, kafka, e))?;
+    let producer = Producer::connect(kafka)
+        .await
+        .map_err(|e| topic_error(job, kafka, e))?;
+    Ok(Some(producer))
+}
+
+/// Where each partition goes on: at the volume's offset, else at its first record.
+fn start(job: &Job, state: &State, marks: &Marks) -> Result<BTreeMap<i32, i64>> {
+    if let Some((partition, committed)) = state
+        .offsets
+        .iter()
+        .find(|(partition, next)| **next > 0 && !marks.contains_key(partition))
+    {
+        return Err(offset_lost(job, *partition, *committed, (0, 0)));
+    }
+    marks
+        .iter()
+        .map(
+            |(&partition, &(low, high))| match state.offsets.get(&partition) {
+                Some(&next) if !(low..=high).contains(&next) => {
+                    Err(offset_lost(job, partition, next, (low, high)))
+                }
+                Some(&next) => Ok((partition, next)),
+                None => Ok((partition, low)),
+            },
+        )
+        .collect()
+}
+
+/// Reads the topic into the lander's channel; a full channel is what slows it down.
+struct Reader {
+    job: Arc<Job>,
+    kafka: KafkaConfig,
+    /// Next offset to read per partition.
+    positions: BTreeMap<i32, i64>,
+    batches: mpsc::Sender<RecordBatch>,
+    progress: watch::Sender<Progress>,
+}
+
+impl Reader {
+    async fn run(&mut self, cancel: &CancellationToken, until: Until, marks: Marks) -> Result<()> {
+        let ends: BTreeMap<i32, i64> = marks.iter().map(|(p, (_, high))| (*p, *high)).collect();
+        let (updates, mut updated) = watch::channel(marks);
+        let watching = match until {
+            Until::Forever => Some(self.watch_marks(updates)),
+            Until::CaughtUp => None,
+        };
+        let rows = self.job.config.flush_rows_max.min(BATCH_ROWS_MAX) as usize;
+        let bytes = self.job.config.flush_bytes_max.min(BATCH_BYTES_MAX) as usize;
+        let mut consumer = self.assign().await?;
+        let mut heard = Instant::now();
+        loop {
+            if until == Until::CaughtUp && self.is_at(&ends) {
+                return Ok(());
+            }
+            let next = tokio::select! {
+                biased;
+                () = cancel.cancelled() => return Ok(()),
+                // The lander ended, which its own result explains.
+                () = self.batches.closed() => return Ok(()),
+                _ = updated.changed(), if watching.is_some() => {
+                    let marks = updated.borrow_and_update().clone();
+                    if self.adopt(&marks) {
+                        consumer = self.assign().await?;
+                    }
+                    continue;
+                }
+                next = consumer.next(rows, bytes, WAIT) => next,
+            };
+            match next {
+                Ok(Some(batch)) => {
+                    heard = Instant::now();
+                    self.advance(&batch)?;
+                    if self.batches.send(batch).await.is_err() {
+                        return Ok(());
+                    }
+                }
+                Ok(None) if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX => {
+                    // Fails when no broker answers, which is not the same as no records.
+                    watermarks(&self.job, &self.kafka).await?;
+                    tracing::info!(
+                        job = self.job.name(),
+                        topic = self.job.topic(),
+                        "the last offsets of the topic hold no records"
+                    );
+                    return Ok(());
+                }
+                Ok(None) => {}
+                Err(error) if error.is_retryable() && until == Until::Forever => {
+                    tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "reading goes on when brokers answer");
+                }
+                Err(error) => return Err(topic_error(&self.job, &self.kafka, error)),
+            }
+        }
+    }
+
+    async fn assign(&self) -> Result<Consumer> {
+        let topic = self.job.topic();
+        let start: Vec<(String, i32, i64)> = self
+            .positions
+            .iter()
+            .map(|(partition, next)| (topic.to_owned(), *partition, *next))
+            .collect();
+        Consumer::assign(&self.kafka, &start)
+            .await
+            .map_err(|e| topic_error(&self.job, &self.kafka, e))
+    }
+
+    fn is_at(&self, ends: &BTreeMap<i32, i64>) -> bool {
+        ends.iter()
+            .all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
+    }
+
+    /// Notes the positions behind a batch; partitions come in runs.
+    fn advance(&mut self, batch: &RecordBatch) -> Result<()> {
+        let records = Records::new(batch).map_err(|e| topic_error(&self.job, &self.kafka, e))?;
+        for row in 0..records.len() {
+            let partition = records.partition(row);
+            if row + 1 == records.len() || records.partition(row + 1) != partition {
+                self.positions.insert(partition, records.offset(row) + 1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in new ends of the partitions; `true` when there are partitions that nobody reads yet.
+    fn adopt(&mut self, marks: &Marks) -> bool {
+        let mut grown = false;
+        for (partition, (low, _)) in marks {
+            if !self.positions.contains_key(partition) {
+                self.positions.insert(*partition, *low);
+                grown = true;
+            }
+        }
+        self.progress.send_modify(|p| {
+            for (partition, (low, high)) in marks {
+                p.high.insert(*partition, *high);
+                p.offsets.entry(*partition).or_insert(*low);
+            }
+        });
+        metrics::set_lag(self.job.name(), &self.progress.borrow());
+        grown
+    }
+
+    /// Asks for the ends of the partitions from time to time, beside the reading.
+    fn watch_marks(&self, updates: watch::Sender<Marks>) -> AbortOnDropHandle<()> {
+        let (job, kafka) = (self.job.clone(), self.kafka.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(MARKS_EVERY).await;
+                match topic::watermarks(&kafka, job.topic()).await {
+                    Ok(marks) => {
+                        if updates.send(marks).is_err() {
+                            return;
+                        }
+                    }
+                    Err(error) => {
+                        tracing::debug!(job = job.name(), %error, "the topic's ends are unknown");
+                    }
+                }
+            }
+        }))
+    }
+}
