@@ -1,3 +1,73 @@
 //! Elastic, deterministic training: ONNX in, ONNX out.
+//!
+//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train`]
+//! runs it: a coordinator in the calling process, worker processes around it that sum their
+//! gradients over a TCP ring, checkpoints in a volume, and in the end a model bundle.
+//!
+//! What is here:
+//! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
+//! - [`fixed`], [`collective`]: sums that do not depend on who adds up what;
+//! - [`job`], [`train`], [`worker`], [`launch`]: jobs and the processes that run them.
+//!
+//! What is not here: reading topics (train on a snapshot of what `ingest` landed), serving, and any
+//! data format but Arrow columns and ONNX.
+//!
+//! Invariants:
+//! - The published `model.onnx` depends on the job file, the rows and the first weights alone: not on
+//!   the number of workers, on who died or joined when, on restarts or on the clock.
+//! - Every row is part of exactly one applied step per epoch; the counts are part of the state that
+//!   is checkpointed and handed over.
+//! - Survivors of a dead worker never restart.
+//! - A checkpoint or a bundle is visible whole or not at all; a run is published once.
+//!
+//! ```no_run
+//! use millrace_trainer::{Setup, config::Config, job::JobFile, launch::WorkerCommand, train};
+//! use tokio_util::sync::CancellationToken;
+//!
+//! # async fn example(datafs: millrace_datafs::Datafs) -> Result<(), Box<dyn std::error::Error>> {
+//! let setup = Setup {
+//!     datafs,
+//!     home: "/var/lib/millrace".into(),
+//!     datafs_config: millrace_datafs::Config::default(),
+//!     config: Config::default(),
+//!     // Must end in `millrace_trainer::worker::run()`.
+//!     worker: WorkerCommand::current_exe(["worker"])?,
+//! };
+//! let job = JobFile::load("train.toml".as_ref())?;
+//! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;
+//! println!("version {:?} after {} epochs", report.version, report.epochs);
+//! # Ok(())
+//! # }
+//! ```
+
+mod checkpoint;
+pub mod collective;
+pub mod config;
+mod data;
+mod elastic;
+pub mod engine;
+mod error;
 pub mod fixed;
+pub mod graph;
+pub mod init;
+pub mod job;
+pub mod launch;
+mod ledger;
+mod lock;
+pub mod metrics;
 pub mod optim;
+mod publish;
+mod replica;
+mod source;
+mod state;
+mod train;
+pub mod worker;
+
+pub use checkpoint::Finish;
+pub use config::Config;
+pub use error::{Error, Result};
+pub use ledger::EpochRecord;
+pub use train::{End, Progress, Setup, TrainReport, train};
+
+#[cfg(test)]
+mod probe;

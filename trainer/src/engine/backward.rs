@@ -1,0 +1,248 @@
+//! The derivative of each operation: from the gradient of its output to those of its inputs.
+
+use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::{Backend, Slice, get_device_settings};
+
+use super::forward::{GELU_CUBIC, GELU_SCALE, gelu_tanh, inside, options};
+use super::tensor::{dims, expand, lift, reduce_to, reshape};
+use crate::graph::{Binary, ConvSpec, Op, Unary};
+
+/// What a derivative may look at.
+pub(super) struct Step<'a, B: Backend> {
+    pub(super) op: &'a Op,
+    pub(super) inputs: &'a [FloatTensor<B>],
+    pub(super) output: &'a FloatTensor<B>,
+    /// Positions that max pooling picked.
+    pub(super) picked: Option<&'a IntTensor<B>>,
+    /// Which inputs depend on a parameter; the others get no gradient.
+    pub(super) wanted: &'a [bool],
+}
+
+/// The gradients of the wanted inputs, given that of the output.
+pub(super) fn backward<B: Backend>(
+    step: &Step<'_, B>,
+    grad: FloatTensor<B>,
+) -> Vec<Option<FloatTensor<B>>> {
+    let shape = |index: usize| dims::<B>(&step.inputs[index]);
+    match step.op {
+        Op::MatMul => matmul::<B>(step, grad),
+        Op::Binary(kind) => binary::<B>(step, *kind, grad),
+        Op::Conv(spec) => conv::<B>(step, spec, grad),
+        Op::Concat(axis) => concat::<B>(step, *axis, grad),
+        Op::Unary(kind) => vec![Some(unary::<B>(
+            *kind,
+            step.inputs[0].clone(),
+            step.output.clone(),
+            grad,
+        ))],
+        Op::Softmax(axis) => {
+            let product = B::float_mul(grad.clone(), step.output.clone());
+            let centred = B::float_sub(grad, B::float_sum_dim(product, *axis));
+            vec![Some(B::float_mul(centred, step.output.clone()))]
+        }
+        Op::LogSoftmax(axis) => {
+            let total = B::float_sum_dim(grad.clone(), *axis);
+            let share = B::float_mul(B::float_exp(step.output.clone()), total);
+            vec![Some(B::float_sub(grad, share))]
+        }
+        Op::MaxPool(spec) => vec![step.picked.map(|picked| {
+            B::max_pool2d_with_indices_backward(
+                step.inputs[0].clone(),
+                spec.kernel,
+                spec.strides,
+                spec.padding,
+                spec.dilations,
+                false,
+                grad,
+                picked.clone(),
+            )
+            .x_grad
+        })],
+        Op::AveragePool(spec) => vec![Some(B::avg_pool2d_backward(
+            step.inputs[0].clone(),
+            grad,
+            spec.kernel,
+            spec.strides,
+            spec.padding,
+            spec.count_include_pad,
+            false,
+        ))],
+        Op::Pad(before, _) => vec![Some(B::float_slice(grad, &inside(&shape(0), *before)))],
+        Op::Reshape => vec![Some(reshape::<B>(grad, &shape(0)))],
+        Op::Permute(order) => {
+            let mut back = vec![0; order.len()];
+            for (to, from) in order.iter().enumerate() {
+                back[*from] = to;
+            }
+            vec![Some(B::float_permute(grad, &back))]
+        }
+        Op::Sum(axes) => vec![Some(unfold::<B>(grad, &shape(0), axes))],
+        Op::Mean(axes) => {
+            let shape = shape(0);
+            let count: usize = axes.iter().map(|axis| shape[*axis]).product();
+            let share = B::float_mul_scalar(grad, (1.0 / count as f64).into());
+            vec![Some(unfold::<B>(share, &shape, axes))]
+        }
+    }
+}
+
+/// Repeats the gradient of a reduction along the reduced axes.
+fn unfold<B: Backend>(grad: FloatTensor<B>, shape: &[usize], axes: &[usize]) -> FloatTensor<B> {
+    let mut kept = shape.to_vec();
+    for axis in axes {
+        kept[*axis] = 1;
+    }
+    expand::<B>(reshape::<B>(grad, &kept), shape)
+}
+
+fn matmul<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
+    let turned = |tensor: &FloatTensor<B>| {
+        let rank = dims::<B>(tensor).len();
+        B::float_swap_dims(tensor.clone(), rank - 2, rank - 1)
+    };
+    let [left, right] = [&step.inputs[0], &step.inputs[1]];
+    let left_grad = step.wanted[0].then(|| {
+        let full = B::float_matmul(grad.clone(), turned(right));
+        reduce_to::<B>(full, &dims::<B>(left))
+    });
+    let right_grad = step.wanted[1].then(|| {
+        let full = B::float_matmul(turned(left), grad);
+        reduce_to::<B>(full, &dims::<B>(right))
+    });
+    vec![left_grad, right_grad]
+}
+
+fn binary<B: Backend>(
+    step: &Step<'_, B>,
+    kind: Binary,
+    grad: FloatTensor<B>,
+) -> Vec<Option<FloatTensor<B>>> {
+    let rank = dims::<B>(&grad).len();
+    let input = |index: usize| lift::<B>(step.inputs[index].clone(), rank);
+    let fit = |grad, index: usize| reduce_to::<B>(grad, &dims::<B>(&step.inputs[index]));
+    let left = step.wanted[0].then(|| {
+        let full = match kind {
+            Binary::Add | Binary::Sub => grad.clone(),
+            Binary::Mul => B::float_mul(grad.clone(), input(1)),
+            Binary::Div => B::float_div(grad.clone(), input(1)),
+        };
+        fit(full, 0)
+    });
+    let right = step.wanted[1].then(|| {
+        let full = match kind {
+            Binary::Add => grad,
+            // Sum first: the negation then touches fewer elements.
+            Binary::Sub => return B::float_neg(fit(grad, 1)),
+            Binary::Mul => B::float_mul(grad, input(0)),
+            Binary::Div => {
+                let slope = B::float_div(step.output.clone(), input(1));
+                B::float_neg(B::float_mul(grad, slope))
+            }
+        };
+        fit(full, 1)
+    });
+    vec![left, right]
+}
+
+fn conv<B: Backend>(
+    step: &Step<'_, B>,
+    spec: &ConvSpec,
+    grad: FloatTensor<B>,
+) -> Vec<Option<FloatTensor<B>>> {
+    let (x, weight) = (&step.inputs[0], &step.inputs[1]);
+    let mut grads = vec![
+        step.wanted[0].then(|| {
+            B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
+        }),
+        step.wanted[1].then(|| {
+            B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
+        }),
+    ];
+    if let Some(bias) = step.inputs.get(2) {
+        grads.push(
+            step.wanted[2].then(|| B::conv2d_bias_backward(x.clone(), bias.clone(), grad)),
+        );
+    }
+    grads
+}
+
+fn concat<B: Backend>(
+    step: &Step<'_, B>,
+    axis: usize,
+    grad: FloatTensor<B>,
+) -> Vec<Option<FloatTensor<B>>> {
+    let mut start = 0;
+    step.inputs
+        .iter()
+        .zip(step.wanted)
+        .map(|(input, wanted)| {
+            let shape = dims::<B>(input);
+            let from = start;
+            start += shape[axis];
+            wanted.then(|| {
+                let part: Vec<Slice> = shape
+                    .iter()
+                    .enumerate()
+                    .map(|(a, size)| {
+                        let offset = if a == axis { from } else { 0 };
+                        Slice::from(offset..offset + size)
+                    })
+                    .collect();
+                B::float_slice(grad.clone(), &part)
+            })
+        })
+        .collect()
+}
+
+/// The gradient through an element-wise function with input `x` and output `y`.
+fn unary<B: Backend>(
+    kind: Unary,
+    x: FloatTensor<B>,
+    y: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let scaled = |tensor, factor: f64| B::float_mul_scalar(tensor, factor.into());
+    let square = |tensor: FloatTensor<B>| B::float_mul(tensor.clone(), tensor);
+    let one_minus =
+        |tensor| B::float_add_scalar(B::float_mul_scalar(tensor, (-1.0).into()), 1.0.into());
+    match kind {
+        Unary::Relu => B::relu_backward(y, grad),
+        Unary::LeakyRelu(slope) => {
+            let settings = get_device_settings::<B>(&B::float_device(&x));
+            let below = B::float_lower_elem(x, 0.0.into(), settings.bool_dtype);
+            let bent = scaled(grad.clone(), f64::from(slope));
+            B::float_mask_where(grad, below, bent)
+        }
+        Unary::Sigmoid => B::float_mul(grad, B::float_mul(y.clone(), one_minus(y))),
+        Unary::Tanh => B::float_mul(grad, one_minus(square(y))),
+        Unary::Gelu => {
+            // Φ(x) + x·φ(x)
+            let erf = B::float_erf(scaled(x.clone(), std::f64::consts::FRAC_1_SQRT_2));
+            let cdf = scaled(B::float_add_scalar(erf, 1.0.into()), 0.5);
+            let bell = B::float_exp(scaled(square(x.clone()), -0.5));
+            let density = scaled(bell, 0.5 * GELU_SCALE);
+            B::float_mul(grad, B::float_add(cdf, B::float_mul(x, density)))
+        }
+        Unary::GeluTanh => {
+            // ½(1 + t) + ½·x·(1 − t²)·√(2/π)·(1 + 3·0.044715·x²)
+            let t = gelu_tanh::<B>(x.clone());
+            let half = scaled(B::float_add_scalar(t.clone(), 1.0.into()), 0.5);
+            let inner = B::float_add_scalar(
+                scaled(square(x.clone()), 1.5 * GELU_SCALE * GELU_CUBIC),
+                (0.5 * GELU_SCALE).into(),
+            );
+            let bend = B::float_mul(B::float_mul(one_minus(square(t)), inner), x);
+            B::float_mul(grad, B::float_add(half, bend))
+        }
+        Unary::Erf => {
+            let bell = B::float_exp(scaled(square(x), -1.0));
+            B::float_mul(grad, scaled(bell, std::f64::consts::FRAC_2_SQRT_PI))
+        }
+        Unary::Exp => B::float_mul(grad, y),
+        Unary::Log => B::float_div(grad, x),
+        Unary::Sqrt => B::float_div(scaled(grad, 0.5), y),
+        Unary::Neg => B::float_neg(grad),
+        Unary::Scale(factor) => scaled(grad, f64::from(factor)),
+        Unary::Shift(_) => grad,
+    }
+}

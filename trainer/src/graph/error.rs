@@ -1,0 +1,86 @@
+//! Why a model is refused: every variant names the node or tensor and the way out.
+
+use thiserror::Error;
+
+use super::read::SUPPORTED_OPERATORS;
+
+/// Why a model cannot be trained. Nothing was computed yet.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum GraphError {
+    /// The trainer has no exact derivative for an operator.
+    #[error("node {node:?} uses operator {op}, which cannot be trained (supported: {})", SUPPORTED_OPERATORS.join(", "))]
+    UnsupportedOperator {
+        /// Operator, with its domain when it is not ONNX's own.
+        op: String,
+        /// Name of the node, or of its output when it has none.
+        node: String,
+    },
+    /// An operator is supported, but not with this attribute or input.
+    #[error("node {node:?} ({op}): {reason}")]
+    UnsupportedForm {
+        /// Operator.
+        op: String,
+        /// Name of the node, or of its output when it has none.
+        node: String,
+        /// What is not supported, and the way out.
+        reason: String,
+    },
+    /// Shapes do not fit each other.
+    #[error("node {node:?} ({op}): {reason}")]
+    Shape {
+        /// Operator.
+        op: String,
+        /// Name of the node, or of its output when it has none.
+        node: String,
+        /// What does not fit.
+        reason: String,
+    },
+    /// An operation combines rows of the batch, so that gradients of shards would not add up.
+    #[error("node {node:?} ({op}) mixes rows of the batch ({reason}): the trainer needs every output row to depend on its own input row only")]
+    MixesRows {
+        /// Operator.
+        op: String,
+        /// Name of the node, or of its output when it has none.
+        node: String,
+        /// How.
+        reason: String,
+    },
+    /// A node reads a tensor that nothing makes.
+    #[error("node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor made by a node")]
+    MissingInput {
+        /// Name of the node.
+        node: String,
+        /// Name of the tensor.
+        input: String,
+    },
+    /// Nodes depend on each other in a circle.
+    #[error("node {node:?} depends on its own output")]
+    Cycle {
+        /// A node of the circle.
+        node: String,
+    },
+    /// An initializer's data does not match its dimensions or type.
+    #[error("tensor {name:?}: {reason}")]
+    Tensor {
+        /// Name of the tensor.
+        name: String,
+        /// What is wrong, and the way out.
+        reason: String,
+    },
+    /// The model as a whole does not have the form the trainer needs.
+    #[error("the model cannot be trained: {reason}")]
+    Malformed {
+        /// What is wrong, and the way out.
+        reason: String,
+    },
+    /// The model is beyond a limit of the trainer.
+    #[error("the model has {found} {what}, the limit is {limit}")]
+    Limit {
+        /// What is counted.
+        what: &'static str,
+        /// How many there are.
+        found: usize,
+        /// How many are allowed.
+        limit: usize,
+    },
+}

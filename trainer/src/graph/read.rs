@@ -1,0 +1,441 @@
+//! From a model to a graph: names, order, operators.
+
+use std::collections::{HashMap, HashSet};
+
+use millrace_bundle::onnx::{
+    GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, attribute_proto::AttributeType,
+    tensor_proto, tensor_shape_proto, type_proto,
+};
+
+use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
+use super::{
+    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape,
+    spatial, tensor,
+};
+
+/// Operators whose derivatives are checked by finite differences and whose results are compared with
+/// ONNX Runtime.
+pub const SUPPORTED_OPERATORS: &[&str] = &[
+    "Add",
+    "AveragePool",
+    "Concat",
+    "Constant",
+    "Conv",
+    "Div",
+    "Erf",
+    "Exp",
+    "Flatten",
+    "Gelu",
+    "Gemm",
+    "GlobalAveragePool",
+    "Identity",
+    "LayerNormalization",
+    "LeakyRelu",
+    "Log",
+    "LogSoftmax",
+    "MatMul",
+    "MaxPool",
+    "Mul",
+    "Neg",
+    "ReduceMean",
+    "ReduceSum",
+    "Relu",
+    "Reshape",
+    "Sigmoid",
+    "Softmax",
+    "Sqrt",
+    "Squeeze",
+    "Sub",
+    "Tanh",
+    "Transpose",
+    "Unsqueeze",
+];
+
+/// Oldest operator set: from 7 on, broadcasting is implicit.
+const OPSET_MIN: i64 = 7;
+
+/// Newest operator set whose definitions were compared with this reader.
+const OPSET_MAX: i64 = 25;
+
+fn malformed(reason: impl Into<String>) -> GraphError {
+    GraphError::Malformed {
+        reason: reason.into(),
+    }
+}
+
+pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
+    let opset = opset(model)?;
+    let proto = model
+        .graph
+        .as_ref()
+        .ok_or_else(|| malformed("it holds no graph"))?;
+    if !proto.sparse_initializer.is_empty() {
+        return Err(malformed("sparse initializers are not supported"));
+    }
+    if proto.node.len() > VALUES_MAX {
+        return Err(GraphError::Limit {
+            what: "nodes",
+            found: proto.node.len(),
+            limit: VALUES_MAX,
+        });
+    }
+    let initializers = initializers(proto)?;
+    let (input, input_dims) = input(proto, &initializers)?;
+    let output = output(proto)?;
+    let makers = makers(proto, input, &initializers)?;
+    let order = order(proto, output, &makers, input, &initializers)?;
+
+    let mut b = Builder {
+        opset,
+        ..Builder::default()
+    };
+    let site = Site {
+        op: "input".to_owned(),
+        node: input.to_owned(),
+    };
+    let input_id = b.value(input_dims, Source::Input, false, &site)?;
+    b.names.insert(input.to_owned(), Named::Float(input_id));
+    let read_names: HashSet<&str> = order
+        .iter()
+        .flat_map(|node| &node.input)
+        .map(String::as_str)
+        .collect();
+    for tensor in &proto.initializer {
+        if read_names.contains(tensor.name()) {
+            let named = initializer(&mut b, tensor)?;
+            b.names.insert(tensor.name().to_owned(), named);
+        }
+    }
+    for node in &order {
+        let named = lower(&mut b, node)?;
+        let name = node.output.first().cloned().unwrap_or_default();
+        b.names.insert(name, named);
+    }
+    let output_id = match b.names.get(output) {
+        Some(Named::Float(value)) => *value,
+        _ => return Err(malformed(format!("output {output:?} is not a float tensor"))),
+    };
+    finish(b, proto, input_id, output_id, input, output, &makers)
+}
+
+fn finish(
+    mut b: Builder,
+    proto: &GraphProto,
+    input_id: usize,
+    output_id: usize,
+    input: &str,
+    output: &str,
+    makers: &HashMap<&str, usize>,
+) -> Result<Graph, GraphError> {
+    let dims = b.dims(output_id);
+    let leading = dims.first() == Some(&Dim::Rows(1));
+    if !leading || shape::rows_axis(&dims[1..]).is_some() {
+        return Err(malformed(format!(
+            "its output {output:?} has the shape {}, [rows, …] is needed",
+            shape::display(dims)
+        )));
+    }
+    if !b.values[output_id].trained {
+        return Err(malformed(
+            "its output depends on no float initializer of rank 1 or more: there is nothing to train",
+        ));
+    }
+    // Parameters were numbered as they were found, which is the order of the initializers.
+    let ends_in_softmax = makers
+        .get(output)
+        .is_some_and(|index| proto.node[*index].op_type() == "Softmax");
+    Ok(Graph {
+        values: std::mem::take(&mut b.values),
+        nodes: b.nodes,
+        params: b.params,
+        input: input_id,
+        output: output_id,
+        input_name: input.to_owned(),
+        output_name: output.to_owned(),
+        ends_in_softmax,
+    })
+}
+
+fn opset(model: &ModelProto) -> Result<i64, GraphError> {
+    let version = model
+        .opset_import
+        .iter()
+        .find(|set| matches!(set.domain(), "" | "ai.onnx"))
+        .map(|set| set.version())
+        .ok_or_else(|| malformed("it names no version of the ONNX operator set"))?;
+    if (OPSET_MIN..=OPSET_MAX).contains(&version) {
+        Ok(version)
+    } else {
+        Err(malformed(format!(
+            "it uses operator set {version}, {OPSET_MIN} to {OPSET_MAX} are supported"
+        )))
+    }
+}
+
+fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
+    let mut names = HashSet::new();
+    for tensor in &proto.initializer {
+        if tensor.name().is_empty() || !names.insert(tensor.name()) {
+            return Err(malformed(format!(
+                "initializer {:?} has no name or appears twice",
+                tensor.name()
+            )));
+        }
+    }
+    Ok(names)
+}
+
+/// The one input that is not an initializer, and its shape.
+fn input<'a>(
+    proto: &'a GraphProto,
+    initializers: &HashSet<&str>,
+) -> Result<(&'a str, Vec<Dim>), GraphError> {
+    let found: Vec<&ValueInfoProto> = proto
+        .input
+        .iter()
+        .filter(|info| !initializers.contains(info.name()))
+        .collect();
+    let [info] = found[..] else {
+        let names: Vec<&str> = found.iter().map(|info| info.name()).collect();
+        return Err(malformed(format!(
+            "it has {} inputs {names:?}, exactly one is supported",
+            names.len()
+        )));
+    };
+    let name = info.name();
+    let Some(type_proto::Value::TensorType(tensor)) =
+        info.r#type.as_ref().and_then(|t| t.value.as_ref())
+    else {
+        return Err(malformed(format!("input {name:?} is not a tensor")));
+    };
+    if tensor.elem_type() != tensor_proto::DataType::Float as i32 {
+        return Err(malformed(format!(
+            "input {name:?} holds {}, FLOAT is needed",
+            tensor::type_name(tensor.elem_type())
+        )));
+    }
+    let shape = tensor
+        .shape
+        .as_ref()
+        .ok_or_else(|| malformed(format!("input {name:?} has no shape")))?;
+    let mut dims = Vec::with_capacity(shape.dim.len().min(shape::RANK_MAX + 1));
+    for (axis, dim) in shape.dim.iter().enumerate().take(shape::RANK_MAX + 1) {
+        use tensor_shape_proto::dimension::Value;
+        dims.push(match (axis, &dim.value) {
+            (0, None | Some(Value::DimParam(_))) => Dim::Rows(1),
+            (0, Some(Value::DimValue(size))) => {
+                return Err(malformed(format!(
+                    "input {name:?} has a fixed batch of {size}; export it with a dynamic first dimension"
+                )));
+            }
+            (_, Some(Value::DimValue(size))) => match usize::try_from(*size) {
+                Ok(size) if size > 0 => Dim::Fixed(size),
+                _ => {
+                    return Err(malformed(format!(
+                        "input {name:?} has a dimension of {size}"
+                    )));
+                }
+            },
+            (axis, _) => {
+                return Err(malformed(format!(
+                    "dimension {axis} of input {name:?} is dynamic; only the first may be"
+                )));
+            }
+        });
+    }
+    if dims.is_empty() {
+        return Err(malformed(format!("input {name:?} has no batch dimension")));
+    }
+    Ok((name, dims))
+}
+
+fn output(proto: &GraphProto) -> Result<&str, GraphError> {
+    match &proto.output[..] {
+        [info] => Ok(info.name()),
+        several => {
+            let names: Vec<&str> = several.iter().map(|info| info.name()).collect();
+            Err(malformed(format!(
+                "it has {} outputs {names:?}, exactly one is supported",
+                names.len()
+            )))
+        }
+    }
+}
+
+/// Which node makes which tensor.
+fn makers<'a>(
+    proto: &'a GraphProto,
+    input: &str,
+    initializers: &HashSet<&str>,
+) -> Result<HashMap<&'a str, usize>, GraphError> {
+    let mut makers = HashMap::new();
+    for (index, node) in proto.node.iter().enumerate() {
+        for name in node.output.iter().filter(|name| !name.is_empty()) {
+            let taken = name == input || initializers.contains(name.as_str());
+            if taken || makers.insert(name.as_str(), index).is_some() {
+                return Err(malformed(format!("tensor {name:?} is made twice")));
+            }
+        }
+    }
+    Ok(makers)
+}
+
+/// The nodes that the output depends on, each after the nodes it reads from.
+fn order<'a>(
+    proto: &'a GraphProto,
+    output: &str,
+    makers: &HashMap<&str, usize>,
+    input: &str,
+    initializers: &HashSet<&str>,
+) -> Result<Vec<&'a NodeProto>, GraphError> {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Mark {
+        New,
+        Open,
+        Done,
+    }
+    let Some(last) = makers.get(output) else {
+        return Err(malformed(format!("no node makes its output {output:?}")));
+    };
+    let mut marks = vec![Mark::New; proto.node.len()];
+    let mut ordered = Vec::new();
+    // Pairs of a node and the input to look at next: no recursion, whatever the depth of the graph.
+    let mut stack = vec![(*last, 0usize)];
+    marks[*last] = Mark::Open;
+    while let Some((index, position)) = stack.pop() {
+        let node = &proto.node[index];
+        let Some(name) = node.input.get(position) else {
+            marks[index] = Mark::Done;
+            ordered.push(node);
+            continue;
+        };
+        stack.push((index, position + 1));
+        if name.is_empty() || name == input || initializers.contains(name.as_str()) {
+            continue;
+        }
+        let site = || Site::of(node).node;
+        let Some(maker) = makers.get(name.as_str()) else {
+            return Err(GraphError::MissingInput {
+                node: site(),
+                input: name.clone(),
+            });
+        };
+        match marks[*maker] {
+            Mark::Done => {}
+            Mark::Open => return Err(GraphError::Cycle { node: site() }),
+            Mark::New => {
+                marks[*maker] = Mark::Open;
+                stack.push((*maker, 0));
+            }
+        }
+    }
+    Ok(ordered)
+}
+
+fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphError> {
+    let site = Site {
+        op: "initializer".to_owned(),
+        node: tensor.name().to_owned(),
+    };
+    if tensor::is_int(tensor) {
+        return Ok(Named::Ints(tensor::ints(tensor)?));
+    }
+    let elements = tensor::floats(tensor)?;
+    let shape = tensor::dims(tensor)?;
+    let dims = shape.iter().map(|size| Dim::Fixed(*size)).collect();
+    let value = if shape.is_empty() {
+        b.value(dims, Source::Constant(elements), false, &site)?
+    } else {
+        let value = b.value(dims, Source::Param(b.params.len()), true, &site)?;
+        b.params.push(ParamSpec {
+            name: tensor.name().to_owned(),
+            shape,
+        });
+        value
+    };
+    Ok(Named::Float(value))
+}
+
+fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
+    let site = Site::of(node);
+    let [attribute] = &node.attribute[..] else {
+        return Err(site.form("a constant has exactly one attribute"));
+    };
+    let (shape, elements) = match (attribute.name(), attribute.r#type()) {
+        ("value", AttributeType::Tensor) => {
+            let tensor = attribute
+                .t
+                .as_ref()
+                .ok_or_else(|| site.form("its tensor is missing"))?;
+            if tensor::is_int(tensor) {
+                return Ok(Named::Ints(tensor::ints(tensor)?));
+            }
+            (tensor::dims(tensor)?, tensor::floats(tensor)?)
+        }
+        ("value_float", AttributeType::Float) => (vec![], vec![attribute.f()]),
+        ("value_floats", AttributeType::Floats) => {
+            (vec![attribute.floats.len()], attribute.floats.clone())
+        }
+        ("value_int", AttributeType::Int) => return Ok(Named::Ints(vec![attribute.i()])),
+        ("value_ints", AttributeType::Ints) => return Ok(Named::Ints(attribute.ints.clone())),
+        (name, _) => return Err(site.form(format!("attribute {name:?} is not supported"))),
+    };
+    if elements.iter().any(|value| !value.is_finite()) {
+        return Err(site.form("its value is not finite"));
+    }
+    let dims = shape.into_iter().map(Dim::Fixed).collect();
+    let value = b.value(dims, Source::Constant(elements), false, &site)?;
+    Ok(Named::Float(value))
+}
+
+fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
+    let call = Call::new(node);
+    if !matches!(node.domain(), "" | "ai.onnx") {
+        return Err(call.site.unsupported());
+    }
+    let value = match node.op_type() {
+        "Constant" => return constant(b, node),
+        "Identity" => {
+            call.finish(1)?;
+            let name = node.input.first().map(String::as_str).unwrap_or_default();
+            return b
+                .names
+                .get(name)
+                .cloned()
+                .ok_or_else(|| call.site.form("input 0 is missing"));
+        }
+        "Add" => arithmetic::binary(b, call, Binary::Add)?,
+        "Sub" => arithmetic::binary(b, call, Binary::Sub)?,
+        "Mul" => arithmetic::binary(b, call, Binary::Mul)?,
+        "Div" => arithmetic::binary(b, call, Binary::Div)?,
+        "Relu" => arithmetic::unary(b, call, Unary::Relu)?,
+        "Sigmoid" => arithmetic::unary(b, call, Unary::Sigmoid)?,
+        "Tanh" => arithmetic::unary(b, call, Unary::Tanh)?,
+        "Erf" => arithmetic::unary(b, call, Unary::Erf)?,
+        "Exp" => arithmetic::unary(b, call, Unary::Exp)?,
+        "Log" => arithmetic::unary(b, call, Unary::Log)?,
+        "Sqrt" => arithmetic::unary(b, call, Unary::Sqrt)?,
+        "Neg" => arithmetic::unary(b, call, Unary::Neg)?,
+        "LeakyRelu" => arithmetic::leaky_relu(b, call)?,
+        "Gelu" => arithmetic::gelu(b, call)?,
+        "Softmax" => arithmetic::softmax(b, call, Op::Softmax)?,
+        "LogSoftmax" => arithmetic::softmax(b, call, Op::LogSoftmax)?,
+        "ReduceSum" => arithmetic::reduce(b, call, Op::Sum, 13)?,
+        "ReduceMean" => arithmetic::reduce(b, call, Op::Mean, 18)?,
+        "GlobalAveragePool" => arithmetic::global_average_pool(b, call)?,
+        "LayerNormalization" => arithmetic::layer_normalization(b, call)?,
+        "MatMul" => linear::matmul(b, call)?,
+        "Gemm" => linear::gemm(b, call)?,
+        "Reshape" => linear::reshape(b, call)?,
+        "Flatten" => linear::flatten(b, call)?,
+        "Squeeze" => linear::squeeze(b, call)?,
+        "Unsqueeze" => linear::unsqueeze(b, call)?,
+        "Transpose" => linear::transpose(b, call)?,
+        "Concat" => linear::concat(b, call)?,
+        "Conv" => spatial::conv(b, call)?,
+        "MaxPool" => spatial::pool(b, call, Op::MaxPool)?,
+        "AveragePool" => spatial::pool(b, call, Op::AveragePool)?,
+        _ => return Err(call.site.unsupported()),
+    };
+    Ok(Named::Float(value))
+}

@@ -1,0 +1,271 @@
+//! New models: ONNX graphs of common shape with seeded random weights.
+//!
+//! Every model takes `input` `[batch, inputs]` and gives `logits` `[batch, classes]`, whatever it does
+//! inside, so that one feed serves all. Hidden layers start with Kaiming's uniform distribution for
+//! ReLU, the last layer with unit gain, biases with zero. The weights depend on the specification
+//! and the seed only (ChaCha8), not on the machine.
+
+mod proto;
+#[cfg(test)]
+mod tests;
+
+use millrace_bundle::onnx::ModelProto;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use proto::Sketch;
+
+/// Most weights a new model may have (4 GiB of f32).
+const WEIGHTS_MAX: usize = 1 << 30;
+
+/// Most layers a new model may have.
+const LAYERS_MAX: usize = 256;
+
+/// Why a model cannot be made.
+#[derive(Debug, Error, Clone, PartialEq)]
+pub enum InitError {
+    /// A setting is outside its bounds.
+    #[error("model setting {setting} is {value}, expected {expected}")]
+    Setting {
+        /// Name of the setting.
+        setting: &'static str,
+        /// The value given.
+        value: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// The model would be too large.
+    #[error("the model would have more than {WEIGHTS_MAX} weights")]
+    TooLarge,
+}
+
+/// A model to make: the `[model]` table of a job file, told apart by `kind = "mlp" | "cnn"`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum ModelSpec {
+    /// Fully connected layers with ReLU.
+    Mlp(MlpSpec),
+    /// Convolutions with ReLU and pooling, then fully connected layers.
+    Cnn(CnnSpec),
+}
+
+/// Fully connected layers with ReLU between them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MlpSpec {
+    /// Values per row.
+    pub inputs: usize,
+    /// Width of each hidden layer; may be empty.
+    #[serde(default)]
+    pub hidden: Vec<usize>,
+    /// Values per row of the output.
+    pub classes: usize,
+    /// Constant factor of the inputs, inside the graph.
+    #[serde(default = "unit")]
+    pub scale: f32,
+    /// Seed of the weights.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+/// 3×3 convolutions with ReLU and 2×2 max pooling, then fully connected layers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CnnSpec {
+    /// Rows of the image.
+    pub height: usize,
+    /// Columns of the image.
+    pub width: usize,
+    /// Channels of the image; a row of the batch is channel by channel.
+    #[serde(default = "one")]
+    pub channels: usize,
+    /// Output channels of each convolution; pooling stops when a side is below 2.
+    #[serde(default = "two_convolutions")]
+    pub filters: Vec<usize>,
+    /// Width of each hidden layer behind the convolutions.
+    #[serde(default)]
+    pub hidden: Vec<usize>,
+    /// Values per row of the output.
+    pub classes: usize,
+    /// Constant factor of the inputs, inside the graph.
+    #[serde(default = "unit")]
+    pub scale: f32,
+    /// Seed of the weights.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+fn unit() -> f32 {
+    1.0
+}
+
+fn one() -> usize {
+    1
+}
+
+fn two_convolutions() -> Vec<usize> {
+    vec![16, 32]
+}
+
+impl ModelSpec {
+    /// Makes the model.
+    pub fn build(&self) -> Result<ModelProto, InitError> {
+        match self {
+            ModelSpec::Mlp(spec) => spec.build(),
+            ModelSpec::Cnn(spec) => spec.build(),
+        }
+    }
+
+    /// The same model with another seed.
+    #[must_use]
+    pub fn with_seed(mut self, seed: u64) -> ModelSpec {
+        match &mut self {
+            ModelSpec::Mlp(spec) => spec.seed = seed,
+            ModelSpec::Cnn(spec) => spec.seed = seed,
+        }
+        self
+    }
+}
+
+/// An MLP without input scaling: [`MlpSpec`] has every setting.
+pub fn mlp(
+    inputs: usize,
+    hidden: &[usize],
+    classes: usize,
+    seed: u64,
+) -> Result<ModelProto, InitError> {
+    MlpSpec {
+        inputs,
+        hidden: hidden.to_vec(),
+        classes,
+        scale: 1.0,
+        seed,
+    }
+    .build()
+}
+
+/// A CNN with two convolutions and no hidden layer: [`CnnSpec`] has every setting.
+pub fn cnn(
+    height: usize,
+    width: usize,
+    channels: usize,
+    classes: usize,
+    seed: u64,
+) -> Result<ModelProto, InitError> {
+    CnnSpec {
+        height,
+        width,
+        channels,
+        filters: two_convolutions(),
+        hidden: Vec::new(),
+        classes,
+        scale: 1.0,
+        seed,
+    }
+    .build()
+}
+
+fn positive(setting: &'static str, values: &[usize]) -> Result<(), InitError> {
+    match values.iter().find(|value| **value == 0 || **value > WEIGHTS_MAX) {
+        Some(value) => Err(InitError::Setting {
+            setting,
+            value: value.to_string(),
+            expected: "1 to 2^30",
+        }),
+        None => Ok(()),
+    }
+}
+
+fn layers(setting: &'static str, count: usize) -> Result<(), InitError> {
+    if count <= LAYERS_MAX {
+        return Ok(());
+    }
+    Err(InitError::Setting {
+        setting,
+        value: format!("{count} layers"),
+        expected: "at most 256 layers",
+    })
+}
+
+fn finite(scale: f32) -> Result<(), InitError> {
+    if scale.is_finite() && scale != 0.0 {
+        return Ok(());
+    }
+    Err(InitError::Setting {
+        setting: "scale",
+        value: scale.to_string(),
+        expected: "a finite number other than 0",
+    })
+}
+
+impl MlpSpec {
+    /// Makes the model.
+    pub fn build(&self) -> Result<ModelProto, InitError> {
+        positive("inputs", &[self.inputs])?;
+        positive("hidden", &self.hidden)?;
+        layers("hidden", self.hidden.len())?;
+        positive("classes", &[self.classes])?;
+        finite(self.scale)?;
+        let mut sketch = Sketch::new("mlp", self.inputs, self.classes, self.seed);
+        let scaled = sketch.scale("input", self.scale);
+        dense(&mut sketch, scaled, self.inputs, &self.hidden, self.classes)?;
+        Ok(sketch.finish())
+    }
+}
+
+/// Hidden layers with ReLU, then the layer that makes the logits.
+fn dense(
+    sketch: &mut Sketch,
+    mut value: String,
+    mut inputs: usize,
+    hidden: &[usize],
+    classes: usize,
+) -> Result<(), InitError> {
+    for (index, outputs) in hidden.iter().enumerate() {
+        let layer = format!("dense{}", index + 1);
+        value = sketch.gemm(&layer, &value, inputs, *outputs, 6.0)?;
+        value = sketch.relu(&layer, &value);
+        inputs = *outputs;
+    }
+    sketch.logits(&value, inputs, classes)
+}
+
+impl CnnSpec {
+    /// Makes the model.
+    pub fn build(&self) -> Result<ModelProto, InitError> {
+        let image = [self.channels, self.height, self.width];
+        positive("channels, height and width", &image)?;
+        positive("filters", &self.filters)?;
+        positive("hidden", &self.hidden)?;
+        layers("filters", self.filters.len())?;
+        layers("hidden", self.hidden.len())?;
+        positive("classes", &[self.classes])?;
+        finite(self.scale)?;
+        let product = |sides: [usize; 3]| {
+            sides
+                .into_iter()
+                .try_fold(1usize, usize::checked_mul)
+                .filter(|total| *total <= WEIGHTS_MAX)
+                .ok_or(InitError::TooLarge)
+        };
+        let inputs = product(image)?;
+        let mut sketch = Sketch::new("cnn", inputs, self.classes, self.seed);
+        let scaled = sketch.scale("input", self.scale);
+        let mut value = sketch.image(&scaled, image);
+        let [mut channels, mut height, mut width] = image;
+        for (index, filters) in self.filters.iter().enumerate() {
+            let layer = format!("conv{}", index + 1);
+            value = sketch.conv3x3(&layer, &value, channels, *filters)?;
+            value = sketch.relu(&layer, &value);
+            channels = *filters;
+            if height >= 2 && width >= 2 {
+                value = sketch.pool2x2(&layer, &value);
+                (height, width) = (height / 2, width / 2);
+            }
+        }
+        let flat = product([channels, height, width])?;
+        value = sketch.flatten(&value);
+        dense(&mut sketch, value, flat, &self.hidden, self.classes)?;
+        Ok(sketch.finish())
+    }
+}

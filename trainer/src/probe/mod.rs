@@ -1,0 +1,223 @@
+//! Test support: small ONNX graphs, one per operator form, and ONNX Runtime as the reference.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+mod operators;
+
+use millrace_bundle::onnx::{
+    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto,
+    TensorShapeProto, TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto,
+    tensor_shape_proto, type_proto,
+};
+use prost::Message;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+pub(crate) use operators::all as every_operator;
+
+/// Numbers uniform in (−1, 1), the same for the same seed.
+pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    (0..count)
+        .map(|_| f64::from(random.next_u32() >> 8) as f32 / 8_388_608.0 - 1.0)
+        .collect()
+}
+
+pub(crate) fn int(name: &str, value: i64) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Int as i32),
+        i: Some(value),
+        ..Default::default()
+    }
+}
+
+pub(crate) fn ints(name: &str, values: &[i64]) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Ints as i32),
+        ints: values.to_vec(),
+        ..Default::default()
+    }
+}
+
+pub(crate) fn float(name: &str, value: f32) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Float as i32),
+        f: Some(value),
+        ..Default::default()
+    }
+}
+
+pub(crate) fn text(name: &str, value: &str) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::String as i32),
+        s: Some(value.as_bytes().to_vec().into()),
+        ..Default::default()
+    }
+}
+
+/// A graph under construction; every method returns the name of the tensor it made.
+pub(crate) struct Probe {
+    pub(crate) graph: GraphProto,
+    opset: i64,
+}
+
+impl Probe {
+    pub(crate) fn new(opset: i64, row: &[i64]) -> Probe {
+        let graph = GraphProto {
+            name: Some("probe".into()),
+            input: vec![info("x", Some(row))],
+            ..Default::default()
+        };
+        Probe { graph, opset }
+    }
+
+    pub(crate) fn param(&mut self, dims: &[i64]) -> String {
+        let count = dims.iter().product::<i64>() as usize;
+        let index = self.graph.initializer.len();
+        self.param_of(dims, numbers(count, 77 + index as u64))
+    }
+
+    pub(crate) fn param_of(&mut self, dims: &[i64], data: Vec<f32>) -> String {
+        let name = format!("w{}", self.graph.initializer.len());
+        self.graph.initializer.push(TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(tensor_proto::DataType::Float as i32),
+            name: Some(name.clone()),
+            float_data: data,
+            ..Default::default()
+        });
+        name
+    }
+
+    pub(crate) fn shape(&mut self, values: &[i64]) -> String {
+        let name = format!("s{}", self.graph.initializer.len());
+        self.graph.initializer.push(TensorProto {
+            dims: vec![values.len() as i64],
+            data_type: Some(tensor_proto::DataType::Int64 as i32),
+            name: Some(name.clone()),
+            int64_data: values.to_vec(),
+            ..Default::default()
+        });
+        name
+    }
+
+    pub(crate) fn constant(&mut self, dims: &[i64], data: Vec<f32>) -> String {
+        let tensor = TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(tensor_proto::DataType::Float as i32),
+            float_data: data,
+            ..Default::default()
+        };
+        let value = AttributeProto {
+            name: Some("value".into()),
+            r#type: Some(AttributeType::Tensor as i32),
+            t: Some(tensor),
+            ..Default::default()
+        };
+        self.node("Constant", &[], vec![value])
+    }
+
+    pub(crate) fn node(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        attribute: Vec<AttributeProto>,
+    ) -> String {
+        let output = format!("t{}", self.graph.node.len());
+        self.graph.node.push(NodeProto {
+            input: inputs.iter().map(|i| (*i).to_owned()).collect(),
+            output: vec![output.clone()],
+            op_type: Some(op.into()),
+            attribute,
+            ..Default::default()
+        });
+        output
+    }
+
+    pub(crate) fn finish(mut self, output: &str) -> ModelProto {
+        self.graph.output = vec![info(output, None)];
+        ModelProto {
+            ir_version: Some(8),
+            opset_import: vec![OperatorSetIdProto {
+                domain: Some(String::new()),
+                version: Some(self.opset),
+            }],
+            graph: Some(self.graph),
+            ..Default::default()
+        }
+    }
+}
+
+/// A float tensor; with a shape, its first dimension is the batch.
+pub(crate) fn info(name: &str, row: Option<&[i64]>) -> ValueInfoProto {
+    use tensor_shape_proto::{Dimension, dimension::Value};
+    let shape = row.map(|row| {
+        let batch = Value::DimParam("batch".into());
+        let sizes = row.iter().map(|size| Value::DimValue(*size));
+        TensorShapeProto {
+            dim: std::iter::once(batch)
+                .chain(sizes)
+                .map(|value| Dimension {
+                    value: Some(value),
+                    ..Default::default()
+                })
+                .collect(),
+        }
+    });
+    ValueInfoProto {
+        name: Some(name.into()),
+        r#type: Some(TypeProto {
+            value: Some(type_proto::Value::TensorType(type_proto::Tensor {
+                elem_type: Some(tensor_proto::DataType::Float as i32),
+                shape,
+            })),
+            ..Default::default()
+        }),
+        ..Default::default()
+    }
+}
+
+/// ONNX Runtime, or `None` with one line on stderr when its library is not here.
+pub(crate) fn runtime() -> Option<&'static ort::environment::Environment> {
+    use std::sync::OnceLock;
+    static RUNTIME: OnceLock<Option<ort::environment::Environment>> = OnceLock::new();
+    RUNTIME
+        .get_or_init(|| {
+            let path = std::env::var_os("ORT_DYLIB_PATH").filter(|path| !path.is_empty());
+            let Some(path) = path else {
+                eprintln!("skipped: ORT_DYLIB_PATH does not name an ONNX Runtime library");
+                return None;
+            };
+            Some(ort::init_from(path).unwrap().build().unwrap())
+        })
+        .as_ref()
+}
+
+/// The model's output for `inputs` in ONNX Runtime.
+pub(crate) fn run_reference(
+    environment: &ort::environment::Environment,
+    model: &ModelProto,
+    row: &[usize],
+    rows: usize,
+    inputs: &[f32],
+) -> Result<Vec<f32>, String> {
+    let mut session = ort::session::Session::builder(environment)
+        .map_err(|e| e.to_string())?
+        .with_intra_threads(1)
+        .map_err(|e| e.to_string())?
+        .commit_from_memory(&model.encode_to_vec())
+        .map_err(|e| e.to_string())?;
+    let mut shape = vec![rows];
+    shape.extend(row);
+    let tensor = ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
+    let outputs = session
+        .run(ort::inputs![tensor])
+        .map_err(|e| e.to_string())?;
+    let (_, data) = outputs[0]
+        .try_extract_tensor::<f32>()
+        .map_err(|e| e.to_string())?;
+    Ok(data.to_vec())
+}
