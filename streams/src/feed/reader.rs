@@ -5,11 +5,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch};
 use arrow::compute::concat_batches;
 use arrow::datatypes::SchemaRef;
+use arrow::error::ArrowError;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, TryFutureExt};
@@ -90,6 +92,23 @@ pub(crate) async fn read_footer(
     format: FileFormat,
 ) -> Result<Footer> {
     let file = StoreFile::new(store, path, bytes)?;
+    calm(path, "the footer", describe(file, path, format)).await
+}
+
+/// Some corruptions make the decoders panic instead of failing.
+async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
+    let caught = AssertUnwindSafe(reading).catch_unwind().await;
+    caught.unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<String>()
+            .map(String::as_str)
+            .or_else(|| panic.downcast_ref::<&str>().copied())
+            .unwrap_or("the decoder panicked");
+        Err(FeedError::corrupt(path, what, ArrowError::ParseError(text.to_string())))
+    })
+}
+
+async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
     match format {
         FileFormat::Parquet => {
             let metadata = parquet_metadata(file, path).await?;
@@ -216,7 +235,8 @@ impl GroupReader {
         let decoding = match file.format {
             FileFormat::Parquet => {
                 let metadata = self.parquet_footer(address.file, file).await?;
-                let decoder = open_group(source, metadata, file, index, &schema).await?;
+                let opening = open_group(source, metadata, file, index, &schema);
+                let decoder = calm(&path, &format!("row group {index}"), opening).await?;
                 tokio::task::spawn_blocking(move || {
                     let columns = decode_parquet(decoder, &path, index)?;
                     finish(columns, rows, &schema, &path)
@@ -231,7 +251,10 @@ impl GroupReader {
                 })
             }
         };
-        decoding.await.map_err(|_| stopped())?
+        decoding.await.map_err(|e| match e.is_panic() {
+            true => FeedError::corrupt(&file.path, format!("row group {index}"), e),
+            false => stopped(),
+        })?
     }
 
     async fn parquet_footer(&self, number: u32, file: &DataFile) -> Result<ArrowReaderMetadata> {
@@ -239,7 +262,8 @@ impl GroupReader {
             return Ok(found.clone());
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
-        let metadata = parquet_metadata(source, &file.path).await?;
+        let reading = parquet_metadata(source, &file.path);
+        let metadata = calm(&file.path, "the footer", reading).await?;
         let groups = metadata.metadata().row_groups();
         let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
         check_unchanged(file, &rows)?;
@@ -255,7 +279,8 @@ impl GroupReader {
             return Ok(Arc::clone(found));
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
-        let footer = Arc::new(ipc::IpcFile::open(source, &file.path).await?);
+        let reading = ipc::IpcFile::open(source, &file.path);
+        let footer = Arc::new(calm(&file.path, "the footer", reading).await?);
         check_unchanged(file, footer.rows())?;
         let mut footers = self.footers.lock();
         if footers.ipc.insert(number, Arc::clone(&footer)).is_none() {

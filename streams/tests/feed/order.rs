@@ -1,0 +1,181 @@
+//! The promises about order, on random shapes: each row once per epoch, the same batches for every
+//! number of readers, from every cursor and by random access.
+
+use std::sync::Arc;
+
+use arrow::array::{AsArray, RecordBatch};
+use arrow::compute::concat_batches;
+use arrow::datatypes::{Float32Type, Int64Type};
+use futures::{StreamExt, TryStreamExt};
+use millrace_streams::feed::{Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Shard};
+use proptest::prelude::*;
+
+use super::data;
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    shape: Vec<Vec<u64>>,
+    options: PlanOptions,
+    world: u32,
+    cache_bytes_max: u64,
+    resume: f64,
+}
+
+prop_compose! {
+    fn cases()(
+        shape in prop::collection::vec(prop::collection::vec(1u64..60, 1..5), 1..6),
+        seed: u64,
+        batch_rows in 1usize..80,
+        lanes in 1u32..12,
+        window_rows in 1u64..70,
+        world in 1u32..10,
+        // The smallest makes the feed decode row groups again and again; the order must not care.
+        cache_bytes_max in prop::sample::select(vec![0u64, 1, 20_000]),
+        resume in 0.0..1.0,
+    ) -> Case {
+        let options = PlanOptions {
+            source: "v@s".into(), seed, batch_rows, lanes, window_rows, ..PlanOptions::default()
+        };
+        Case { shape, options, world, cache_bytes_max, resume }
+    }
+}
+
+async fn take(feed: &Feed, shard: Shard, from: u64, steps: u64) -> Vec<FeedBatch> {
+    let stream = feed.stream(shard, feed.plan().cursor(from)).unwrap();
+    stream.take((steps - from) as usize).try_collect().await.unwrap()
+}
+
+fn join(batches: &[FeedBatch]) -> (RecordBatch, Vec<u64>, Vec<u64>) {
+    let schema = batches[0].batch.schema();
+    (
+        concat_batches(&schema, batches.iter().map(|b| &b.batch)).unwrap(),
+        batches.iter().flat_map(|b| b.rows.clone()).collect(),
+        batches.iter().flat_map(|b| b.epochs.clone()).collect(),
+    )
+}
+
+fn check_columns(batch: &RecordBatch, rows: &[u64]) {
+    let ids = batch["id"].as_primitive::<Int64Type>();
+    let pixels = batch["pixels"].as_fixed_size_list();
+    let names = batch["name"].as_string::<i32>();
+    for (i, &row) in rows.iter().enumerate() {
+        let id = ids.value(i);
+        assert_eq!(id as u64, row, "the id written is the global row index");
+        let values: Vec<f32> = pixels.value(i).as_primitive::<Float32Type>().values().to_vec();
+        assert_eq!(values, (0..4).map(|k| data::pixel(id, k)).collect::<Vec<_>>());
+        let name = (!arrow::array::Array::is_null(names, i)).then(|| names.value(i).to_string());
+        assert_eq!(name, data::name(id));
+    }
+}
+
+async fn check(case: Case) {
+    let store = data::dataset(&case.shape).await;
+    let plan = Arc::new(Plan::build(&store, "/train", &case.options).await.unwrap());
+    let options = FeedOptions { cache_bytes_max: case.cache_bytes_max, ..FeedOptions::default() };
+    let open = || Feed::open(Arc::clone(&plan), Arc::clone(&store), &options).unwrap();
+    let epochs = 2;
+    let steps = plan.steps_for_epochs(epochs).max(2);
+
+    // Sequentially, by one reader: every row once per epoch, and what it says it is.
+    let whole = take(&open(), Shard::WHOLE, 0, steps).await;
+    let (batch, rows, labels) = join(&whole);
+    check_columns(&batch, &rows);
+    let mut seen = vec![0u32; (epochs * plan.rows()) as usize];
+    for (&row, &epoch) in rows.iter().zip(&labels) {
+        if epoch < epochs {
+            seen[(epoch * plan.rows() + row) as usize] += 1;
+        }
+    }
+    assert!(seen.iter().all(|&n| n == 1));
+
+    // By `world` readers, on feeds of their own: their slices laid side by side are the same.
+    let mut parts = Vec::new();
+    for rank in 0..case.world {
+        parts.push(take(&open(), Shard::new(rank, case.world).unwrap(), 0, steps).await);
+    }
+    for (step, one) in whole.iter().enumerate() {
+        let slices: Vec<FeedBatch> = parts.iter().map(|p| p[step].clone()).collect();
+        let (batch, rows, labels) = join(&slices);
+        assert_eq!((&batch, &rows, &labels), (&one.batch, &one.rows, &one.epochs));
+    }
+
+    // From any cursor: the identical rest.
+    let from = (case.resume * steps as f64) as u64;
+    let rest = take(&open(), Shard::WHOLE, from, steps).await;
+    for (a, b) in rest.iter().zip(&whole[from as usize..]) {
+        assert_eq!((a.step, &a.batch, &a.rows, &a.epochs), (b.step, &b.batch, &b.rows, &b.epochs));
+    }
+
+    // By random access, backwards and in odd slices.
+    let feed = open();
+    for one in whole.iter().rev() {
+        let cut = (case.resume * case.options.batch_rows as f64) as usize;
+        let low = feed.batch(one.step, 0..cut).await.unwrap();
+        let high = feed.batch(one.step, cut..case.options.batch_rows).await.unwrap();
+        let (batch, rows, labels) = join(&[low, high]);
+        assert_eq!((&batch, &rows, &labels), (&one.batch, &one.rows, &one.epochs));
+        for (slot, (&row, &epoch)) in one.rows.iter().zip(&one.epochs).enumerate() {
+            assert_eq!(plan.row_at(one.step, slot).unwrap(), (row, epoch));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn order_depends_on_the_plan_alone(case in cases()) {
+        runtime().block_on(check(case));
+    }
+}
+
+#[tokio::test]
+async fn tiny_datasets_wrap_around_inside_a_batch() {
+    for rows in [1u64, 2, 3, 5] {
+        let store = data::dataset(&[vec![rows]]).await;
+        let options = PlanOptions { batch_rows: 16, seed: 3, ..PlanOptions::default() };
+        let plan = Plan::build(&store, "train", &options).await.unwrap();
+        let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
+        let batch = feed.batch(0, 0..16).await.unwrap();
+        let expected: Vec<u64> = (0..16).map(|t| t / rows).collect();
+        assert_eq!(batch.epochs, expected);
+        for epoch in 0..16 / rows {
+            let from = (epoch * rows) as usize;
+            let mut of_epoch = batch.rows[from..from + rows as usize].to_vec();
+            of_epoch.sort_unstable();
+            assert_eq!(of_epoch, (0..rows).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[tokio::test]
+async fn epochs_and_seeds_differ_and_rows_are_spread() {
+    let store = data::dataset(&vec![vec![500; 4]; 5]).await;
+    let base = PlanOptions { batch_rows: 100, window_rows: 800, ..PlanOptions::default() };
+    let mut orders = Vec::new();
+    for seed in 0..3 {
+        let options = PlanOptions { seed, ..base.clone() };
+        let plan = Plan::build(&store, "train", &options).await.unwrap();
+        let feed = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
+        let steps = feed.plan().steps_for_epochs(2);
+        let batches = take(&feed, Shard::WHOLE, 0, steps).await;
+        // A batch takes its rows from all over the dataset.
+        for batch in &batches {
+            let quarters: std::collections::BTreeSet<u64> =
+                batch.rows.iter().map(|r| r * 4 / 10_000).collect();
+            assert!(quarters.len() >= 3, "{:?}", batch.rows);
+        }
+        let (_, rows, _) = join(&batches);
+        orders.push(rows[..10_000].to_vec());
+        orders.push(rows[10_000..].to_vec());
+    }
+    for (i, a) in orders.iter().enumerate() {
+        for b in &orders[..i] {
+            let same = a.iter().zip(b).filter(|(x, y)| x == y).count();
+            assert!(same < 30, "{same} of 10000 rows at the same place");
+        }
+    }
+}

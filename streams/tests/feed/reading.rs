@@ -1,0 +1,387 @@
+//! Reading: what counts as data, bad input, changing files, failing stores, caching.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use arrow::array::{Array, ArrayRef, AsArray, Int64Array, RecordBatch, StringArray};
+use futures::StreamExt;
+use futures::future::join_all;
+use millrace_streams::dataset::{Dataset, DatasetCache};
+use millrace_streams::feed::{
+    Feed, FeedError, FeedOptions, Plan, PlanOptions, Result, Shard,
+};
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use proptest::prelude::*;
+
+use super::data::{self, Watched, ipc, parquet, put, rows};
+
+fn options() -> PlanOptions {
+    PlanOptions { batch_rows: 8, seed: 1, ..PlanOptions::default() }
+}
+
+async fn store_of(files: Vec<(&str, Vec<u8>)>) -> Arc<dyn ObjectStore> {
+    let store = InMemory::new();
+    for (path, bytes) in files {
+        put(&store, path, bytes).await;
+    }
+    Arc::new(store)
+}
+
+/// All rows of the first epoch, or the first error.
+async fn read_epoch(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Vec<RecordBatch>> {
+    let plan = Plan::build(store, path, &options()).await?;
+    let feed = Feed::open(plan, Arc::clone(store), &FeedOptions::default())?;
+    let steps = feed.plan().steps_for_epochs(1);
+    let mut batches = Vec::new();
+    for step in 0..steps {
+        batches.push(feed.batch(step, 0..8).await?.batch);
+    }
+    Ok(batches)
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(e) = source {
+        text = format!("{text}: {e}");
+        source = e.source();
+    }
+    text
+}
+
+#[tokio::test]
+async fn data_files_are_told_by_name_and_sorted_by_path() {
+    let store = store_of(vec![
+        ("train/b.parquet", parquet(&[rows(30, 10)])),
+        ("train/a/z.PARQUET", parquet(&[rows(0, 10)])),
+        ("train/a.arrow", ipc(&[rows(10, 10), rows(20, 10)])),
+        ("train/_staging/x.parquet", b"half".to_vec()),
+        ("train/.tmp.parquet", b"half".to_vec()),
+        ("train/README.md", b"read me".to_vec()),
+        ("trainer/other.parquet", b"not ours".to_vec()),
+    ])
+    .await;
+    let dataset = Dataset::read(&store, "/train").await.unwrap();
+    let paths: Vec<&str> = dataset.files().iter().map(|f| f.path.as_str()).collect();
+    // '.' sorts before '/'.
+    assert_eq!(paths, ["train/a.arrow", "train/a/z.PARQUET", "train/b.parquet"]);
+    assert_eq!(dataset.rows(), 40);
+    assert_eq!(dataset.schema().fields().len(), 3);
+    let one = Dataset::read(&store, "train/a.arrow").await.unwrap();
+    assert_eq!((one.files().len(), one.rows()), (1, 20));
+    assert_eq!(one.files()[0].row_groups.len(), 2);
+}
+
+#[tokio::test]
+async fn a_local_directory_is_a_dataset() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(dir.path().join("set/part.parquet")).unwrap();
+    std::fs::write(dir.path().join("set/part.parquet/0.parquet"), parquet(&[rows(0, 50)])).unwrap();
+    let store: Arc<dyn ObjectStore> =
+        Arc::new(LocalFileSystem::new_with_prefix(dir.path()).unwrap());
+    for path in ["set", "/", "", "/set/part.parquet", "set/part.parquet/0.parquet"] {
+        let read = read_epoch(&store, path).await.unwrap();
+        assert_eq!(read.iter().map(RecordBatch::num_rows).sum::<usize>(), 56, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn empty_datasets_say_so() {
+    let empty = parquet(&[rows(0, 0)]);
+    let store = store_of(vec![("train/a.txt", vec![1]), ("rowless/a.parquet", empty)]).await;
+    let error = read_epoch(&store, "train").await.unwrap_err();
+    assert!(matches!(error, FeedError::NoFiles { ignored: 1, .. }), "{error}");
+    let error = read_epoch(&store, "absent").await.unwrap_err();
+    assert!(matches!(error, FeedError::NoFiles { ignored: 0, .. }), "{error}");
+    assert!(error.to_string().contains("/absent"));
+    let error = read_epoch(&store, "rowless").await.unwrap_err();
+    assert!(matches!(error, FeedError::NoRows { files: 1, .. }), "{error}");
+    let error = read_epoch(&store, "a/../b").await.unwrap_err();
+    assert!(matches!(error, FeedError::Invalid { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn truncated_and_corrupt_files_are_named() {
+    let good = parquet(&[rows(0, 100), rows(100, 100)]);
+    let mut bad_page = good.clone();
+    bad_page[100..400].fill(0xff);
+    let mut bad_footer = good.clone();
+    let end = bad_footer.len();
+    bad_footer[end - 60..end - 8].fill(0xff);
+    let arrow = ipc(&[rows(0, 100)]);
+    let cases: Vec<(&str, Vec<u8>, &str)> = vec![
+        ("half.parquet", good[..good.len() / 2].to_vec(), "footer"),
+        ("cut.parquet", good[..good.len() - 1].to_vec(), "footer"),
+        ("short.parquet", good[..7].to_vec(), "footer"),
+        ("empty.parquet", Vec::new(), "footer"),
+        ("text.parquet", b"id,label\n1,2\n3,4\n5,6\n".to_vec(), "footer"),
+        ("footer.parquet", bad_footer, "footer"),
+        ("page.parquet", bad_page, "row group 0"),
+        ("half.arrow", arrow[..arrow.len() / 2].to_vec(), "footer"),
+        ("short.arrow", arrow[..5].to_vec(), "footer"),
+    ];
+    for (name, bytes, part) in cases {
+        let path = format!("train/{name}");
+        let store = store_of(vec![("train/good.parquet", good.clone()), (&path, bytes)]).await;
+        let error = read_epoch(&store, "train").await.unwrap_err();
+        assert!(matches!(error, FeedError::Corrupt { .. }), "{name}: {error:?}");
+        let text = error.to_string();
+        assert!(text.contains(&path) && text.contains(part), "{name}: {text}");
+        assert!(!error.is_retryable());
+    }
+}
+
+#[tokio::test]
+async fn columns_are_projected_in_the_order_asked_for() {
+    let store = store_of(vec![("t/a.parquet", parquet(&[rows(0, 20)]))]).await;
+    let plan = Arc::new(Plan::build(&store, "t", &options()).await.unwrap());
+    let open = |columns: &[&str]| {
+        let columns = Some(columns.iter().map(|c| c.to_string()).collect());
+        Feed::open(
+            Arc::clone(&plan),
+            Arc::clone(&store),
+            &FeedOptions { columns, ..FeedOptions::default() },
+        )
+    };
+    let feed = open(&["name", "id"]).unwrap();
+    let batch = feed.batch(0, 2..7).await.unwrap();
+    let schema = batch.batch.schema();
+    let names: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
+    assert_eq!(names, ["name", "id"]);
+    assert_eq!(&schema, feed.schema());
+    assert_eq!((batch.batch.num_rows(), batch.rows.len(), batch.epochs.len()), (5, 5, 5));
+    assert_eq!(feed.batch(0, 3..3).await.unwrap().batch.num_rows(), 0);
+
+    let error = open(&["id", "label"]).err().unwrap();
+    assert_eq!(error.to_string(), "column \"label\" is not in the dataset; it has id, pixels, name");
+    assert!(matches!(open(&["id", "id"]), Err(FeedError::Invalid { .. })));
+    assert!(matches!(open(&[]), Err(FeedError::Invalid { .. })));
+    for slots in [0..9, 9..9, 7..3] {
+        assert!(matches!(feed.batch(0, slots).await, Err(FeedError::Invalid { .. })));
+    }
+    assert!(matches!(feed.batch(u64::MAX, 0..8).await, Err(FeedError::Invalid { .. })));
+}
+
+#[tokio::test]
+async fn files_may_lack_columns_but_not_disagree_about_types() {
+    let id = |v: Vec<i64>| Arc::new(Int64Array::from(v)) as ArrayRef;
+    let note = |v: Vec<&str>| Arc::new(StringArray::from(v)) as ArrayRef;
+    let old = RecordBatch::try_from_iter([("id", id(vec![0, 1, 2, 3]))]).unwrap();
+    let new = [("note", note(vec!["x"; 4])), ("id", id(vec![4, 5, 6, 7]))];
+    let new = RecordBatch::try_from_iter(new).unwrap();
+    let store = store_of(vec![
+        ("t/0.parquet", parquet(std::slice::from_ref(&old))),
+        ("t/1.parquet", parquet(std::slice::from_ref(&new))),
+    ])
+    .await;
+    let batch = &read_epoch(&store, "t").await.unwrap()[0];
+    let (ids, notes) = (batch["id"].as_primitive::<arrow::datatypes::Int64Type>(), &batch["note"]);
+    assert_eq!(batch.num_rows(), 8);
+    for i in 0..8 {
+        assert_eq!(notes.is_null(i), ids.value(i) < 4);
+    }
+    // Only the column that the old file lacks.
+    let plan = Plan::build(&store, "t", &options()).await.unwrap();
+    let only = FeedOptions { columns: Some(vec!["note".into()]), ..FeedOptions::default() };
+    let feed = Feed::open(plan, Arc::clone(&store), &only).unwrap();
+    assert_eq!(feed.batch(0, 0..8).await.unwrap().batch["note"].null_count(), 4);
+
+    let text = RecordBatch::try_from_iter([("id", note(vec!["a"]))]).unwrap();
+    put(&*store, "t/2.parquet", parquet(&[text])).await;
+    let error = read_epoch(&store, "t").await.unwrap_err().to_string();
+    assert!(error.contains("t/0.parquet") && error.contains("t/2.parquet"), "{error}");
+}
+
+#[tokio::test]
+async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
+    let store = store_of(vec![
+        ("t/0.parquet", parquet(&[rows(0, 40)])),
+        ("t/1.parquet", parquet(&[rows(40, 40)])),
+    ])
+    .await;
+    let plan = Arc::new(Plan::build(&store, "t", &options()).await.unwrap());
+    let feed = || Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions::default()).unwrap();
+    let all = |feed: Feed| async move {
+        for step in 0..10 {
+            feed.batch(step, 0..8).await?;
+        }
+        Ok::<_, FeedError>(())
+    };
+    all(feed()).await.unwrap();
+    put(&*store, "t/1.parquet", parquet(&[rows(40, 39), rows(79, 1)])).await;
+    let error = all(feed()).await.unwrap_err();
+    assert!(
+        matches!(&error, FeedError::Changed { file, .. } | FeedError::Corrupt { file, .. } if file == "t/1.parquet"),
+        "{error:?}"
+    );
+    store.delete(&Path::from("t/1.parquet")).await.unwrap();
+    let error = all(feed()).await.unwrap_err();
+    assert!(matches!(&error, FeedError::Store { file, .. } if file == "t/1.parquet"), "{error:?}");
+    assert!(!error.is_retryable());
+}
+
+#[tokio::test]
+async fn a_failing_store_fails_the_batch_and_the_next_try_succeeds() {
+    let watched = Watched::new(data::dataset(&[vec![50, 50]]).await);
+    let store: Arc<dyn ObjectStore> = watched.clone();
+    let plan = Plan::build(&store, "train", &options()).await.unwrap();
+    let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
+    watched.failures.store(1000, Ordering::SeqCst);
+    let error = feed.batch(0, 0..8).await.unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    assert!(chain(&error).contains("reset"), "{}", chain(&error));
+    let mut stream = feed.stream(Shard::WHOLE, feed.plan().cursor(3)).unwrap();
+    assert!(stream.next().await.unwrap().is_err());
+    assert!(stream.next().await.is_none());
+    watched.failures.store(0, Ordering::SeqCst);
+    assert_eq!(feed.batch(0, 0..8).await.unwrap().batch.num_rows(), 8);
+}
+
+#[tokio::test]
+async fn each_row_group_is_read_once_per_epoch_and_once_for_many_tasks() {
+    // 40 row groups that fit the cache; two reads each (footer once per file, then chunks).
+    let watched = Watched::new(data::dataset(&vec![vec![100; 10]; 4]).await);
+    let store: Arc<dyn ObjectStore> = watched.clone();
+    let options = PlanOptions { batch_rows: 64, window_rows: 200, ..options() };
+    let plan = Plan::build(&store, "train", &options).await.unwrap();
+    let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
+    let before = watched.reads();
+    let steps = feed.plan().steps_for_epochs(3);
+    let read = join_all((0..8).map(|_| {
+        let feed = feed.clone();
+        tokio::spawn(async move {
+            for step in 0..steps {
+                feed.batch(step, 0..64).await.unwrap();
+            }
+        })
+    }))
+    .await;
+    assert!(read.into_iter().all(|r| r.is_ok()));
+    let reads = watched.reads() - before;
+    // Footers may be read by several decoders at once; the column chunks are not.
+    assert!((40..40 + 4 * 12 * 8).contains(&reads), "{reads} reads");
+}
+
+#[derive(Default)]
+struct Kept(Mutex<HashMap<String, Vec<u8>>>);
+
+impl DatasetCache for Kept {
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+    fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        self.0.lock().unwrap().insert(key.to_string(), value.to_vec());
+        Ok(())
+    }
+}
+
+struct Broken;
+
+impl DatasetCache for Broken {
+    fn get(&self, _: &str) -> Result<Option<Vec<u8>>, String> {
+        Err("locked".into())
+    }
+    fn put(&self, _: &str, _: &[u8]) -> Result<(), String> {
+        Err("locked".into())
+    }
+}
+
+#[tokio::test]
+async fn footers_are_read_once_per_state_of_the_listing() {
+    let watched = Watched::new(data::dataset(&[vec![10], vec![20], vec![30]]).await);
+    let store: Arc<dyn ObjectStore> = watched.clone();
+    let kept = Arc::new(Kept::default());
+    let build = || async {
+        let before = watched.reads();
+        let cache: Arc<dyn DatasetCache> = kept.clone();
+        let plan = Plan::build_cached(&store, "train", &options(), cache).await.unwrap();
+        (plan, watched.reads() - before)
+    };
+    let (first, reads) = build().await;
+    assert!(reads >= 3);
+    let (second, reads) = build().await;
+    assert_eq!((reads, second.id()), (0, first.id()));
+    assert_eq!(second.dataset(), first.dataset());
+    let uncached = Plan::build(&store, "train", &options()).await.unwrap();
+    assert_eq!(uncached.id(), first.id());
+    // A new file is another state, garbage in the cache is none.
+    put(&*store, "train/009.parquet", parquet(&[rows(60, 5)])).await;
+    let (third, reads) = build().await;
+    assert!(reads >= 4);
+    assert_ne!(third.id(), first.id());
+    for value in kept.0.lock().unwrap().values_mut() {
+        value.truncate(value.len() / 2);
+    }
+    let (fourth, reads) = build().await;
+    assert!(reads >= 4);
+    assert_eq!(fourth.id(), third.id());
+    let plan = Plan::build_cached(&store, "train", &options(), Arc::new(Broken)).await.unwrap();
+    assert_eq!(plan.id(), third.id());
+}
+
+#[tokio::test]
+async fn a_plan_travels_as_json_to_a_reader_that_reads_no_footer_for_it() {
+    let store = data::dataset(&[vec![30, 20], vec![10], vec![7]]).await;
+    let plan = Plan::build(&store, "train", &options()).await.unwrap();
+    let sent: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+    let here = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
+    let there = Feed::open(sent, store, &FeedOptions::default()).unwrap();
+    for step in 0..20 {
+        let (a, b) = (here.batch(step, 0..8).await.unwrap(), there.batch(step, 0..8).await.unwrap());
+        assert_eq!((a.batch, a.rows), (b.batch, b.rows));
+    }
+    let other = PlanOptions { seed: 99, ..options() };
+    let other = Plan::build(&data::dataset(&[vec![30]]).await, "train", &other).await.unwrap();
+    let error = here.stream(Shard::WHOLE, other.cursor(0)).err().unwrap();
+    assert!(matches!(error, FeedError::OtherPlan { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_dropped_stream_stops_and_the_feed_goes_on() {
+    let store = data::dataset(&[vec![100; 20]]).await;
+    let plan = Plan::build(&store, "train", &options()).await.unwrap();
+    let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
+    let shard = Shard::new(1, 2).unwrap();
+    let mut stream = feed.stream(shard, feed.plan().cursor(5)).unwrap();
+    let first = stream.next().await.unwrap().unwrap();
+    assert_eq!((first.step, first.slots.clone()), (5, 4..8));
+    drop(stream);
+    let again = feed.batch(5, 4..8).await.unwrap();
+    assert_eq!(again.batch, first.batch);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Damage anywhere is an error that names the file, or goes unnoticed (Parquet without page
+    /// checksums cannot tell); it never hangs, panics through or invents rows.
+    #[test]
+    fn damaged_files_never_break_the_feed(
+        arrow in any::<bool>(),
+        cut in prop::option::of(0.0..1.0f64),
+        damage in prop::collection::vec((0.0..1.0f64, any::<u8>()), 1..6),
+    ) {
+        let batches = [rows(0, 60), rows(60, 60)];
+        let mut bytes = if arrow { ipc(&batches) } else { parquet(&batches) };
+        let len = bytes.len() as f64;
+        for (at, value) in damage {
+            bytes[(at * len) as usize] = value;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate((cut * len) as usize);
+        }
+        let name = if arrow { "t/a.arrow" } else { "t/a.parquet" };
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let store = store_of(vec![(name, bytes)]).await;
+            match read_epoch(&store, "t").await {
+                Ok(batches) => assert!(batches.iter().all(|b| b.num_rows() == 8)),
+                Err(FeedError::NoRows { .. }) => {}
+                Err(error) => assert!(error.to_string().contains(name), "{error}"),
+            }
+        });
+    }
+}
