@@ -1,1 +1,73 @@
 //! Volumes with snapshots: POSIX semantics, metadata engines, file data as objects, the FUSE mount.
+//!
+//! A volume is a tree of files with application keys beside it. It is read and written in three ways,
+//! which all see the same: through [`View`] (by path, or at the level of inodes), as an
+//! [`object_store::ObjectStore`], and as a mount that any program can use. A snapshot is a volume as it
+//! was at one moment; making one costs the same whatever the size, and nothing in it ever changes.
+//!
+//! What it is not: it knows no file formats and no topics; it is no server (processes share a home
+//! folder through the metadata engine); it checks no permissions (the kernel does for a mount).
+//!
+//! Invariants:
+//!  - a name never points at data that is not durable: objects are synced before their extents are
+//!    committed;
+//!  - each change of names, and each [`View::publish`] with any number of files and keys, is one
+//!    transaction: wholly there or not at all, for every process and after every crash;
+//!  - every object belongs to an extent of the live tree or of a snapshot, to a live process that has
+//!    not published it yet, or is garbage that is noted (or found by its session) and collected;
+//!  - bytes that come back were checked against the checksums that were stored with them;
+//!  - a format that is newer than this build is refused before anything is written.
+//!
+//! ```
+//! use millrace_datafs::{Config, Datafs, Publish, VolumeSpec};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let home = tempfile::tempdir()?;
+//! let datafs = Datafs::open(home.path(), &Config::default())?;
+//! datafs.volume_create(&"digits".parse()?)?;
+//! let live = datafs.view(&"digits".parse()?)?;
+//!
+//! // A file and a key become visible in one step.
+//! let mut staged = live.stage()?;
+//! staged.append(b"0 1 2 3")?;
+//! live.publish(Publish::new().file("train/part-0", staged.finish()?).put_key("next", "4"))?;
+//!
+//! // A snapshot stays what it is.
+//! datafs.snapshot_create(&"digits".parse()?, &"v1".parse()?)?;
+//! live.write_file("train/part-0", b"changed")?;
+//! let spec: VolumeSpec = "digits@v1".parse()?;
+//! let v1 = datafs.view(&spec)?;
+//! assert_eq!(&v1.read_file("train/part-0")?[..], b"0 1 2 3");
+//! assert_eq!(v1.key_get("next")?, Some(b"4".to_vec()));
+//! # Ok(())
+//! # }
+//! ```
+
+mod config;
+mod data;
+mod datafs;
+mod error;
+pub mod fs;
+mod gc;
+mod meta;
+mod metrics;
+pub mod mount;
+mod name;
+mod publish;
+mod session;
+mod view;
+mod volume;
+
+pub use config::Config;
+pub use datafs::Datafs;
+pub use error::{Error, Result};
+pub use fs::{
+    Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, StatFs,
+};
+pub use gc::GcReport;
+pub use name::{Name, VolumeSpec};
+pub use publish::{
+    KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX,
+};
+pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
+pub use volume::{SnapshotInfo, Usage, VolumeInfo};

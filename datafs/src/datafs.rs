@@ -1,0 +1,163 @@
+//! One open datafs: the metadata engine, the object pool and what this process keeps beside them.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::config::Config;
+use crate::data::{ObjectPool, StoredObject};
+use crate::error::{Error, Result};
+use crate::fs::open_table::OpenTable;
+use crate::fs::types::{FIRST_INO, INO_MAX};
+use crate::gc::Collector;
+use crate::meta::codec::Decoder;
+use crate::meta::engine::{Durability, Engine};
+use crate::meta::keys;
+use crate::meta::sqlite::Sqlite;
+use crate::session::Session;
+
+/// Inode numbers that a process takes at a time; those that it does not use are lost.
+const INO_BATCH: u64 = 1_024;
+
+/// The volumes under one home folder. A clone is another handle to the same state; every method
+/// blocks and may be called from any thread, inside or outside of an async runtime (inside, through
+/// `spawn_blocking`).
+#[derive(Debug, Clone)]
+pub struct Datafs {
+    pub(crate) shared: Arc<Shared>,
+}
+
+/// What the handles of one [`Datafs`] share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) config: Config,
+    pub(crate) meta: Box<dyn Engine>,
+    pub(crate) pool: ObjectPool,
+    pub(crate) session: Session,
+    pub(crate) sessions_dir: std::path::PathBuf,
+    pub(crate) open: OpenTable,
+    /// Unflushed bytes of all open files.
+    pub(crate) unflushed_bytes: AtomicUsize,
+    pub(crate) collector: Collector,
+    inos: Mutex<HashMap<u64, std::ops::Range<u64>>>,
+}
+
+impl Datafs {
+    /// Opens the state below `home`; folders and files that are missing are created. Several
+    /// processes may have the same home open.
+    ///
+    /// Fails with [`Error::NewerFormat`] when a newer Millrace has written it, and with
+    /// [`Error::NotWritable`] when it cannot be written.
+    pub fn open(home: &Path, config: &Config) -> Result<Datafs> {
+        if config.lock_wait_ms == 0 {
+            return Err(Error::Invalid("[datafs] lock_wait_ms must be at least 1".into()));
+        }
+        let meta_path = config.meta_path(home);
+        let sessions_dir = config.sessions_path(home);
+        let meta_dir = meta_path.parent().unwrap_or(home);
+        create_dir(meta_dir)?;
+        let meta: Box<dyn Engine> =
+            Box::new(Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?);
+        create_dir(&sessions_dir)?;
+        let session = Session::start(meta.as_ref(), &sessions_dir)?;
+        let pool = ObjectPool::open_local(&config.store_path(home), session.id())?;
+        let shared = Arc::new(Shared {
+            config: config.clone(),
+            meta,
+            pool,
+            session,
+            sessions_dir,
+            open: OpenTable::default(),
+            unflushed_bytes: AtomicUsize::new(0),
+            collector: Collector::default(),
+            inos: Mutex::new(HashMap::new()),
+        });
+        Collector::start(&shared)?;
+        Ok(Datafs { shared })
+    }
+}
+
+impl Shared {
+    /// Inode numbers that nobody else uses. Not to be called inside a transaction.
+    pub(crate) fn allocate_inos(&self, volume: u64, count: u64) -> Result<std::ops::Range<u64>> {
+        let mut inos = self.inos.lock();
+        let free = inos.entry(volume).or_insert(0..0);
+        if free.end - free.start < count {
+            let batch = count.max(INO_BATCH);
+            let key = keys::next_ino(volume);
+            *free = self.meta.transact(Durability::Relaxed, |txn| {
+                let next = match txn.get(&key)? {
+                    Some(value) => Decoder::new("inode counter", &value).u64()?,
+                    None => FIRST_INO,
+                };
+                let end = next.saturating_add(batch);
+                if end > INO_MAX {
+                    return Err(Error::TooLarge { what: "number of inodes ever made", max: INO_MAX });
+                }
+                txn.put(&key, &end.to_be_bytes())?;
+                Ok(next..end)
+            })?;
+        }
+        let taken = free.start..free.start + count;
+        free.start = taken.end;
+        Ok(taken)
+    }
+
+    /// Takes charge of an object that nothing points at yet.
+    pub(crate) fn fresh(self: &Arc<Self>, object: StoredObject) -> FreshObject {
+        FreshObject { shared: Arc::clone(self), object, settled: false }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.collector.stop();
+        self.session.end(self.meta.as_ref());
+    }
+}
+
+/// A durable object that no metadata points at yet. Dropping it deletes it.
+#[derive(Debug)]
+pub(crate) struct FreshObject {
+    shared: Arc<Shared>,
+    object: StoredObject,
+    settled: bool,
+}
+
+impl FreshObject {
+    pub(crate) fn object(&self) -> StoredObject {
+        self.object
+    }
+
+    /// A commit points at it now.
+    pub(crate) fn settle(mut self) {
+        self.settled = true;
+    }
+
+    /// Nobody knows whether a commit points at it: it stays until the session is cleaned up.
+    pub(crate) fn abandon(mut self) {
+        self.shared.session.leave_unclean();
+        self.settled = true;
+    }
+}
+
+impl Drop for FreshObject {
+    fn drop(&mut self) {
+        if self.settled {
+            return;
+        }
+        if let Err(error) = self.shared.pool.delete(self.object.id) {
+            tracing::warn!(object = %self.object.id, %error, "deleting an object that was not published");
+            self.shared.session.leave_unclean();
+        }
+    }
+}
+
+fn create_dir(path: &Path) -> Result<()> {
+    fs::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))
+}

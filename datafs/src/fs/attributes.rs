@@ -1,0 +1,133 @@
+//! Attributes: getattr, setattr, statfs.
+
+use super::content;
+use super::file::flush_inode;
+use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
+use super::{content::FILE_BYTES_MAX, tree};
+use crate::error::{Error, Result};
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::versioned::Reader;
+use crate::view::View;
+
+/// Size of a block in statfs, in bytes.
+const BLOCK_BYTES: u32 = 4096;
+
+impl View {
+    /// Attributes of a node, with what this process has written and not flushed.
+    pub fn getattr(&self, node: Node) -> Result<Attr> {
+        self.read(node, |reader| self.attr_in(reader, node))
+    }
+
+    /// [`View::getattr`] inside a transaction.
+    pub(crate) fn attr_in(&self, reader: &mut Reader<'_>, node: Node) -> Result<Attr> {
+        if self.is_snapshots_dir(node) {
+            return self.snapshots_dir_attr(reader);
+        }
+        Ok(self.attr_of(node, &tree::inode(reader, node.ino)?))
+    }
+
+    /// The attributes of an inode that was read, with what is not flushed.
+    pub(crate) fn attr_of(&self, node: Node, inode: &Inode) -> Attr {
+        let mut attr = inode.attr(node);
+        if node.is_live() && inode.kind == FileKind::File {
+            if let Some(open) = self.shared.open.get(self.volume, node.ino) {
+                open.overlay(&mut attr);
+            }
+        }
+        attr
+    }
+
+    /// The directory of snapshots looks like the root, but read-only.
+    fn snapshots_dir_attr(&self, reader: &mut Reader<'_>) -> Result<Attr> {
+        let root = Node::LIVE_ROOT;
+        let mut attr = tree::inode(reader, root.ino)?.attr(Node { snapshot: 0, ino: SNAPSHOTS_INO });
+        attr.mode &= !0o222;
+        attr.nlink = 2;
+        Ok(attr)
+    }
+
+    /// Changes attributes in one step. A new size of a file flushes first what this process has
+    /// written to it.
+    pub fn setattr(&self, node: Node, set: &SetAttr) -> Result<Attr> {
+        let ino = self.writable(node)?;
+        let Some(size) = set.size else { return self.setattr_in(node, set) };
+        if size > FILE_BYTES_MAX {
+            return Err(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX });
+        }
+        match self.shared.open.get(self.volume, ino) {
+            None => self.setattr_in(node, set),
+            Some(open) => {
+                // Held across the change, so that no write slips in between.
+                let mut dirty = open.dirty.lock();
+                flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
+                self.setattr_in(node, set)
+            }
+        }
+    }
+
+    fn setattr_in(&self, node: Node, set: &SetAttr) -> Result<Attr> {
+        let ino = node.ino;
+        let inode = self.write(Durability::Relaxed, |writer| {
+            let mut inode = tree::inode(writer, ino)?;
+            let now = Timestamp::now();
+            if let Some(size) = set.size {
+                match inode.kind {
+                    FileKind::File => {}
+                    FileKind::Directory => {
+                        return Err(Error::IsADirectory { what: format!("inode {ino}") });
+                    }
+                    _ => return Err(Error::Invalid("only files have a size to set".into())),
+                }
+                if size < inode.size {
+                    content::truncate(writer, ino, size)?;
+                }
+                inode.size = size;
+                inode.mtime = now;
+            }
+            inode.mode = set.mode.map_or(inode.mode, |mode| mode & 0o7777);
+            inode.uid = set.uid.unwrap_or(inode.uid);
+            inode.gid = set.gid.unwrap_or(inode.gid);
+            inode.atime = set.atime.map_or(inode.atime, |time| resolve(time, now));
+            inode.mtime = set.mtime.map_or(inode.mtime, |time| resolve(time, now));
+            if *set != SetAttr::default() {
+                inode.ctime = now;
+                tree::put_inode(writer, ino, &inode)?;
+            }
+            Ok(inode)
+        })?;
+        if set.mtime.is_some() {
+            self.mtime_was_set(ino, inode.mtime);
+        }
+        Ok(self.attr_of(node, &inode))
+    }
+
+    /// An explicit time wins over that of writes that are not flushed yet.
+    fn mtime_was_set(&self, ino: u64, mtime: Timestamp) {
+        if let Some(open) = self.shared.open.get(self.volume, ino) {
+            open.set_unflushed_mtime(mtime);
+        }
+    }
+
+    /// Space of the object store.
+    pub fn statfs(&self) -> Result<StatFs> {
+        let space = self.shared.pool.space()?;
+        let blocks = |bytes: u64| bytes / u64::from(BLOCK_BYTES);
+        Ok(StatFs {
+            block_bytes: BLOCK_BYTES,
+            blocks: blocks(space.total_bytes),
+            blocks_free: blocks(space.free_bytes),
+            blocks_available: blocks(space.available_bytes),
+            files: INO_MAX,
+            files_free: INO_MAX,
+            name_bytes_max: tree::NAME_BYTES_MAX as u32,
+        })
+    }
+}
+
+fn resolve(time: SetTime, now: Timestamp) -> Timestamp {
+    match time {
+        SetTime::Now => now,
+        SetTime::At(time) => time.into(),
+    }
+}

@@ -1,0 +1,192 @@
+//! A file's content in the metadata: its first bytes inline, everything else in extents.
+//!
+//! The *head* holds bytes from offset 0 on, at most 4 KiB; extents lie over it; what neither covers,
+//! up to the file's size, is zeroes. So a small file costs no object, and growing it rewrites nothing.
+
+use super::dirty::slice;
+use crate::data::{Extent, ObjectId, ObjectPool};
+use crate::error::{Error, Result};
+use crate::meta::engine::Order;
+use crate::meta::inode::{Inode, decode_extent, encode_extent};
+use crate::meta::keys;
+use crate::meta::versioned::{Records, Writer};
+
+/// Most bytes of a file that are kept in the metadata.
+pub(crate) const INLINE_BYTES_MAX: usize = 4096;
+/// Largest file: the largest offset that the kernel knows.
+pub(crate) const FILE_BYTES_MAX: u64 = i64::MAX as u64;
+/// Extents that a scan takes at a time.
+const PAGE: usize = 512;
+
+/// Where the bytes of a range of a file are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Size of the file.
+    pub(crate) size: u64,
+    /// The first bytes of the file, if the range begins inside them.
+    head: Vec<u8>,
+    /// Extents over the head, in the range, disjoint and sorted.
+    extents: Vec<Extent>,
+}
+
+impl Layout {
+    /// Looks up where `start..end` of a file is; `end` beyond the size is cut.
+    pub(crate) fn find(
+        records: &mut dyn Records,
+        ino: u64,
+        inode: &Inode,
+        start: u64,
+        end: u64,
+    ) -> Result<Layout> {
+        let end = end.min(inode.size);
+        let mut layout = Layout { size: inode.size, head: Vec::new(), extents: Vec::new() };
+        if start >= end {
+            return Ok(layout);
+        }
+        if start < INLINE_BYTES_MAX as u64 {
+            layout.head = records.get(&keys::head(ino))?.unwrap_or_default();
+        }
+        for_each_extent(records, ino, start, end, |extent| {
+            layout.extents.extend(slice(&extent, start, end));
+            Ok(())
+        })?;
+        Ok(layout)
+    }
+
+    /// How many extents it has.
+    pub(crate) fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
+    /// The object that is the whole file, from first to last byte, as far as the metadata knows.
+    pub(crate) fn single_object(&self) -> Option<ObjectId> {
+        match self.extents.as_slice() {
+            [all] if all.file_offset == 0 && all.object_offset == 0 && all.len == self.size => {
+                Some(all.object)
+            }
+            _ => None,
+        }
+    }
+
+    /// Fills `buffer`, which is zeroed, with the file's bytes from `offset` on; the range lies in that
+    /// of the layout.
+    pub(crate) fn read(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let end = offset.saturating_add(buffer.len() as u64).min(self.size);
+        let head_end = end.min(self.head.len() as u64);
+        if offset < head_end {
+            let len = (head_end - offset) as usize;
+            buffer[..len].copy_from_slice(&self.head[offset as usize..head_end as usize]);
+        }
+        let first = self.extents.partition_point(|extent| extent.end() <= offset);
+        for extent in &self.extents[first..] {
+            let Some(part) = slice(extent, offset, end) else { break };
+            let at = (part.file_offset - offset) as usize;
+            let into = &mut buffer[at..at + part.len as usize];
+            pool.read_into(part.object, part.object_offset, into)?;
+        }
+        Ok(())
+    }
+}
+
+/// Visits the extents that overlap a range, in order.
+fn for_each_extent(
+    records: &mut dyn Records,
+    ino: u64,
+    start: u64,
+    end: u64,
+    mut visit: impl FnMut(Extent) -> Result<()>,
+) -> Result<()> {
+    let from = keys::extents(ino);
+    let before = records.scan(&from, &keys::extent(ino, start), Order::Descending, 1)?;
+    for (record, value) in before {
+        let extent = parse(&record, &value)?;
+        if extent.end() > start {
+            visit(extent)?;
+        }
+    }
+    let mut next = start;
+    while next < end {
+        let (from, to) = (keys::extent(ino, next), keys::extent(ino, end));
+        let page = records.scan(&from, &to, Order::Ascending, PAGE)?;
+        for (record, value) in &page {
+            let extent = parse(record, value)?;
+            next = extent.end();
+            visit(extent)?;
+        }
+        if page.len() < PAGE {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn parse(record: &[u8], value: &[u8]) -> Result<Extent> {
+    let offset = keys::extent_offset(record)
+        .ok_or_else(|| Error::corrupt("extent record", "its key has no offset"))?;
+    decode_extent(offset, value)
+}
+
+/// Removes the extents of a range; those that reach beyond it are cut.
+fn cut_extents(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Result<()> {
+    let mut overlapped = Vec::new();
+    for_each_extent(writer, ino, start, end, |extent| {
+        overlapped.push(extent);
+        Ok(())
+    })?;
+    for old in overlapped {
+        // What stays first, so that the object never counts zero references in between.
+        if let Some(right) = slice(&old, end, old.end()) {
+            writer.put(&keys::extent(ino, right.file_offset), &encode_extent(&right))?;
+        }
+        match slice(&old, old.file_offset, start) {
+            Some(left) => writer.put(&keys::extent(ino, left.file_offset), &encode_extent(&left))?,
+            None => writer.delete(&keys::extent(ino, old.file_offset))?,
+        }
+    }
+    Ok(())
+}
+
+/// Puts an extent over what the file has there. The caller sets the size.
+pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, extent: &Extent) -> Result<()> {
+    cut_extents(writer, ino, extent.file_offset, extent.end())?;
+    writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
+    if extent.file_offset == 0 {
+        let head = writer.get(&keys::head(ino))?;
+        if head.is_some_and(|head| head.len() as u64 <= extent.end()) {
+            writer.delete(&keys::head(ino))?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`]. The caller sets
+/// the size.
+pub(crate) fn write_head(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    offset: u64,
+    bytes: &[u8],
+) -> Result<()> {
+    let end = offset + bytes.len() as u64;
+    cut_extents(writer, ino, offset, end)?;
+    let mut head = writer.get(&keys::head(ino))?.unwrap_or_default();
+    if head.len() < end as usize {
+        head.resize(end as usize, 0);
+    }
+    head[offset as usize..end as usize].copy_from_slice(bytes);
+    writer.put(&keys::head(ino), &head)
+}
+
+/// Removes everything from `size` on. The caller sets the size.
+pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, size: u64) -> Result<()> {
+    cut_extents(writer, ino, size, u64::MAX)?;
+    if let Some(head) = writer.get(&keys::head(ino))? {
+        if head.len() as u64 > size {
+            match &head[..size as usize] {
+                [] => writer.delete(&keys::head(ino))?,
+                rest => writer.put(&keys::head(ino), rest)?,
+            }
+        }
+    }
+    Ok(())
+}

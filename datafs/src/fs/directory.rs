@@ -1,0 +1,150 @@
+//! Reading directories, with cursors that stay right while entries come and go.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
+
+use super::tree;
+use super::types::{Attr, FileKind, Node, NodeEntry, ROOT_INO};
+use crate::error::{Error, Result};
+use crate::meta::engine::{Order, Pair};
+use crate::meta::inode::Dentry;
+use crate::meta::keys;
+use crate::meta::snapshot;
+use crate::meta::versioned::{Reader, Records as _};
+use crate::view::View;
+
+/// Cursor behind `.`.
+const AFTER_DOT: u64 = 1;
+/// Cursor behind `..`; those of entries are [`keys::HASH_MIN`] and up.
+const AFTER_DOT_DOT: u64 = 2;
+
+impl View {
+    /// Entries of a directory behind `cursor` (0 is the start), `.` and `..` first, in an order of
+    /// their own. Go on with the cursor of the last entry; an empty answer is the end. An entry that
+    /// is there the whole time is returned exactly once. Returns about `entries_max` (at least 1).
+    pub fn readdir(&self, node: Node, cursor: u64, entries_max: usize) -> Result<Vec<NodeEntry>> {
+        let with_attrs = self.read_entries(node, cursor, entries_max, false)?;
+        Ok(with_attrs.into_iter().map(|(entry, _)| entry).collect())
+    }
+
+    /// [`View::readdir`] with the attributes of each entry (of `..`, those of the directory itself
+    /// where the parent is in another tree).
+    pub fn readdir_attrs(
+        &self,
+        node: Node,
+        cursor: u64,
+        entries_max: usize,
+    ) -> Result<Vec<(NodeEntry, Attr)>> {
+        let entries = self.read_entries(node, cursor, entries_max, true)?;
+        Ok(entries.into_iter().filter_map(|(entry, attr)| Some((entry, attr?))).collect())
+    }
+
+    fn read_entries(
+        &self,
+        node: Node,
+        cursor: u64,
+        entries_max: usize,
+        attrs: bool,
+    ) -> Result<Vec<(NodeEntry, Option<Attr>)>> {
+        let limit = entries_max.max(1);
+        let parent = if cursor < AFTER_DOT_DOT { Some(self.parent_of(node)?) } else { None };
+        if self.is_snapshots_dir(node) {
+            return self.read_snapshots(node, cursor, limit, attrs);
+        }
+        self.read(node, |reader| {
+            let mut entries = Vec::new();
+            let own = self.attr_of(node, &tree::directory(reader, node.ino)?);
+            if cursor < AFTER_DOT {
+                entries.push((dot(".", node, AFTER_DOT), Some(own)));
+            }
+            if let Some(parent) = parent {
+                let same_tree = parent.snapshot == node.snapshot && !self.is_snapshots_dir(parent);
+                let attr = if same_tree && attrs { self.attr_in(reader, parent)? } else { own };
+                entries.push((dot("..", parent, AFTER_DOT_DOT), Some(attr)));
+            }
+            let room = limit.saturating_sub(entries.len());
+            if room == 0 {
+                return Ok(entries);
+            }
+            for (record, value) in children(reader, node.ino, cursor, room)? {
+                let damaged = || Error::corrupt("directory entry", "its key has no name");
+                let (hash, name) = keys::child_name(&record).ok_or_else(damaged)?;
+                let dentry = Dentry::decode(&value)?;
+                let child = Node { snapshot: node.snapshot, ino: dentry.ino };
+                let attr = if attrs {
+                    Some(self.attr_of(child, &tree::inode(reader, dentry.ino)?))
+                } else {
+                    None
+                };
+                let name = OsString::from_vec(name.to_vec());
+                entries.push((NodeEntry { name, node: child, kind: dentry.kind, cursor: hash }, attr));
+            }
+            Ok(entries)
+        })
+    }
+
+    /// The entries of `.snapshots`: the snapshots by age.
+    fn read_snapshots(
+        &self,
+        node: Node,
+        cursor: u64,
+        limit: usize,
+        attrs: bool,
+    ) -> Result<Vec<(NodeEntry, Option<Attr>)>> {
+        let own = self.getattr(node)?;
+        let mut entries = Vec::new();
+        if cursor < AFTER_DOT {
+            entries.push((dot(".", node, AFTER_DOT), Some(own)));
+        }
+        if cursor < AFTER_DOT_DOT {
+            entries.push((dot("..", self.root(), AFTER_DOT_DOT), Some(own)));
+        }
+        let snapshots = self.shared.meta.view(|txn| snapshot::list(txn, self.volume))?;
+        let rest = snapshots.into_iter().filter(|(number, _)| keys::HASH_MIN + number > cursor);
+        for (number, row) in rest.take(limit) {
+            let root = Node { snapshot: number, ino: ROOT_INO };
+            let attr = if attrs {
+                match self.getattr(root) {
+                    Ok(attr) => Some(attr),
+                    // Deleted since it was listed.
+                    Err(Error::Stale { .. }) => continue,
+                    Err(error) => return Err(error),
+                }
+            } else {
+                None
+            };
+            let cursor = keys::HASH_MIN + number;
+            let entry =
+                NodeEntry { name: row.name.into(), node: root, kind: FileKind::Directory, cursor };
+            entries.push((entry, attr));
+        }
+        Ok(entries)
+    }
+}
+
+fn dot(name: &str, node: Node, cursor: u64) -> NodeEntry {
+    NodeEntry { name: name.into(), node, kind: FileKind::Directory, cursor }
+}
+
+/// About `limit` entries with a hash above `cursor`; names of equal hash are never separated, because
+/// the cursor could not tell them apart.
+fn children(
+    reader: &mut Reader<'_>,
+    parent: u64,
+    cursor: u64,
+    limit: usize,
+) -> Result<Vec<Pair>> {
+    let end = keys::after_prefix(&keys::children(parent));
+    let start = keys::children_from(parent, (cursor + 1).max(keys::HASH_MIN));
+    let mut page = reader.scan(&start, &end, Order::Ascending, limit)?;
+    if page.len() < limit {
+        return Ok(page);
+    }
+    let hash_of = |pair: &Pair| keys::child_name(&pair.0).map_or(0, |(hash, _)| hash);
+    let last = page.last().map_or(0, hash_of);
+    page.retain(|pair| hash_of(pair) != last);
+    let group = keys::children_from(parent, last);
+    let group_end = keys::children_from(parent, last + 1);
+    page.extend(reader.scan(&group, &group_end, Order::Ascending, usize::MAX)?);
+    Ok(page)
+}

@@ -1,0 +1,215 @@
+//! What was written to one open inode and not committed: bytes in memory, and objects that the
+//! older of them were moved to when they became too many.
+
+use std::collections::BTreeMap;
+
+use super::content::INLINE_BYTES_MAX;
+use crate::data::{Extent, ObjectPool};
+use crate::datafs::FreshObject;
+use crate::error::Result;
+
+/// Longest run of bytes in one piece of memory; bounds what splitting a run copies.
+const RUN_BYTES_MAX: usize = 1 << 20;
+
+/// Unflushed writes. What is in memory lies over what is in objects, which lies over the committed
+/// content.
+#[derive(Debug, Default)]
+pub(crate) struct Dirty {
+    /// Disjoint runs by file offset.
+    runs: BTreeMap<u64, Vec<u8>>,
+    bytes: usize,
+    /// Disjoint extents by file offset, in objects of `objects`.
+    sealed: BTreeMap<u64, Extent>,
+    objects: Vec<FreshObject>,
+}
+
+impl Dirty {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.runs.is_empty() && self.sealed.is_empty()
+    }
+
+    /// Bytes in memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where the last unflushed byte is, plus one.
+    pub(crate) fn end(&self) -> u64 {
+        let run = self.runs.last_key_value().map_or(0, |(at, run)| at + run.len() as u64);
+        let sealed = self.sealed.last_key_value().map_or(0, |(_, extent)| extent.end());
+        run.max(sealed)
+    }
+
+    /// Takes a write. The caller has checked that `offset + data.len()` does not overflow.
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
+        let end = offset + data.len() as u64;
+        if data.is_empty() {
+            return;
+        }
+        if let Some((at, run)) = self.runs.range_mut(..=offset).next_back() {
+            let inside = (offset - at) as usize;
+            if end <= at + run.len() as u64 {
+                run[inside..inside + data.len()].copy_from_slice(data);
+                return;
+            }
+        }
+        self.cut_runs(offset, end);
+        self.bytes += data.len();
+        let mut rest = data;
+        let mut at = offset;
+        if let Some((start, run)) = self.runs.range_mut(..offset).next_back() {
+            if start + run.len() as u64 == offset && run.len() < RUN_BYTES_MAX {
+                let (now, later) = rest.split_at(rest.len().min(RUN_BYTES_MAX - run.len()));
+                run.extend_from_slice(now);
+                at += now.len() as u64;
+                rest = later;
+            }
+        }
+        for piece in rest.chunks(RUN_BYTES_MAX) {
+            self.runs.insert(at, piece.to_vec());
+            at += piece.len() as u64;
+        }
+    }
+
+    /// Removes the bytes of a range from memory.
+    fn cut_runs(&mut self, start: u64, end: u64) {
+        if let Some((at, run)) = self.runs.range_mut(..start).next_back() {
+            let run_end = *at + run.len() as u64;
+            if run_end > start {
+                let tail = (run_end > end).then(|| run[(end - at) as usize..].to_vec());
+                self.bytes -= (run_end.min(end) - start) as usize;
+                run.truncate((start - at) as usize);
+                if let Some(tail) = tail {
+                    self.runs.insert(end, tail);
+                }
+            }
+        }
+        while let Some((at, len)) = self.runs.range(start..end).next().map(|(at, r)| (*at, r.len())) {
+            let Some(mut run) = self.runs.remove(&at) else { return };
+            let cut = len.min((end - at) as usize);
+            self.bytes -= cut;
+            if cut < len {
+                run.drain(..cut);
+                self.runs.insert(end, run);
+            }
+        }
+    }
+
+    /// Lays what is unflushed over `buffer`, which is the file from `offset` on.
+    pub(crate) fn overlay(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let end = offset + buffer.len() as u64;
+        for extent in clip(&self.sealed, offset, end) {
+            let at = (extent.file_offset - offset) as usize;
+            let part = &mut buffer[at..at + extent.len as usize];
+            pool.read_into(extent.object, extent.object_offset, part)?;
+        }
+        let first = self.runs.range(..=offset).next_back().map_or(offset, |(at, _)| *at);
+        for (at, run) in self.runs.range(first..end) {
+            let from = offset.max(*at);
+            let to = end.min(at + run.len() as u64);
+            if from < to {
+                buffer[(from - offset) as usize..(to - offset) as usize]
+                    .copy_from_slice(&run[(from - at) as usize..(to - at) as usize]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all of it is near the start of the file and in memory, so that it can be committed
+    /// into the metadata.
+    pub(crate) fn fits_inline(&self) -> bool {
+        self.sealed.is_empty() && self.end() <= INLINE_BYTES_MAX as u64
+    }
+
+    /// Moves what is in memory to a new object, durably. On error nothing has changed. Returns how
+    /// many bytes of memory came free.
+    pub(crate) fn seal(
+        &mut self,
+        pool: &ObjectPool,
+        keep: impl FnOnce(crate::data::StoredObject) -> FreshObject,
+    ) -> Result<usize> {
+        if self.runs.is_empty() {
+            return Ok(0);
+        }
+        let mut writer = pool.writer();
+        let mut extents: Vec<(u64, u64, u64)> = Vec::new();
+        for (at, run) in &self.runs {
+            let position = writer.len();
+            writer.append(run)?;
+            match extents.last_mut() {
+                Some((start, len, _)) if *start + *len == *at => *len += run.len() as u64,
+                _ => extents.push((*at, run.len() as u64, position)),
+            }
+        }
+        let object = keep(writer.finish()?);
+        let id = object.object().id;
+        self.objects.push(object);
+        for (file_offset, len, object_offset) in extents {
+            insert(&mut self.sealed, Extent { file_offset, len, object: id, object_offset });
+        }
+        self.runs.clear();
+        Ok(std::mem::take(&mut self.bytes))
+    }
+
+    /// The bytes in memory, by file offset.
+    pub(crate) fn runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.runs.iter().map(|(at, run)| (*at, run.as_slice()))
+    }
+
+    /// What is in objects, by file offset.
+    pub(crate) fn sealed(&self) -> impl Iterator<Item = &Extent> {
+        self.sealed.values()
+    }
+
+    /// Everything is committed: objects that the commit points at are no longer ours, those that were
+    /// wholly overwritten before it go. Returns how many bytes of memory came free.
+    pub(crate) fn committed(&mut self) -> usize {
+        for object in self.objects.drain(..) {
+            if self.sealed.values().any(|extent| extent.object == object.object().id) {
+                object.settle();
+            }
+        }
+        self.sealed.clear();
+        self.runs.clear();
+        std::mem::take(&mut self.bytes)
+    }
+
+    /// A commit failed and nobody knows whether it took place: the objects must stay.
+    pub(crate) fn outcome_unknown(&mut self) {
+        for object in self.objects.drain(..) {
+            object.abandon();
+        }
+    }
+}
+
+/// Puts an extent over those that it overlaps.
+fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) {
+    let (start, end) = (new.file_offset, new.end());
+    let first = extents.range(..start).next_back().map_or(start, |(at, _)| *at);
+    let overlapped: Vec<Extent> =
+        extents.range(first..end).map(|(_, e)| *e).filter(|e| e.end() > start).collect();
+    for old in overlapped {
+        extents.remove(&old.file_offset);
+        for part in [slice(&old, old.file_offset, start), slice(&old, end, old.end())] {
+            part.map(|part| extents.insert(part.file_offset, part));
+        }
+    }
+    extents.insert(start, new);
+}
+
+/// The part of an extent that lies in a range.
+pub(crate) fn slice(extent: &Extent, start: u64, end: u64) -> Option<Extent> {
+    let from = extent.file_offset.max(start);
+    let to = extent.end().min(end);
+    (from < to).then(|| Extent {
+        file_offset: from,
+        len: to - from,
+        object: extent.object,
+        object_offset: extent.object_offset + (from - extent.file_offset),
+    })
+}
+
+fn clip(extents: &BTreeMap<u64, Extent>, start: u64, end: u64) -> impl Iterator<Item = Extent> {
+    let first = extents.range(..=start).next_back().map_or(start, |(at, _)| *at);
+    extents.range(first..end.max(first)).filter_map(move |(_, extent)| slice(extent, start, end))
+}

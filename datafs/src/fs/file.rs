@@ -1,0 +1,336 @@
+//! Open files: reads, buffered writes, flush and fsync.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use parking_lot::MutexGuard;
+
+use super::content::{self, FILE_BYTES_MAX, Layout};
+use super::dirty::Dirty;
+use super::open_table::{OpenInode, Unflushed};
+use super::tree;
+use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
+use crate::data::ObjectError;
+use crate::error::{Error, Result};
+use crate::meta::engine::Durability;
+use crate::meta::inode::Timestamp;
+use crate::view::View;
+
+/// Reads that start over because an object was replaced and collected under them.
+const READ_ATTEMPTS: u32 = 5;
+/// Extents of a snapshot's file that are kept in memory while it is open.
+const CACHED_EXTENTS_MAX: usize = 4_096;
+/// When all open files together hold too much, only those with more than this seal an object.
+const SEAL_BYTES_MIN: usize = 1 << 20;
+
+/// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
+///
+/// Writes are kept in memory (see [`crate::Config::write_buffer_bytes_max`]), visible at once to every
+/// handle of this process. [`OpenFile::flush`] commits them, [`OpenFile::fsync`] makes them durable.
+/// After either has failed the writes are still there and the next one tries again. Dropping the
+/// handle flushes; an error is then only logged, so flush first.
+#[derive(Debug)]
+pub struct OpenFile {
+    view: View,
+    node: Node,
+    flags: OpenFlags,
+    /// In the live tree, where others may change the file.
+    live: Option<Arc<OpenInode>>,
+    /// In a snapshot: where the whole file is, unless it is too scattered.
+    fixed: OnceLock<Option<Layout>>,
+}
+
+impl View {
+    /// Opens a regular file. Everything else is [`Error::IsADirectory`] or [`Error::Invalid`].
+    pub fn open(&self, node: Node, flags: OpenFlags) -> Result<OpenFile> {
+        if flags.write {
+            self.writable(node)?;
+        }
+        if flags.truncate && !flags.write {
+            return Err(Error::Invalid("truncating needs an open file for writing".into()));
+        }
+        if self.is_snapshots_dir(node) {
+            return Err(Error::IsADirectory { what: tree::SNAPSHOTS_NAME.into() });
+        }
+        let file = OpenFile::register(self, node, flags);
+        let inode = self.read(node, |reader| tree::inode(reader, node.ino))?;
+        match inode.kind {
+            FileKind::File => {}
+            FileKind::Directory => {
+                return Err(Error::IsADirectory { what: format!("inode {}", node.ino) });
+            }
+            _ => return Err(Error::Invalid(format!("inode {} is no regular file", node.ino))),
+        }
+        if inode.nlink == 0 && !file.live.as_ref().is_some_and(|open| open.is_orphan()) {
+            return Err(Error::not_found(format!("inode {}", node.ino)));
+        }
+        if flags.truncate {
+            file.set_len(0)?;
+        }
+        Ok(file)
+    }
+}
+
+impl OpenFile {
+    /// A handle that counts in the open table; whether there is such a file is the caller's business.
+    pub(super) fn register(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
+        OpenFile {
+            view: view.clone(),
+            node,
+            flags,
+            live: node.is_live().then(|| view.shared.open.open(view.volume, node.ino)),
+            fixed: OnceLock::new(),
+        }
+    }
+
+    /// The file.
+    pub fn node(&self) -> Node {
+        self.node
+    }
+
+    /// How it was opened.
+    pub fn flags(&self) -> OpenFlags {
+        self.flags
+    }
+
+    /// Its attributes, also after its last name is gone.
+    pub fn attr(&self) -> Result<Attr> {
+        self.view.getattr(self.node)
+    }
+
+    /// Cuts the file, or extends it with a hole.
+    pub fn set_len(&self, size: u64) -> Result<Attr> {
+        self.live_for_writing()?;
+        self.view.setattr(self.node, &SetAttr { size: Some(size), ..SetAttr::default() })
+    }
+
+    /// Bytes from `offset` on: `len` of them, fewer only at the end of the file. Allocates what it
+    /// returns.
+    pub fn read_at(&self, offset: u64, len: usize) -> Result<Bytes> {
+        if !self.flags.read {
+            return Err(Error::BadHandle("reading"));
+        }
+        let end = offset.saturating_add(len as u64);
+        let Some(open) = &self.live else { return self.read_fixed(offset, end) };
+        let dirty = Some(open.dirty.lock()).filter(|dirty| !dirty.is_empty());
+        let unflushed_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
+        let mut buffer = self.read_committed(offset, end, unflushed_end)?;
+        if let Some(dirty) = dirty {
+            dirty.overlay(&self.view.shared.pool, offset, &mut buffer)?;
+        }
+        Ok(buffer.into())
+    }
+
+    fn read_committed(&self, offset: u64, end: u64, unflushed_end: u64) -> Result<Vec<u8>> {
+        let mut attempts = READ_ATTEMPTS;
+        loop {
+            let layout = self.layout(offset, end)?;
+            let mut buffer = buffer_for(offset, end.min(layout.size.max(unflushed_end)))?;
+            attempts -= 1;
+            match layout.read(&self.view.shared.pool, offset, &mut buffer) {
+                // Overwritten by somebody and collected since the lookup: look again.
+                Err(Error::Object(ObjectError::Missing { .. })) if attempts > 0 => {}
+                Err(error) => return Err(error),
+                Ok(()) => return Ok(buffer),
+            }
+        }
+    }
+
+    fn layout(&self, offset: u64, end: u64) -> Result<Layout> {
+        self.view.read(self.node, |reader| {
+            let inode = tree::inode(reader, self.node.ino)?;
+            Layout::find(reader, self.node.ino, &inode, offset, end)
+        })
+    }
+
+    /// The local file that is, byte for byte, this file, when there is one: the file cannot change
+    /// (it is in a snapshot) and is one plain object. What is read from it is not verified.
+    pub fn image(&self) -> Result<Option<std::fs::File>> {
+        if self.live.is_some() {
+            return Ok(None);
+        }
+        let Some((layout, object)) = self.fixed()?.and_then(|l| Some((l, l.single_object()?))) else {
+            return Ok(None);
+        };
+        let Some(image) = self.view.shared.pool.image(object)? else { return Ok(None) };
+        let len = image.metadata().map_err(|e| Error::io("open the object of", "file", e))?.len();
+        Ok((len == layout.size).then_some(image))
+    }
+
+    /// Where the bytes of a file that cannot change are, unless it is too scattered to keep that.
+    fn fixed(&self) -> Result<Option<&Layout>> {
+        if self.fixed.get().is_none() {
+            let whole = self.layout(0, u64::MAX)?;
+            let _ = self.fixed.set((whole.extents().len() <= CACHED_EXTENTS_MAX).then_some(whole));
+        }
+        Ok(self.fixed.get().and_then(Option::as_ref))
+    }
+
+    /// Reads a file that cannot change.
+    fn read_fixed(&self, offset: u64, end: u64) -> Result<Bytes> {
+        let pool = &self.view.shared.pool;
+        match self.fixed()? {
+            Some(layout) => {
+                let mut buffer = buffer_for(offset, end.min(layout.size))?;
+                layout.read(pool, offset, &mut buffer)?;
+                Ok(buffer.into())
+            }
+            None => Ok(self.read_committed(offset, end, 0)?.into()),
+        }
+    }
+
+    /// Writes bytes at an offset (with `append`: at the end). Visible in this process at once.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize> {
+        let open = self.live_for_writing()?;
+        let shared = &self.view.shared;
+        let mut dirty = open.dirty.lock();
+        let known_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
+        let offset = if self.flags.append {
+            let node = self.node;
+            let inode = self.view.read(node, |reader| tree::inode(reader, node.ino))?;
+            inode.size.max(known_end)
+        } else {
+            offset
+        };
+        let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_BYTES_MAX);
+        let end = end.ok_or(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX })?;
+        if data.is_empty() {
+            return Ok(0);
+        }
+        let own = dirty.bytes().saturating_add(data.len());
+        let all = shared.unflushed_bytes.load(Ordering::Relaxed).saturating_add(data.len());
+        let config = &shared.config;
+        if own > config.write_buffer_bytes_max
+            || (all > config.write_buffers_bytes_max && own > SEAL_BYTES_MIN)
+        {
+            seal(&self.view, &mut dirty)?;
+        }
+        let before = dirty.bytes();
+        dirty.write(offset, data);
+        shared.unflushed_bytes.fetch_add(dirty.bytes() - before, Ordering::Relaxed);
+        let mtime = Timestamp::now();
+        open.set_unflushed(Some(Unflushed { end: end.max(known_end), mtime }));
+        Ok(data.len())
+    }
+
+    /// Commits what was written to the file by any handle of this process: whoever opens it from now
+    /// on, anywhere, sees it. The bytes of large writes are durable then; the commit is durable after
+    /// [`OpenFile::fsync`].
+    pub fn flush(&self) -> Result<()> {
+        self.commit(Durability::Relaxed).map(drop)
+    }
+
+    /// [`OpenFile::flush`], durable when it returns, with everything committed before.
+    pub fn fsync(&self) -> Result<()> {
+        if self.live.is_none() || self.commit(Durability::Durable)? {
+            return Ok(());
+        }
+        self.view.shared.meta.sync()
+    }
+
+    /// Returns whether there was something to commit.
+    fn commit(&self, durability: Durability) -> Result<bool> {
+        match &self.live {
+            None => Ok(false),
+            Some(open) => flush_inode(&self.view, open, &mut open.dirty.lock(), durability),
+        }
+    }
+
+    fn live_for_writing(&self) -> Result<&OpenInode> {
+        if !self.flags.write {
+            return Err(Error::BadHandle("writing"));
+        }
+        self.live.as_deref().ok_or_else(|| Error::ReadOnly { what: "a snapshot".into() })
+    }
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        let Some(open) = &self.live else { return };
+        let shared = &self.view.shared;
+        if self.flags.write && !open.is_orphan() {
+            if let Err(error) = self.flush() {
+                tracing::error!(
+                    volume = %self.view.spec().volume, inode = open.ino, %error,
+                    "closing a file lost what was written to it"
+                );
+            }
+        }
+        if !shared.open.close(open) {
+            return;
+        }
+        let lost = std::mem::take(&mut *open.dirty.lock());
+        shared.unflushed_bytes.fetch_sub(lost.bytes(), Ordering::Relaxed);
+        if open.is_orphan() {
+            if let Err(error) = shared.reap(open.volume, open.ino) {
+                tracing::warn!(inode = open.ino, %error, "freeing an unlinked file; the collector does it later");
+            }
+        }
+    }
+}
+
+/// Commits what is unflushed of an inode, whose dirty state the caller has locked. Returns whether
+/// there was anything. On error everything stays as it was and may be tried again.
+pub(super) fn flush_inode(
+    view: &View,
+    open: &OpenInode,
+    dirty: &mut MutexGuard<'_, Dirty>,
+    durability: Durability,
+) -> Result<bool> {
+    let Some(unflushed) = open.unflushed().filter(|_| !dirty.is_empty()) else { return Ok(false) };
+    if !dirty.fits_inline() {
+        seal(view, dirty)?;
+    }
+    let ino = open.ino;
+    let committed = view.write(durability, |writer| {
+        let mut inode = tree::inode(writer, ino).map_err(|error| match error {
+            Error::NotFound { what } => Error::Stale { what },
+            other => other,
+        })?;
+        for extent in dirty.sealed() {
+            content::write_extent(writer, ino, extent)?;
+        }
+        for (offset, run) in dirty.runs() {
+            content::write_head(writer, ino, offset, run)?;
+        }
+        inode.size = inode.size.max(dirty.end());
+        inode.mtime = unflushed.mtime;
+        inode.ctime = Timestamp::now();
+        tree::put_inode(writer, ino, &inode)
+    });
+    match committed {
+        Ok(()) => {
+            let freed = dirty.committed();
+            view.shared.unflushed_bytes.fetch_sub(freed, Ordering::Relaxed);
+            open.set_unflushed(None);
+            Ok(true)
+        }
+        Err(error) => {
+            if !error.is_definite() {
+                dirty.outcome_unknown();
+            }
+            Err(error)
+        }
+    }
+}
+
+fn seal(view: &View, dirty: &mut Dirty) -> Result<()> {
+    let shared = &view.shared;
+    let freed = dirty.seal(&shared.pool, |object| shared.fresh(object))?;
+    shared.unflushed_bytes.fetch_sub(freed, Ordering::Relaxed);
+    Ok(())
+}
+
+/// A zeroed buffer for `offset..end`, empty when that is no range.
+fn buffer_for(offset: u64, end: u64) -> Result<Vec<u8>> {
+    let len = end.saturating_sub(offset);
+    let too_large = Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 };
+    let len = usize::try_from(len).map_err(|_| too_large)?;
+    let mut buffer = Vec::new();
+    buffer
+        .try_reserve_exact(len)
+        .map_err(|_| Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 })?;
+    buffer.resize(len, 0);
+    Ok(buffer)
+}

@@ -1,0 +1,32 @@
+//! The semantics of a file system: what POSIX programs rely on, as a library at the level of inodes.
+//!
+//! The operations are methods of [`View`](crate::View) and [`OpenFile`]; the mount is an adapter over
+//! them. Permissions are not checked here: the kernel does that for a mount, and a library user has
+//! the home folder anyway.
+//!
+//! Invariants:
+//!  - each operation on names is one metadata transaction: it happened or it did not;
+//!  - what was written through an open file is visible to this process at once, to others after a
+//!    flush, and survives a power failure after an fsync that returned `Ok`;
+//!  - a file that is unlinked while it is open in this process stays readable until the last close.
+
+mod attributes;
+pub(crate) mod content;
+mod directory;
+mod dirty;
+mod file;
+mod link;
+mod namespace;
+pub(crate) mod open_table;
+pub(crate) mod path;
+mod rename;
+pub(crate) mod tree;
+pub(crate) mod types;
+
+pub use file::OpenFile;
+pub use types::{
+    Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs,
+};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+//! Names: lookup, making and removing files and directories.
+
+use std::ffi::OsStr;
+
+use super::file::OpenFile;
+use super::tree::{self, Closing, SNAPSHOTS_NAME};
+use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
+use crate::error::{Error, Result};
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::snapshot;
+use crate::meta::versioned::Writer;
+use crate::view::View;
+
+/// Attempts of `create` at a name that others make and remove at the same time.
+const CREATE_ATTEMPTS: u32 = 8;
+
+impl View {
+    /// What a name in a directory is. `.` and `..` are names, too, and so is `.snapshots` in the root
+    /// of a live view, though readdir does not show it there.
+    pub fn lookup(&self, parent: Node, name: &OsStr) -> Result<Attr> {
+        if name == "." {
+            return self.getattr(parent);
+        }
+        if name == ".." {
+            return self.getattr(self.parent_of(parent)?);
+        }
+        tree::check_name(name)?;
+        if self.is_snapshots_dir(parent) {
+            return self.lookup_snapshot(name);
+        }
+        if parent == Node::LIVE_ROOT && name == SNAPSHOTS_NAME {
+            return self.getattr(Node { snapshot: 0, ino: SNAPSHOTS_INO });
+        }
+        self.read(parent, |reader| {
+            let dentry = tree::existing(reader, parent.ino, name)?;
+            let inode = tree::inode(reader, dentry.ino)?;
+            Ok(self.attr_of(Node { snapshot: parent.snapshot, ino: dentry.ino }, &inode))
+        })
+    }
+
+    fn lookup_snapshot(&self, name: &OsStr) -> Result<Attr> {
+        let missing = || Error::not_found(format!("snapshot {}", tree::display(name)));
+        let name = name.to_str().ok_or_else(missing)?;
+        let number = self.shared.meta.view(|txn| snapshot::find(txn, self.volume, name))?;
+        self.getattr(Node { snapshot: number.ok_or_else(missing)?, ino: ROOT_INO })
+    }
+
+    /// The directory that `..` of a directory leads to.
+    pub(crate) fn parent_of(&self, node: Node) -> Result<Node> {
+        if self.is_snapshots_dir(node) || node == self.root() {
+            return Ok(self.root());
+        }
+        if node.ino == ROOT_INO {
+            // The root of a snapshot, seen in a live view.
+            return Ok(Node { snapshot: 0, ino: SNAPSHOTS_INO });
+        }
+        let inode = self.read(node, |reader| tree::directory(reader, node.ino))?;
+        Ok(Node { snapshot: node.snapshot, ino: inode.parent })
+    }
+
+    /// Makes an empty file, pipe, socket or device node.
+    pub fn mknod(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        kind: FileKind,
+        mode: u32,
+        rdev: u32,
+        owner: Owner,
+    ) -> Result<Attr> {
+        if matches!(kind, FileKind::Directory | FileKind::Symlink) {
+            return Err(Error::Invalid("mknod makes no directories and no links".into()));
+        }
+        let parent_ino = self.writable(parent)?;
+        let ino = self.spare_inos(1)?.start;
+        let inode = self.write(Durability::Relaxed, |writer| {
+            let mut inode = new_inode(writer, parent_ino, name, kind, mode, owner)?;
+            if matches!(kind, FileKind::BlockDevice | FileKind::CharDevice) {
+                inode.rdev = rdev;
+            }
+            tree::add_child(writer, parent_ino, name, ino, &inode)?;
+            Ok(inode)
+        })?;
+        Ok(inode.attr(Node { snapshot: 0, ino }))
+    }
+
+    /// Makes an empty directory.
+    pub fn mkdir(&self, parent: Node, name: &OsStr, mode: u32, owner: Owner) -> Result<Attr> {
+        let parent_ino = self.writable(parent)?;
+        let ino = self.spare_inos(1)?.start;
+        let inode = self.write(Durability::Relaxed, |writer| {
+            let inode = new_inode(writer, parent_ino, name, FileKind::Directory, mode, owner)?;
+            tree::add_directory(writer, parent_ino, name, ino, inode)
+        })?;
+        Ok(inode.attr(Node { snapshot: 0, ino }))
+    }
+
+    /// Makes a file and opens it, or opens the one that is there unless `flags.exclusive`.
+    pub fn create(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        mode: u32,
+        owner: Owner,
+        flags: OpenFlags,
+    ) -> Result<(Attr, OpenFile)> {
+        let parent_ino = self.writable(parent)?;
+        for _ in 0..CREATE_ATTEMPTS {
+            let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
+            // Counted as open before it exists, so that nobody can unlink it away in between.
+            let file = OpenFile::register(self, node, flags);
+            let made = self.write(Durability::Relaxed, |writer| {
+                tree::check_entry(parent_ino, name)?;
+                match tree::child(writer, parent_ino, name)? {
+                    Some(dentry) if !flags.exclusive => Ok(Err(dentry)),
+                    _ => {
+                        let inode =
+                            new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
+                        tree::add_child(writer, parent_ino, name, node.ino, &inode)?;
+                        Ok(Ok(inode))
+                    }
+                }
+            })?;
+            match made {
+                Ok(inode) => return Ok((inode.attr(node), file)),
+                Err(dentry) => match self.open(Node { snapshot: 0, ino: dentry.ino }, flags) {
+                    // Unlinked since the transaction: make it after all.
+                    Err(Error::NotFound { .. }) => {}
+                    Err(error) => return Err(error),
+                    Ok(file) => return Ok((file.attr()?, file)),
+                },
+            }
+        }
+        Err(Error::not_found(tree::display(name)))
+    }
+
+    /// Removes a name of anything but a directory. The inode goes with its last name, or, when this
+    /// process has it open, with the last close.
+    pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
+        let parent_ino = self.writable(parent)?;
+        self.write_closing(Durability::Relaxed, |writer, closing| {
+            self.unlink_in(writer, parent_ino, name, closing)
+        })
+    }
+
+    /// [`View::unlink`] inside a transaction.
+    pub(crate) fn unlink_in<'a>(
+        &'a self,
+        writer: &mut Writer<'_>,
+        parent: u64,
+        name: &OsStr,
+        closing: &mut Closing<'a>,
+    ) -> Result<()> {
+        tree::check_entry(parent, name)?;
+        let dentry = tree::existing(writer, parent, name)?;
+        if dentry.kind == FileKind::Directory {
+            return Err(Error::IsADirectory { what: tree::display(name) });
+        }
+        let now = Timestamp::now();
+        let mut directory = tree::directory(writer, parent)?;
+        tree::touch_directory(&mut directory, 0, now)?;
+        tree::put_inode(writer, parent, &directory)?;
+        tree::delete_child(writer, parent, name)?;
+        let inode = tree::inode(writer, dentry.ino)?;
+        tree::drop_link(writer, dentry.ino, inode, now, &self.shared.open, closing)
+    }
+
+    /// Removes an empty directory.
+    pub fn rmdir(&self, parent: Node, name: &OsStr) -> Result<()> {
+        let parent_ino = self.writable(parent)?;
+        if name == "." {
+            return Err(Error::Invalid("'.' cannot be removed".into()));
+        }
+        if name == ".." {
+            return Err(Error::NotEmpty { what: "..".into() });
+        }
+        self.write(Durability::Relaxed, |writer| {
+            tree::check_entry(parent_ino, name)?;
+            let dentry = tree::existing(writer, parent_ino, name)?;
+            remove_directory(writer, dentry.ino, name)?;
+            let mut directory = tree::directory(writer, parent_ino)?;
+            tree::touch_directory(&mut directory, -1, Timestamp::now())?;
+            tree::put_inode(writer, parent_ino, &directory)?;
+            tree::delete_child(writer, parent_ino, name)
+        })
+    }
+
+    /// A write transaction that may remove the last name of an inode.
+    pub(crate) fn write_closing<'a, T>(
+        &'a self,
+        durability: Durability,
+        mut body: impl FnMut(&mut Writer<'_>, &mut Closing<'a>) -> Result<T>,
+    ) -> Result<T> {
+        let mut closing = Closing::default();
+        let result = self.write(durability, |writer| {
+            closing.undo();
+            body(writer, &mut closing)
+        });
+        if result.is_err() {
+            closing.undo();
+        }
+        if closing.collect {
+            self.shared.collector.wake();
+        }
+        result
+    }
+
+    /// Makes the entries of a directory durable.
+    pub fn fsync_dir(&self, node: Node) -> Result<()> {
+        self.writable(node)?;
+        self.shared.meta.sync()
+    }
+}
+
+/// Removes the inode of a directory, which must be empty.
+pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) -> Result<()> {
+    let inode = tree::inode(writer, ino)?;
+    if !inode.is_directory() {
+        return Err(Error::NotADirectory { what: tree::display(name) });
+    }
+    if !tree::is_empty(writer, ino)? {
+        return Err(Error::NotEmpty { what: tree::display(name) });
+    }
+    tree::remove_records(writer, ino, usize::MAX).map(drop)
+}
+
+/// A new inode for a name that must be free.
+pub(super) fn new_inode(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    name: &OsStr,
+    kind: FileKind,
+    mode: u32,
+    owner: Owner,
+) -> Result<Inode> {
+    if parent == ROOT_INO && name == SNAPSHOTS_NAME {
+        return Err(Error::Exists { what: SNAPSHOTS_NAME.into() });
+    }
+    tree::check_entry(parent, name)?;
+    let directory = tree::directory(writer, parent)?;
+    if tree::child(writer, parent, name)?.is_some() {
+        return Err(Error::Exists { what: tree::display(name) });
+    }
+    Ok(tree::child_inode(&directory, kind, mode, owner))
+}

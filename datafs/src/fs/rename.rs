@@ -1,0 +1,125 @@
+//! Rename: one transaction that moves a name and replaces what was at the target.
+
+use std::ffi::OsStr;
+
+use super::namespace::remove_directory;
+use super::tree::{self, Closing};
+use super::types::{Node, ROOT_INO};
+use crate::error::{Error, Result};
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Dentry, Timestamp};
+use crate::meta::versioned::Writer;
+use crate::view::View;
+
+/// A name in a directory.
+#[derive(Debug, Clone, Copy)]
+struct Place<'n> {
+    parent: u64,
+    name: &'n OsStr,
+}
+
+impl View {
+    /// Moves a name. A file or an empty directory at the target is replaced in the same step, unless
+    /// `no_replace`, which fails with [`Error::Exists`].
+    pub fn rename(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        new_parent: Node,
+        new_name: &OsStr,
+        no_replace: bool,
+    ) -> Result<()> {
+        let from = Place { parent: self.writable(parent)?, name };
+        let to = Place { parent: self.writable(new_parent)?, name: new_name };
+        self.write_closing(Durability::Relaxed, |writer, closing| {
+            self.rename_in(writer, from, to, no_replace, closing)
+        })
+    }
+
+    fn rename_in<'a>(
+        &'a self,
+        writer: &mut Writer<'_>,
+        from: Place<'_>,
+        to: Place<'_>,
+        no_replace: bool,
+        closing: &mut Closing<'a>,
+    ) -> Result<()> {
+        tree::check_entry(from.parent, from.name)?;
+        tree::check_entry(to.parent, to.name)?;
+        let moved = tree::existing(writer, from.parent, from.name)?;
+        let mut inode = tree::inode(writer, moved.ino)?;
+        tree::directory(writer, to.parent)?;
+        if inode.is_directory() {
+            refuse_loop(writer, moved.ino, to.parent)?;
+        }
+        let replaced = tree::child(writer, to.parent, to.name)?;
+        if let Some(replaced) = replaced {
+            if no_replace {
+                return Err(Error::Exists { what: tree::display(to.name) });
+            }
+            if replaced.ino == moved.ino {
+                // Two names of one inode: POSIX keeps both.
+                return Ok(());
+            }
+        }
+        let now = Timestamp::now();
+        let mut links = [0, 0];
+        if inode.is_directory() {
+            links = [-1, 1];
+        }
+        if let Some(replaced) = replaced {
+            links[1] += self.replace(writer, inode.is_directory(), replaced, to, now, closing)?;
+        }
+        tree::delete_child(writer, from.parent, from.name)?;
+        tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
+        inode.ctime = now;
+        if inode.is_directory() {
+            inode.parent = to.parent;
+        }
+        tree::put_inode(writer, moved.ino, &inode)?;
+        for (ino, links) in [(from.parent, links[0]), (to.parent, links[1])] {
+            let mut directory = tree::directory(writer, ino)?;
+            tree::touch_directory(&mut directory, links, now)?;
+            tree::put_inode(writer, ino, &directory)?;
+        }
+        Ok(())
+    }
+
+    /// Removes what is at the target. Returns how the target directory's link count changes by that.
+    fn replace<'a>(
+        &'a self,
+        writer: &mut Writer<'_>,
+        by_directory: bool,
+        replaced: Dentry,
+        to: Place<'_>,
+        now: Timestamp,
+        closing: &mut Closing<'a>,
+    ) -> Result<i32> {
+        let inode = tree::inode(writer, replaced.ino)?;
+        let what = || tree::display(to.name);
+        match (by_directory, inode.is_directory()) {
+            (true, true) => {
+                remove_directory(writer, replaced.ino, to.name)?;
+                Ok(-1)
+            }
+            (true, false) => Err(Error::NotADirectory { what: what() }),
+            (false, true) => Err(Error::IsADirectory { what: what() }),
+            (false, false) => {
+                tree::drop_link(writer, replaced.ino, inode, now, &self.shared.open, closing)?;
+                Ok(0)
+            }
+        }
+    }
+}
+
+/// A directory cannot move into itself or below itself.
+fn refuse_loop(writer: &mut Writer<'_>, moved: u64, to: u64) -> Result<()> {
+    let mut ancestor = to;
+    while ancestor != ROOT_INO {
+        if ancestor == moved {
+            return Err(Error::Invalid("a directory cannot be moved below itself".into()));
+        }
+        ancestor = tree::directory(writer, ancestor)?.parent;
+    }
+    Ok(())
+}

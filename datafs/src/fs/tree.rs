@@ -1,0 +1,237 @@
+//! Steps inside a transaction from which the operations are built: inodes, entries, links.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+
+use parking_lot::MutexGuard;
+
+use super::open_table::{OpenInodes, OpenTable};
+use super::types::{FileKind, Owner, ROOT_INO};
+use crate::error::{Error, Result};
+use crate::meta::engine::Order;
+use crate::meta::inode::{Dentry, Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::versioned::{Records, Writer};
+
+/// Owner of an orphan that anybody may free.
+pub(crate) const NO_OWNER: u64 = 0;
+/// Longest file name, in bytes.
+pub(crate) const NAME_BYTES_MAX: usize = 255;
+/// Name of the directory of snapshots in the root of a live view.
+pub(crate) const SNAPSHOTS_NAME: &str = ".snapshots";
+/// The set-group-ID bit of a mode.
+const SET_GROUP_ID: u32 = 0o2000;
+/// Records of an inode that are removed in the transaction that unlinks it; more are removed later.
+const REMOVE_NOW_MAX: usize = 256;
+
+/// Checks the name of a new or old entry.
+pub(crate) fn check_name(name: &OsStr) -> Result<()> {
+    let bytes = name.as_bytes();
+    let invalid =
+        |reason| Err(Error::InvalidName { name: name.to_string_lossy().into_owned(), reason });
+    if bytes.len() > NAME_BYTES_MAX {
+        return Err(Error::NameTooLong { bytes: bytes.len(), bytes_max: NAME_BYTES_MAX });
+    }
+    if bytes.is_empty() {
+        return invalid("a file name has at least one byte");
+    }
+    if bytes.contains(&b'/') || bytes.contains(&0) {
+        return invalid("a file name has no '/' and no NUL byte");
+    }
+    if bytes == b"." || bytes == b".." {
+        return invalid("'.' and '..' are not names of entries");
+    }
+    Ok(())
+}
+
+/// Checks that an entry of this name may be made, removed or moved in a directory.
+pub(crate) fn check_entry(parent: u64, name: &OsStr) -> Result<()> {
+    check_name(name)?;
+    if parent == ROOT_INO && name == SNAPSHOTS_NAME {
+        return Err(Error::ReadOnly { what: format!("directory {SNAPSHOTS_NAME}") });
+    }
+    Ok(())
+}
+
+/// An inode that exists.
+pub(crate) fn inode(records: &mut dyn Records, ino: u64) -> Result<Inode> {
+    match records.get(&keys::attributes(ino))? {
+        Some(value) => Inode::decode(&value),
+        None => Err(Error::not_found(format!("inode {ino}"))),
+    }
+}
+
+/// The inode of a directory that has a name (or is the root).
+pub(crate) fn directory(records: &mut dyn Records, ino: u64) -> Result<Inode> {
+    let inode = inode(records, ino)?;
+    if inode.is_directory() {
+        Ok(inode)
+    } else {
+        Err(Error::NotADirectory { what: format!("inode {ino}") })
+    }
+}
+
+pub(crate) fn put_inode(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
+    writer.put(&keys::attributes(ino), &inode.encode())
+}
+
+/// An entry of a directory, if there is one.
+pub(crate) fn child(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<Option<Dentry>> {
+    let value = records.get(&keys::child(parent, name.as_bytes()))?;
+    value.map(|value| Dentry::decode(&value)).transpose()
+}
+
+/// An entry of a directory that must be there.
+pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<Dentry> {
+    match child(records, parent, name)? {
+        Some(dentry) => Ok(dentry),
+        None => {
+            directory(records, parent)?;
+            Err(Error::not_found(display(name)))
+        }
+    }
+}
+
+pub(crate) fn put_child(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    name: &OsStr,
+    ino: u64,
+    kind: FileKind,
+) -> Result<()> {
+    writer.put(&keys::child(parent, name.as_bytes()), &Dentry { ino, kind }.encode())
+}
+
+pub(crate) fn delete_child(writer: &mut Writer<'_>, parent: u64, name: &OsStr) -> Result<()> {
+    writer.delete(&keys::child(parent, name.as_bytes()))
+}
+
+/// Whether a directory has no entries.
+pub(crate) fn is_empty(records: &mut dyn Records, ino: u64) -> Result<bool> {
+    let prefix = keys::children(ino);
+    let some = records.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, 1)?;
+    Ok(some.is_empty())
+}
+
+/// Notes a change of a directory's entries; `subdirectories` is how many more there are.
+pub(crate) fn touch_directory(inode: &mut Inode, subdirectories: i32, now: Timestamp) -> Result<()> {
+    inode.nlink = add_links(inode.nlink, subdirectories)?;
+    inode.mtime = now;
+    inode.ctime = now;
+    Ok(())
+}
+
+/// A link count, changed.
+pub(crate) fn add_links(nlink: u32, change: i32) -> Result<u32> {
+    nlink.checked_add_signed(change).ok_or_else(|| Error::TooManyLinks { what: "the inode".into() })
+}
+
+/// What a transaction that removes a name holds and has to do after its commit. The open table stays
+/// locked from the moment in which the transaction decides what becomes of an inode until after the
+/// commit, so that nobody opens the inode in between.
+#[derive(Debug, Default)]
+pub(crate) struct Closing<'a> {
+    table: Option<MutexGuard<'a, OpenInodes>>,
+    orphaned: Vec<(u64, u64)>,
+    /// An inode with too many records for one transaction is left to the collector.
+    pub(crate) collect: bool,
+}
+
+impl Closing<'_> {
+    /// The transaction was taken back: the inodes are no orphans.
+    pub(crate) fn undo(&mut self) {
+        if let Some(mut table) = self.table.take() {
+            for (volume, ino) in self.orphaned.drain(..) {
+                table.set_orphan(volume, ino, false);
+            }
+        }
+        self.collect = false;
+    }
+}
+
+/// Takes one link from a file. With the last one the inode goes; if this process has it open, after
+/// the last close.
+pub(crate) fn drop_link<'a>(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    mut inode: Inode,
+    now: Timestamp,
+    open: &'a OpenTable,
+    closing: &mut Closing<'a>,
+) -> Result<()> {
+    inode.nlink = inode.nlink.saturating_sub(1);
+    inode.ctime = now;
+    if inode.nlink > 0 {
+        return put_inode(writer, ino, &inode);
+    }
+    let table = closing.table.get_or_insert_with(|| open.lock());
+    let (volume, session) = (writer.volume(), writer.session());
+    if table.set_orphan(volume, ino, true) {
+        closing.orphaned.push((volume, ino));
+        put_inode(writer, ino, &inode)?;
+        return writer.txn().put(&keys::orphan(volume, ino), &session.to_be_bytes());
+    }
+    if remove_records(writer, ino, REMOVE_NOW_MAX)? {
+        return Ok(());
+    }
+    closing.collect = true;
+    writer.txn().put(&keys::orphan(volume, ino), &NO_OWNER.to_be_bytes())
+}
+
+/// Removes at most `limit` records of an inode, its attributes among the first. Returns whether none
+/// is left.
+pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<bool> {
+    let prefix = keys::node(ino);
+    let records = writer.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, limit)?;
+    for (record, _) in &records {
+        writer.delete(record)?;
+    }
+    Ok(records.len() < limit)
+}
+
+/// A name for an error message.
+pub(crate) fn display(name: &OsStr) -> String {
+    name.to_string_lossy().into_owned()
+}
+
+/// A new inode for a directory: a set-group-ID directory passes its group on, and the bit to
+/// directories.
+pub(crate) fn child_inode(directory: &Inode, kind: FileKind, mode: u32, owner: Owner) -> Inode {
+    let mut inode = Inode::new(kind, mode, owner.uid, owner.gid);
+    if directory.mode & SET_GROUP_ID != 0 {
+        inode.gid = directory.gid;
+        if kind == FileKind::Directory {
+            inode.mode |= SET_GROUP_ID;
+        }
+    }
+    inode
+}
+
+/// Puts a new directory into its parent.
+pub(crate) fn add_directory(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    name: &OsStr,
+    ino: u64,
+    mut inode: Inode,
+) -> Result<Inode> {
+    inode.nlink = 2;
+    inode.parent = parent;
+    add_child(writer, parent, name, ino, &inode)?;
+    Ok(inode)
+}
+
+/// Puts a new inode into its parent.
+pub(crate) fn add_child(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    name: &OsStr,
+    ino: u64,
+    inode: &Inode,
+) -> Result<()> {
+    let mut directory = directory(writer, parent)?;
+    touch_directory(&mut directory, i32::from(inode.is_directory()), inode.ctime)?;
+    put_inode(writer, ino, inode)?;
+    put_child(writer, parent, name, ino, inode.kind)?;
+    put_inode(writer, parent, &directory)
+}

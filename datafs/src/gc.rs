@@ -1,0 +1,341 @@
+//! Collection of what nothing points at any more, safe to stop anywhere and to run in several
+//! processes at once.
+//!
+//! Four kinds, each noted in the metadata by the transaction that made it garbage:
+//!  - objects whose last extent is gone: on the garbage list, deleted after a grace period;
+//!  - snapshots and volumes in deletion: freed in batches;
+//!  - inodes without a name whose process has died, or that were too large to free at once;
+//!  - dead sessions: their objects that no extent points at.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::data::ObjectId;
+use crate::datafs::{Datafs, Shared};
+use crate::error::{Error, Result};
+use crate::fs::tree;
+use crate::meta::codec::Decoder;
+use crate::meta::engine::{Durability, Order, Pair};
+use crate::meta::inode::Timestamp;
+use crate::meta::keys;
+use crate::meta::snapshot;
+use crate::meta::versioned::{VolumeRow, Writer, forget_version, record_of};
+use crate::session::{self, DeadSession};
+
+/// Records that one transaction reads or removes.
+const BATCH: usize = 1_000;
+/// Half-written files of dead writers are removed at this age.
+const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
+
+/// What a collection has removed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct GcReport {
+    /// Objects deleted from the store.
+    pub objects: u64,
+    /// Snapshots whose deletion was completed.
+    pub snapshots: u64,
+    /// Volumes whose deletion was completed.
+    pub volumes: u64,
+    /// Unlinked inodes that were freed.
+    pub inodes: u64,
+    /// Dead processes that were cleaned up after.
+    pub sessions: u64,
+}
+
+impl Datafs {
+    /// Collects garbage now and returns when nothing is left that may go. Runs beside everything
+    /// else; may be stopped (or killed) anywhere.
+    pub fn gc(&self) -> Result<GcReport> {
+        self.shared.collect()
+    }
+}
+
+/// The background collection of one open datafs.
+#[derive(Debug, Default)]
+pub(crate) struct Collector {
+    signal: Arc<Signal>,
+}
+
+#[derive(Debug, Default)]
+struct Signal {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    wanted: bool,
+    stopped: bool,
+}
+
+impl Default for State {
+    /// The first collection starts at once: it cleans up after what died before.
+    fn default() -> State {
+        State { wanted: true, stopped: false }
+    }
+}
+
+impl Collector {
+    /// Starts the thread, unless the configuration turns it off. It ends with the datafs.
+    pub(crate) fn start(shared: &Arc<Shared>) -> Result<()> {
+        if shared.config.gc_interval_ms == 0 {
+            return Ok(());
+        }
+        let interval = Duration::from_millis(shared.config.gc_interval_ms);
+        let signal = Arc::clone(&shared.collector.signal);
+        let weak = Arc::downgrade(shared);
+        std::thread::Builder::new()
+            .name("datafs-gc".into())
+            .spawn(move || run(&signal, &weak, interval))
+            .map(drop)
+            .map_err(|e| Error::io("start the collection thread of", &shared.sessions_dir, e))
+    }
+
+    /// Runs a collection soon.
+    pub(crate) fn wake(&self) {
+        self.signal.state.lock().wanted = true;
+        self.signal.changed.notify_all();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.signal.state.lock().stopped = true;
+        self.signal.changed.notify_all();
+    }
+}
+
+fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
+    loop {
+        {
+            let mut state = signal.state.lock();
+            if !state.wanted && !state.stopped {
+                signal.changed.wait_for(&mut state, interval);
+            }
+            if state.stopped {
+                return;
+            }
+            state.wanted = false;
+        }
+        let Some(shared) = shared.upgrade() else { return };
+        match shared.collect() {
+            Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
+            Ok(_) => {}
+            Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
+        }
+    }
+}
+
+impl Shared {
+    pub(crate) fn collect(&self) -> Result<GcReport> {
+        let mut report = GcReport::default();
+        self.collect_sessions(&mut report)?;
+        self.collect_deletions(&mut report)?;
+        self.collect_orphans(&mut report)?;
+        self.collect_objects(&mut report)?;
+        Ok(report)
+    }
+
+    fn page(&self, prefix: &[u8], after: Option<&[u8]>) -> Result<Vec<Pair>> {
+        let start = after.map_or_else(|| prefix.to_vec(), |key| [key, &[0]].concat());
+        let end = keys::after_prefix(prefix);
+        self.meta.view(|txn| txn.scan(&start, &end, Order::Ascending, BATCH))
+    }
+
+    /// All pairs under a prefix, page by page.
+    fn each(&self, prefix: &[u8], mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>) -> Result<()> {
+        let mut last: Option<Vec<u8>> = None;
+        loop {
+            let page = self.page(prefix, last.as_deref())?;
+            for (key, value) in &page {
+                visit(key, value)?;
+            }
+            match page.last() {
+                Some((key, _)) if page.len() == BATCH => last = Some(key.clone()),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    fn collect_sessions(&self, report: &mut GcReport) -> Result<()> {
+        let mut known = Vec::new();
+        self.each(&keys::sessions(), |key, _| {
+            known.push(Decoder::new("session key", &key[1..]).u64()?);
+            Ok(())
+        })?;
+        for id in known.iter().copied().filter(|id| *id != self.session.id()) {
+            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)? {
+                self.clean_up_after(id, report)?;
+                dead.remove()?;
+                report.sessions += 1;
+            }
+        }
+        for id in session::files(&self.sessions_dir)? {
+            if known.contains(&id) || id == self.session.id() {
+                continue;
+            }
+            // A session that died before its row, or one that started after the rows were read.
+            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)? {
+                if self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none() {
+                    dead.remove()?;
+                }
+            }
+        }
+        if report.sessions > 0 {
+            self.pool.remove_abandoned(ABANDONED_AGE)?;
+        }
+        Ok(())
+    }
+
+    /// Removes what a dead process has left. Its row goes first, durably: if the process is only
+    /// stopped and comes back, none of its commits can point at a new object any more.
+    fn clean_up_after(&self, id: u64, report: &mut GcReport) -> Result<()> {
+        self.meta.transact(Durability::Durable, |txn| {
+            // Kept under its name until the objects are gone, so that a crash here loses nothing.
+            txn.put(&keys::session_in_cleanup(id), &[])?;
+            txn.delete(&keys::session(id))
+        })?;
+        self.clean_up_objects(id, report)
+    }
+
+    fn clean_up_objects(&self, id: u64, report: &mut GcReport) -> Result<()> {
+        for object in self.pool.list_session(id)? {
+            let known = self.meta.view(|txn| {
+                Ok(txn.get(&keys::references(object))?.is_some()
+                    || txn.get(&keys::garbage(object))?.is_some())
+            })?;
+            if !known {
+                self.pool.delete(object)?;
+                report.objects += 1;
+            }
+        }
+        self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::session_in_cleanup(id)))
+    }
+
+    fn collect_deletions(&self, report: &mut GcReport) -> Result<()> {
+        let mut cleanups = Vec::new();
+        self.each(&keys::sessions_in_cleanup(), |key, _| {
+            cleanups.push(Decoder::new("session key", &key[1..]).u64()?);
+            Ok(())
+        })?;
+        for id in cleanups {
+            self.clean_up_objects(id, report)?;
+        }
+        let mut volumes = Vec::new();
+        self.each(&keys::volumes(), |key, value| {
+            let id = Decoder::new("volume key", &key[1..]).u64()?;
+            volumes.push((id, VolumeRow::decode(value)?.deleting));
+            Ok(())
+        })?;
+        for (id, deleting) in volumes {
+            if deleting {
+                self.delete_volume(id)?;
+                report.volumes += 1;
+                continue;
+            }
+            for number in self.meta.view(|txn| snapshot::deleting(txn, id))? {
+                let free = || {
+                    self.meta.transact(Durability::Relaxed, |txn| snapshot::free_batch(txn, id, number))
+                };
+                while !free()? {}
+                report.snapshots += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn delete_volume(&self, id: u64) -> Result<()> {
+        for (prefix, versioned) in [
+            (keys::live(id, &[]), true),
+            (keys::history(id, &[]), true),
+            (keys::dead_lists(id), false),
+            (keys::orphans(id), false),
+            (keys::snapshot_names(id), false),
+            (keys::snapshots(id), false),
+            (keys::next_ino(id), false),
+        ] {
+            let end = keys::after_prefix(&prefix);
+            let history = prefix == keys::history(id, &[]);
+            let batch = || {
+                self.meta.transact(Durability::Relaxed, |txn| {
+                    let page = txn.scan(&prefix, &end, Order::Ascending, BATCH)?;
+                    for (key, value) in &page {
+                        if versioned {
+                            let record = if history { record_of(key) } else { &key[9..] };
+                            forget_version(txn, record, value)?;
+                        }
+                        txn.delete(key)?;
+                    }
+                    Ok(page.len() < BATCH)
+                })
+            };
+            while !batch()? {}
+        }
+        self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
+    }
+
+    fn collect_orphans(&self, report: &mut GcReport) -> Result<()> {
+        let mut orphans = Vec::new();
+        self.each(&keys::all_orphans(), |key, owner| {
+            let owner = Decoder::new("orphan record", owner).u64()?;
+            let owned = owner != tree::NO_OWNER
+                && self.meta.view(|txn| txn.get(&keys::session(owner)))?.is_some();
+            if !owned {
+                let mut from = Decoder::new("orphan key", &key[1..]);
+                orphans.push((from.u64()?, from.u64()?));
+            }
+            Ok(())
+        })?;
+        for (volume, ino) in orphans {
+            match self.reap(volume, ino) {
+                Ok(()) => report.inodes += 1,
+                // Its volume is being deleted, and the orphan with it.
+                Err(Error::Stale { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees an inode that has no name, in batches.
+    pub(crate) fn reap(&self, volume: u64, ino: u64) -> Result<()> {
+        let batch = || {
+            self.meta.transact(Durability::Relaxed, |txn| {
+                if txn.get(&keys::orphan(volume, ino))?.is_none() {
+                    return Ok(true);
+                }
+                let mut writer = Writer::open(txn, volume, self.session.id())?;
+                let done = tree::remove_records(&mut writer, ino, BATCH)?;
+                if done {
+                    writer.txn().delete(&keys::orphan(volume, ino))?;
+                }
+                Ok(done)
+            })
+        };
+        while !batch()? {}
+        Ok(())
+    }
+
+    fn collect_objects(&self, report: &mut GcReport) -> Result<()> {
+        let grace = Duration::from_millis(self.config.garbage_grace_ms);
+        let mut due = Vec::new();
+        self.each(&keys::all_garbage(), |key, value| {
+            let mut from = Decoder::new("garbage record", value);
+            let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
+            if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
+                due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
+            }
+            Ok(())
+        })?;
+        for batch in due.chunks(BATCH) {
+            for object in batch {
+                self.pool.delete(*object)?;
+            }
+            self.meta.transact(Durability::Relaxed, |txn| {
+                batch.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
+            })?;
+            report.objects += batch.len() as u64;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,97 @@
+//! What a metadata engine is: an ordered map of bytes to bytes with serializable transactions.
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// A key and its value.
+pub(crate) type Pair = (Vec<u8>, Vec<u8>);
+
+/// What a commit promises once it has returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Durability {
+    /// It is visible everywhere and survives the death of every process; a power failure may take it
+    /// back, with everything committed after it.
+    Relaxed,
+    /// It survives a power failure, with everything committed before it.
+    Durable,
+}
+
+/// Direction of a scan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    Ascending,
+    Descending,
+}
+
+/// Reads of one transaction: all see the same state.
+pub(crate) trait ReadTxn {
+    /// The value of a key.
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>>;
+
+    /// At most `limit` pairs with `start <= key < end`, in `order`.
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
+}
+
+/// Reads and writes of one transaction.
+pub(crate) trait WriteTxn: ReadTxn {
+    /// Sets a key.
+    fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()>;
+
+    /// Removes a key; one that is not there is removed already.
+    fn delete(&mut self, key: &[u8]) -> Result<()>;
+
+    /// The transaction as a reader.
+    fn as_read(&mut self) -> &mut dyn ReadTxn;
+}
+
+/// A metadata engine. Shared by all threads of a process, and its file or server by all processes.
+pub(crate) trait Engine: fmt::Debug + Send + Sync {
+    /// Runs `body` in a read transaction.
+    fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()>;
+
+    /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
+    /// back. After a conflict `body` runs again from the start, so it must not keep effects of an
+    /// earlier run. Not to be nested.
+    fn write(
+        &self,
+        durability: Durability,
+        body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
+    ) -> Result<()>;
+
+    /// Makes every commit that any process has finished before the call durable.
+    fn sync(&self) -> Result<()>;
+}
+
+impl dyn Engine + '_ {
+    /// [`Engine::read`] with a result.
+    pub(crate) fn view<T>(
+        &self,
+        mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>,
+    ) -> Result<T> {
+        let mut result = None;
+        self.read(&mut |txn| {
+            result = Some(body(txn)?);
+            Ok(())
+        })?;
+        result.ok_or_else(no_run)
+    }
+
+    /// [`Engine::write`] with a result.
+    pub(crate) fn transact<T>(
+        &self,
+        durability: Durability,
+        mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
+    ) -> Result<T> {
+        let mut result = None;
+        self.write(durability, &mut |txn| {
+            result = Some(body(txn)?);
+            Ok(())
+        })?;
+        result.ok_or_else(no_run)
+    }
+}
+
+fn no_run() -> Error {
+    Error::corrupt("metadata engine", "it returned success without running the transaction")
+}

@@ -1,0 +1,309 @@
+//! The key space of the metadata: which bytes name which record.
+//!
+//! The first byte is the table. Numbers are big-endian, so that byte order is number order. Records of
+//! a volume (inodes, entries, extents, application keys) have a *record key* of their own, which is
+//! prefix-free; the live version is at `r volume record-key`, older ones, held by snapshots, are at
+//! `h volume record-key until-snapshot`.
+
+use sha2::{Digest as _, Sha256};
+
+use crate::data::ObjectId;
+
+/// Format version of the metadata.
+pub(crate) const FORMAT: &[u8] = b"mformat";
+/// Rewritten to make earlier commits durable.
+pub(crate) const BARRIER: &[u8] = b"mbarrier";
+/// The last volume id that was given out.
+pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
+
+/// Children of a directory: tag inside a node's records.
+const CHILD: u8 = b'c';
+const ATTRIBUTES: u8 = b'a';
+const HEAD: u8 = b'd';
+const EXTENT: u8 = b'e';
+const TARGET: u8 = b'l';
+const NODE: u8 = b'n';
+const APPLICATION: u8 = b'k';
+
+/// Smallest hash of a child's name: lower cursors are for `.` and `..`.
+pub(crate) const HASH_MIN: u64 = 16;
+
+fn table(tag: u8, parts: &[&[u8]]) -> Vec<u8> {
+    let mut key = Vec::with_capacity(1 + parts.iter().map(|p| p.len()).sum::<usize>());
+    key.push(tag);
+    for part in parts {
+        key.extend_from_slice(part);
+    }
+    key
+}
+
+/// The smallest key above all keys that start with `prefix` (which is not all 0xff).
+pub(crate) fn after_prefix(prefix: &[u8]) -> Vec<u8> {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            break;
+        }
+    }
+    end
+}
+
+/// Volume name to volume id.
+pub(crate) fn volume_name(name: &str) -> Vec<u8> {
+    table(b'n', &[name.as_bytes()])
+}
+
+/// All volume names.
+pub(crate) fn volume_names() -> Vec<u8> {
+    table(b'n', &[])
+}
+
+/// A volume's row.
+pub(crate) fn volume(id: u64) -> Vec<u8> {
+    table(b'v', &[&id.to_be_bytes()])
+}
+
+/// All volume rows.
+pub(crate) fn volumes() -> Vec<u8> {
+    table(b'v', &[])
+}
+
+/// The next inode number of a volume.
+pub(crate) fn next_ino(volume: u64) -> Vec<u8> {
+    table(b'i', &[&volume.to_be_bytes()])
+}
+
+/// A snapshot's row.
+pub(crate) fn snapshot(volume: u64, snapshot: u64) -> Vec<u8> {
+    table(b's', &[&volume.to_be_bytes(), &snapshot.to_be_bytes()])
+}
+
+/// All snapshot rows of a volume.
+pub(crate) fn snapshots(volume: u64) -> Vec<u8> {
+    table(b's', &[&volume.to_be_bytes()])
+}
+
+/// Snapshot name to snapshot number.
+pub(crate) fn snapshot_name(volume: u64, name: &str) -> Vec<u8> {
+    table(b't', &[&volume.to_be_bytes(), name.as_bytes()])
+}
+
+/// All snapshot names of a volume.
+pub(crate) fn snapshot_names(volume: u64) -> Vec<u8> {
+    table(b't', &[&volume.to_be_bytes()])
+}
+
+/// The live version of a record.
+pub(crate) fn live(volume: u64, record: &[u8]) -> Vec<u8> {
+    table(b'r', &[&volume.to_be_bytes(), record])
+}
+
+/// Versions of a record that snapshots hold; append the number of the last that does.
+pub(crate) fn history(volume: u64, record: &[u8]) -> Vec<u8> {
+    table(b'h', &[&volume.to_be_bytes(), record])
+}
+
+/// One version of a record: the last snapshot that holds it is `until`.
+pub(crate) fn history_version(volume: u64, record: &[u8], until: u64) -> Vec<u8> {
+    table(b'h', &[&volume.to_be_bytes(), record, &until.to_be_bytes()])
+}
+
+/// A dead list: the versions whose last snapshot was `list` when they died.
+pub(crate) fn dead_list(volume: u64, list: u64) -> Vec<u8> {
+    table(b'd', &[&volume.to_be_bytes(), &list.to_be_bytes()])
+}
+
+/// An entry of a dead list; the youngest version comes first, so that what a deletion frees is a
+/// prefix of the list.
+pub(crate) fn dead(volume: u64, list: u64, since: u64, record: &[u8]) -> Vec<u8> {
+    let youngest_first = (u64::MAX - since).to_be_bytes();
+    table(b'd', &[&volume.to_be_bytes(), &list.to_be_bytes(), &youngest_first, record])
+}
+
+/// All dead lists of a volume.
+pub(crate) fn dead_lists(volume: u64) -> Vec<u8> {
+    table(b'd', &[&volume.to_be_bytes()])
+}
+
+/// An inode without a name that some process still has open.
+pub(crate) fn orphan(volume: u64, ino: u64) -> Vec<u8> {
+    table(b'o', &[&volume.to_be_bytes(), &ino.to_be_bytes()])
+}
+
+/// All orphans of a volume.
+pub(crate) fn orphans(volume: u64) -> Vec<u8> {
+    table(b'o', &[&volume.to_be_bytes()])
+}
+
+/// All orphans.
+pub(crate) fn all_orphans() -> Vec<u8> {
+    table(b'o', &[])
+}
+
+/// How many extents point at an object.
+pub(crate) fn references(object: ObjectId) -> Vec<u8> {
+    table(b'j', &[&object.to_bytes()])
+}
+
+/// An object that nothing points at any more.
+pub(crate) fn garbage(object: ObjectId) -> Vec<u8> {
+    table(b'g', &[&object.to_bytes()])
+}
+
+/// All garbage.
+pub(crate) fn all_garbage() -> Vec<u8> {
+    table(b'g', &[])
+}
+
+/// A process that has this metadata open.
+pub(crate) fn session(id: u64) -> Vec<u8> {
+    table(b'p', &[&id.to_be_bytes()])
+}
+
+/// All sessions.
+pub(crate) fn sessions() -> Vec<u8> {
+    table(b'p', &[])
+}
+
+/// A dead session whose unpublished objects are being removed.
+pub(crate) fn session_in_cleanup(id: u64) -> Vec<u8> {
+    table(b'q', &[&id.to_be_bytes()])
+}
+
+/// All dead sessions in cleanup.
+pub(crate) fn sessions_in_cleanup() -> Vec<u8> {
+    table(b'q', &[])
+}
+
+/// Record key: everything about one inode, and the entries of a directory.
+pub(crate) fn node(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes()])
+}
+
+/// Record keys of all inodes.
+pub(crate) fn nodes() -> Vec<u8> {
+    table(NODE, &[])
+}
+
+/// Record key: attributes of an inode.
+pub(crate) fn attributes(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[ATTRIBUTES]])
+}
+
+/// Whether a record key is that of attributes.
+pub(crate) fn is_attributes(record: &[u8]) -> bool {
+    record.len() == 10 && record[0] == NODE && record[9] == ATTRIBUTES
+}
+
+/// Record key: the first bytes of a file, kept in the metadata.
+pub(crate) fn head(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[HEAD]])
+}
+
+/// Record key: the target of a symbolic link.
+pub(crate) fn target(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[TARGET]])
+}
+
+/// Record key: an extent.
+pub(crate) fn extent(ino: u64, file_offset: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[EXTENT], &file_offset.to_be_bytes()])
+}
+
+/// Whether a record key is that of an extent, so that its value points at an object.
+pub(crate) fn is_extent(record: &[u8]) -> bool {
+    record.len() == 18 && record[0] == NODE && record[9] == EXTENT
+}
+
+/// File offset of an extent's record key.
+pub(crate) fn extent_offset(record: &[u8]) -> Option<u64> {
+    let bytes = record.get(10..18)?.try_into().ok()?;
+    is_extent(record).then_some(u64::from_be_bytes(bytes))
+}
+
+/// Record keys of all extents of a file.
+pub(crate) fn extents(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[EXTENT]])
+}
+
+/// Record key: a directory's entry. Ordered by the hash of the name, which is the cursor of readdir:
+/// a cursor stays right while entries come and go.
+pub(crate) fn child(parent: u64, name: &[u8]) -> Vec<u8> {
+    let hash = name_hash(name).to_be_bytes();
+    table(NODE, &[&parent.to_be_bytes(), &[CHILD], &hash, name, &[0]])
+}
+
+/// Record keys of all entries of a directory.
+pub(crate) fn children(parent: u64) -> Vec<u8> {
+    table(NODE, &[&parent.to_be_bytes(), &[CHILD]])
+}
+
+/// Record keys of the entries of a directory whose hash is at least `hash`.
+pub(crate) fn children_from(parent: u64, hash: u64) -> Vec<u8> {
+    table(NODE, &[&parent.to_be_bytes(), &[CHILD], &hash.to_be_bytes()])
+}
+
+/// Hash and name of an entry's record key.
+pub(crate) fn child_name(record: &[u8]) -> Option<(u64, &[u8])> {
+    let hash = u64::from_be_bytes(record.get(10..18)?.try_into().ok()?);
+    let name = record.get(18..record.len().checked_sub(1)?)?;
+    (record[0] == NODE && record[9] == CHILD).then_some((hash, name))
+}
+
+/// The readdir cursor of a name: 63 bits of its SHA-256, at least [`HASH_MIN`]. On-disk format.
+pub(crate) fn name_hash(name: &[u8]) -> u64 {
+    let digest = Sha256::digest(name);
+    let mut first = [0; 8];
+    first.copy_from_slice(&digest[..8]);
+    (u64::from_be_bytes(first) >> 1).max(HASH_MIN)
+}
+
+/// Record key: an application key.
+pub(crate) fn application(key: &str) -> Vec<u8> {
+    table(APPLICATION, &[key.as_bytes(), &[0]])
+}
+
+/// Record keys of the application keys with a prefix.
+pub(crate) fn applications(prefix: &str) -> Vec<u8> {
+    table(APPLICATION, &[prefix.as_bytes()])
+}
+
+/// The application key of a record key.
+pub(crate) fn application_name(record: &[u8]) -> Option<&str> {
+    let name = record.get(1..record.len().checked_sub(1)?)?;
+    std::str::from_utf8(name).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn prefix_ends_are_above_everything_below() {
+        assert_eq!(after_prefix(b"ab"), b"ac");
+        assert_eq!(after_prefix(&[1, 0xff]), [2]);
+        assert_eq!(after_prefix(&[1, 0xff, 0xff]), [2]);
+    }
+
+    #[test]
+    fn record_keys_are_taken_apart() {
+        let key = child(7, b"name");
+        assert_eq!(child_name(&key), Some((name_hash(b"name"), &b"name"[..])));
+        assert!(!is_extent(&key) && !is_attributes(&key));
+        let key = extent(7, 4096);
+        assert_eq!(extent_offset(&key), Some(4096));
+        assert!(is_extent(&key));
+        assert_eq!(child_name(&key), None);
+        assert!(is_attributes(&attributes(7)));
+        // An entry whose name makes it as long as an extent key, and one of attributes.
+        assert!(!is_extent(&child(7, b"")) && !is_attributes(&target(7)));
+        assert_eq!(application_name(&application("a/b")), Some("a/b"));
+    }
+
+    #[test]
+    fn the_name_hash_is_frozen() {
+        assert_eq!(name_hash(b"a"), 0x654b_c089_650d_dee5);
+    }
+}

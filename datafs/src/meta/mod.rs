@@ -1,0 +1,18 @@
+//! Metadata: an ordered key-value store with transactions, and the versioned records on top of it.
+//!
+//! Invariants:
+//!  - every record of a volume goes through [`versioned`], so that a snapshot covers all of them;
+//!  - an object is referenced from the moment in which an extent that points at it is committed until
+//!    the last extent is gone from the live tree and from every snapshot; then it is on the garbage
+//!    list, in the same transaction.
+
+pub(crate) mod codec;
+pub(crate) mod engine;
+pub(crate) mod inode;
+pub(crate) mod keys;
+pub(crate) mod snapshot;
+pub(crate) mod sqlite;
+pub(crate) mod versioned;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,319 @@
+//! The SQLite engine: one file in WAL mode, shared by the processes of a machine.
+//!
+//! One connection writes, behind a mutex; a pool of connections reads. Writes are `BEGIN IMMEDIATE`,
+//! so that a transaction never fails half-way for a lock. Relaxed commits run with
+//! `synchronous = NORMAL`: they are in the write-ahead log, which is not synced (a power failure may
+//! take the newest back, in order; the file stays whole). Durable commits run with `FULL`: the log is
+//! synced, with everything before it.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, params};
+
+use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::keys;
+use crate::error::{Error, Result};
+
+/// Format version of the metadata that this build reads and writes.
+pub(crate) const FORMAT_VERSION: u32 = 1;
+/// Reader connections that are kept for reuse.
+const READERS_IDLE_MAX: usize = 16;
+/// Longest single wait of SQLite for a lock; [`Sqlite::locked`] repeats it up to its own limit.
+const BUSY_SLICE: Duration = Duration::from_millis(2_000);
+/// Pages in the log before a commit copies them back: 16 MiB.
+const CHECKPOINT_PAGES: u32 = 4_096;
+/// Page cache of the writer connection and of each reader connection, in KiB.
+const CACHE_KIB: u32 = 16_384;
+
+/// The engine.
+pub(crate) struct Sqlite {
+    path: PathBuf,
+    lock_wait: Duration,
+    writer: Mutex<Writer>,
+    readers: Mutex<Vec<Connection>>,
+}
+
+struct Writer {
+    connection: Connection,
+    durability: Durability,
+}
+
+impl fmt::Debug for Sqlite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sqlite").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Sqlite {
+    /// Opens the file, which is created when missing; its directory exists.
+    pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Sqlite> {
+        let connection = connect(path)?;
+        let engine = Sqlite {
+            path: path.to_owned(),
+            lock_wait,
+            writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
+            readers: Mutex::new(Vec::new()),
+        };
+        engine.prepare()?;
+        Ok(engine)
+    }
+
+    /// Checks the format before anything is written, then creates what is missing.
+    fn prepare(&self) -> Result<()> {
+        let writer = self.writer.lock();
+        let connection = &writer.connection;
+        self.locked(|| {
+            let table: Option<String> = connection
+                .query_row("SELECT name FROM sqlite_master WHERE name = 'kv'", [], |row| row.get(0))
+                .optional()?;
+            Ok(table.is_some())
+        })
+        .and_then(|exists| if exists { self.check_format(connection) } else { Ok(()) })?;
+        self.locked(|| {
+            connection.pragma_update(None, "journal_mode", "WAL")?;
+            connection.pragma_update(None, "synchronous", "FULL")?;
+            connection.pragma_update(None, "wal_autocheckpoint", CHECKPOINT_PAGES)?;
+            connection.pragma_update(None, "journal_size_limit", 64 << 20)?;
+            connection.pragma_update(None, "cache_size", -i64::from(CACHE_KIB))?;
+            connection.execute_batch("BEGIN IMMEDIATE")?;
+            let made = connection
+                .execute_batch(
+                    "CREATE TABLE IF NOT EXISTS kv (k BLOB PRIMARY KEY, v BLOB NOT NULL) WITHOUT ROWID",
+                )
+                .and_then(|()| {
+                    connection.execute(
+                        "INSERT INTO kv (k, v) VALUES (?1, ?2) ON CONFLICT (k) DO NOTHING",
+                        params![keys::FORMAT, &FORMAT_VERSION.to_be_bytes()[..]],
+                    )
+                })
+                .and_then(|_| connection.execute_batch("COMMIT"));
+            if made.is_err() {
+                roll_back(connection);
+            }
+            made
+        })?;
+        self.check_format(connection)
+    }
+
+    fn check_format(&self, connection: &Connection) -> Result<()> {
+        let value: Option<Vec<u8>> = self.locked(|| {
+            connection
+                .query_row("SELECT v FROM kv WHERE k = ?1", params![keys::FORMAT], |row| row.get(0))
+                .optional()
+        })?;
+        let Some(value) = value else { return Ok(()) };
+        let found = value.as_slice().try_into().map(u32::from_be_bytes).map_err(|_| {
+            Error::corrupt(self.place(), "its format record is not a number")
+        })?;
+        if found > FORMAT_VERSION {
+            return Err(Error::NewerFormat {
+                place: self.place(),
+                found,
+                supported: FORMAT_VERSION,
+            });
+        }
+        Ok(())
+    }
+
+    fn place(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// Repeats what fails because another process holds the lock, up to the limit.
+    fn locked<T>(&self, mut call: impl FnMut() -> rusqlite::Result<T>) -> Result<T> {
+        let start = Instant::now();
+        loop {
+            match call() {
+                Ok(value) => return Ok(value),
+                Err(error) if is_busy(&error) && start.elapsed() < self.lock_wait => {}
+                Err(error) => return Err(self.translate(error, start)),
+            }
+        }
+    }
+
+    fn translate(&self, error: rusqlite::Error, start: Instant) -> Error {
+        translate(&self.path, error, start.elapsed())
+    }
+
+    fn take_reader(&self) -> Result<Connection> {
+        if let Some(connection) = self.readers.lock().pop() {
+            return Ok(connection);
+        }
+        let connection = connect(&self.path)?;
+        self.locked(|| {
+            connection.pragma_update(None, "query_only", true)?;
+            connection.pragma_update(None, "cache_size", -i64::from(CACHE_KIB))
+        })?;
+        Ok(connection)
+    }
+}
+
+impl Engine for Sqlite {
+    fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        let connection = self.take_reader()?;
+        self.locked(|| execute(&connection, "BEGIN"))?;
+        let open = OpenTxn { connection: &connection };
+        let result = body(&mut Txn { engine: self, connection: &connection });
+        drop(open);
+        if connection.is_autocommit() {
+            let mut readers = self.readers.lock();
+            if readers.len() < READERS_IDLE_MAX {
+                readers.push(connection);
+            }
+        }
+        result
+    }
+
+    fn write(
+        &self,
+        durability: Durability,
+        body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
+    ) -> Result<()> {
+        let mut writer = self.writer.lock();
+        if writer.durability != durability {
+            let level = match durability {
+                Durability::Relaxed => "NORMAL",
+                Durability::Durable => "FULL",
+            };
+            self.locked(|| writer.connection.pragma_update(None, "synchronous", level))?;
+            writer.durability = durability;
+        }
+        let connection = &writer.connection;
+        self.locked(|| execute(connection, "BEGIN IMMEDIATE"))?;
+        let open = OpenTxn { connection };
+        body(&mut Txn { engine: self, connection })?;
+        let start = Instant::now();
+        let committed = execute(connection, "COMMIT");
+        drop(open);
+        committed.map_err(|error| self.translate(error, start))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.write(Durability::Durable, &mut |txn| txn.put(keys::BARRIER, &[]))
+    }
+}
+
+/// Takes an unfinished transaction back, also when its body panics.
+struct OpenTxn<'a> {
+    connection: &'a Connection,
+}
+
+impl Drop for OpenTxn<'_> {
+    fn drop(&mut self) {
+        roll_back(self.connection);
+    }
+}
+
+struct Txn<'a> {
+    engine: &'a Sqlite,
+    connection: &'a Connection,
+}
+
+impl Txn<'_> {
+    fn fail(&self, error: rusqlite::Error) -> Error {
+        self.engine.translate(error, Instant::now())
+    }
+}
+
+impl ReadTxn for Txn<'_> {
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        let get = || {
+            self.connection
+                .prepare_cached("SELECT v FROM kv WHERE k = ?1")?
+                .query_row(params![key], |row| row.get(0))
+                .optional()
+        };
+        get().map_err(|e| self.fail(e))
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        let sql = match order {
+            Order::Ascending => "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k LIMIT ?3",
+            Order::Descending => {
+                "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k DESC LIMIT ?3"
+            }
+        };
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        let scan = || {
+            self.connection
+                .prepare_cached(sql)?
+                .query_map(params![start, end, limit], |row| Ok((row.get(0)?, row.get(1)?)))?
+                .collect::<rusqlite::Result<Vec<Pair>>>()
+        };
+        scan().map_err(|e| self.fail(e))
+    }
+}
+
+impl WriteTxn for Txn<'_> {
+    fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
+        let put = || {
+            self.connection
+                .prepare_cached(
+                    "INSERT INTO kv (k, v) VALUES (?1, ?2) ON CONFLICT (k) DO UPDATE SET v = ?2",
+                )?
+                .execute(params![key, value])
+        };
+        put().map(drop).map_err(|e| self.fail(e))
+    }
+
+    fn delete(&mut self, key: &[u8]) -> Result<()> {
+        let delete =
+            || self.connection.prepare_cached("DELETE FROM kv WHERE k = ?1")?.execute(params![key]);
+        delete().map(drop).map_err(|e| self.fail(e))
+    }
+
+    fn as_read(&mut self) -> &mut dyn ReadTxn {
+        self
+    }
+}
+
+fn connect(path: &Path) -> Result<Connection> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+        | OpenFlags::SQLITE_OPEN_CREATE
+        | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let open = || {
+        let connection = Connection::open_with_flags(path, flags)?;
+        connection.busy_timeout(BUSY_SLICE)?;
+        Ok(connection)
+    };
+    open().map_err(|error| translate(path, error, Duration::ZERO))
+}
+
+fn execute(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
+    connection.prepare_cached(sql)?.execute([]).map(drop)
+}
+
+fn roll_back(connection: &Connection) {
+    if !connection.is_autocommit() {
+        if let Err(error) = execute(connection, "ROLLBACK") {
+            tracing::warn!(%error, "rolling back a metadata transaction");
+        }
+    }
+}
+
+fn is_busy(error: &rusqlite::Error) -> bool {
+    matches!(
+        error.sqlite_error_code(),
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
+    )
+}
+
+fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
+    let place = path.display().to_string();
+    match error.sqlite_error_code() {
+        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
+            Error::Busy { place, waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX) }
+        }
+        Some(ErrorCode::DiskFull) => Error::NoSpace { place },
+        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
+            Error::Corrupt { what: format!("metadata {place}"), reason: error.to_string() }
+        }
+        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
+            Error::NotWritable { place: path.to_owned(), source: std::io::Error::other(error) }
+        }
+        _ => Error::Metadata { place, source: Box::new(error) },
+    }
+}

@@ -1,0 +1,412 @@
+//! Versioned records: what makes a snapshot cost nothing.
+//!
+//! A volume has an epoch. A record's live version carries the epoch in which it was written. Taking a
+//! snapshot gives it the current epoch as its number and starts the next epoch. The first change of a
+//! record that a snapshot holds moves the old version to the history table, keyed by the last snapshot
+//! that holds it, and notes it on that snapshot's dead list. A read at a snapshot takes the first
+//! version in history whose last snapshot is not older, else the live one, and sees it if it was
+//! written at or before the snapshot.
+//!
+//! The references of objects are counted here, because this is the one place where extents come,
+//! move and go.
+
+use super::codec::{Decoder, Encoder};
+use super::engine::{Order, Pair, ReadTxn, WriteTxn};
+use super::inode::{Timestamp, decode_extent};
+use super::keys;
+use super::snapshot::SnapshotRow;
+use crate::data::ObjectId;
+use crate::error::{Error, Result};
+
+/// Pairs that a scan takes from the engine at a time.
+const PAGE: usize = 256;
+
+/// Which tree is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum At {
+    Live,
+    /// A snapshot, by number.
+    Snapshot(u64),
+}
+
+/// A volume's row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct VolumeRow {
+    pub(crate) name: String,
+    pub(crate) created: Timestamp,
+    /// The epoch that is being written; starts at 1.
+    pub(crate) epoch: u64,
+    /// The newest snapshot that is not being deleted, or 0.
+    pub(crate) last_snapshot: u64,
+    /// Its name is free again and its records are being removed.
+    pub(crate) deleting: bool,
+}
+
+impl VolumeRow {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let (seconds, nanos) = self.created.parts();
+        Encoder::default()
+            .u64(self.epoch)
+            .u64(self.last_snapshot)
+            .u8(u8::from(self.deleting))
+            .i64(seconds)
+            .u32(nanos)
+            .bytes(self.name.as_bytes())
+            .finish()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<VolumeRow> {
+        let mut from = Decoder::new("volume record", bytes);
+        let row = VolumeRow {
+            epoch: from.u64()?,
+            last_snapshot: from.u64()?,
+            deleting: from.u8()? != 0,
+            created: Timestamp::from_parts(from.i64()?, from.u32()?),
+            name: from.string()?,
+        };
+        from.finish()?;
+        Ok(row)
+    }
+
+    /// The row of a volume that is not being deleted.
+    pub(crate) fn get(txn: &mut dyn ReadTxn, volume: u64) -> Result<VolumeRow> {
+        let stale = || Error::Stale { what: format!("volume number {volume}") };
+        let row = VolumeRow::decode(&txn.get(&keys::volume(volume))?.ok_or_else(stale)?)?;
+        if row.deleting { Err(stale()) } else { Ok(row) }
+    }
+}
+
+/// Reads of a volume's records, live or at a snapshot.
+pub(crate) trait Records {
+    /// The record of a record key.
+    fn get(&mut self, record: &[u8]) -> Result<Option<Vec<u8>>>;
+
+    /// At most `limit` record keys and records with `start <= key < end`.
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
+}
+
+/// Reads in one tree of a volume.
+pub(crate) struct Reader<'t> {
+    txn: &'t mut dyn ReadTxn,
+    volume: u64,
+    at: At,
+}
+
+impl<'t> Reader<'t> {
+    /// Fails with [`Error::Stale`] when the volume or snapshot is gone.
+    pub(crate) fn open(txn: &'t mut dyn ReadTxn, volume: u64, at: At) -> Result<Reader<'t>> {
+        VolumeRow::get(txn, volume)?;
+        if let At::Snapshot(snapshot) = at {
+            SnapshotRow::get(txn, volume, snapshot)?;
+        }
+        Ok(Reader { txn, volume, at })
+    }
+
+    fn get_at(&mut self, record: &[u8], snapshot: u64) -> Result<Option<Vec<u8>>> {
+        let start = keys::history_version(self.volume, record, snapshot);
+        let end = keys::after_prefix(&keys::history(self.volume, record));
+        let held = self.txn.scan(&start, &end, Order::Ascending, 1)?.pop();
+        let version = match held {
+            Some((_, value)) => Some(value),
+            None => self.txn.get(&keys::live(self.volume, record))?,
+        };
+        version.map_or(Ok(None), |value| visible(value, snapshot))
+    }
+}
+
+impl Records for Reader<'_> {
+    fn get(&mut self, record: &[u8]) -> Result<Option<Vec<u8>>> {
+        match self.at {
+            At::Live => {
+                self.txn.get(&keys::live(self.volume, record))?.map(|v| split(v).map(|(_, v)| v)).transpose()
+            }
+            At::Snapshot(snapshot) => self.get_at(record, snapshot),
+        }
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        match self.at {
+            At::Live => scan_live(self.txn, self.volume, start, end, order, limit),
+            At::Snapshot(snapshot) => {
+                Merge::new(self.volume, start, end, order, limit).run(self.txn, snapshot)
+            }
+        }
+    }
+}
+
+/// Reads and writes in the live tree of a volume.
+pub(crate) struct Writer<'t> {
+    txn: &'t mut dyn WriteTxn,
+    volume: u64,
+    row: VolumeRow,
+    session: u64,
+    session_checked: bool,
+}
+
+impl<'t> Writer<'t> {
+    /// `session` is the caller's: the new objects that it points at are its own, and it must not have
+    /// been taken for dead.
+    pub(crate) fn open(
+        txn: &'t mut dyn WriteTxn,
+        volume: u64,
+        session: u64,
+    ) -> Result<Writer<'t>> {
+        let row = VolumeRow::get(txn.as_read(), volume)?;
+        Ok(Writer { txn, volume, row, session, session_checked: false })
+    }
+
+    /// The volume's number.
+    pub(crate) fn volume(&self) -> u64 {
+        self.volume
+    }
+
+    /// The caller's session.
+    pub(crate) fn session(&self) -> u64 {
+        self.session
+    }
+
+    /// The transaction, for records that are not versioned.
+    pub(crate) fn txn(&mut self) -> &mut dyn WriteTxn {
+        self.txn
+    }
+
+    /// Sets a record.
+    pub(crate) fn put(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
+        let key = keys::live(self.volume, record);
+        // The new reference first, so that an object that is merely cut never counts zero.
+        if keys::is_extent(record) {
+            self.reference(object_of(value)?)?;
+        }
+        if let Some(old) = self.txn.get(&key)? {
+            self.displace(record, old)?;
+        }
+        let mut versioned = Vec::with_capacity(8 + value.len());
+        versioned.extend_from_slice(&self.row.epoch.to_be_bytes());
+        versioned.extend_from_slice(value);
+        self.txn.put(&key, &versioned)
+    }
+
+    /// Removes a record; one that is not there is removed already.
+    pub(crate) fn delete(&mut self, record: &[u8]) -> Result<()> {
+        let key = keys::live(self.volume, record);
+        if let Some(old) = self.txn.get(&key)? {
+            self.displace(record, old)?;
+            self.txn.delete(&key)?;
+        }
+        Ok(())
+    }
+
+    /// What becomes of a version that the live tree gives up.
+    fn displace(&mut self, record: &[u8], version: Vec<u8>) -> Result<()> {
+        let since = since_of(&version)?;
+        let last = self.row.last_snapshot;
+        if since <= last {
+            self.txn.put(&keys::history_version(self.volume, record, last), &version)?;
+            return self.txn.put(&keys::dead(self.volume, last, since, record), &[]);
+        }
+        forget_version(self.txn, record, &version)
+    }
+
+    fn reference(&mut self, object: ObjectId) -> Result<()> {
+        let key = keys::references(object);
+        let count = match self.txn.get(&key)? {
+            Some(count) => read_count(&count)?,
+            None => {
+                if !self.session_checked {
+                    check_session(self.txn.as_read(), self.session)?;
+                    self.session_checked = true;
+                }
+                // It may have lost its last reference earlier in this transaction.
+                self.txn.delete(&keys::garbage(object))?;
+                0
+            }
+        };
+        let count = count.checked_add(1).ok_or(Error::TooLarge {
+            what: "number of extents that share an object",
+            max: u64::from(u32::MAX),
+        })?;
+        self.txn.put(&key, &count.to_be_bytes())
+    }
+}
+
+impl Records for Writer<'_> {
+    fn get(&mut self, record: &[u8]) -> Result<Option<Vec<u8>>> {
+        let version = self.txn.get(&keys::live(self.volume, record))?;
+        version.map(|v| split(v).map(|(_, v)| v)).transpose()
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        scan_live(self.txn.as_read(), self.volume, start, end, order, limit)
+    }
+}
+
+/// Fails when another process has taken this one for dead, and so may have deleted its new objects.
+fn check_session(txn: &mut dyn ReadTxn, session: u64) -> Result<()> {
+    match txn.get(&keys::session(session))? {
+        Some(_) => Ok(()),
+        None => Err(Error::Stale { what: "this process's registration in the metadata".into() }),
+    }
+}
+
+/// Drops a version that nothing holds any more; an extent gives up its object.
+pub(crate) fn forget_version(txn: &mut dyn WriteTxn, record: &[u8], version: &[u8]) -> Result<()> {
+    if !keys::is_extent(record) {
+        return Ok(());
+    }
+    let value = version.get(8..).unwrap_or_default();
+    let object = object_of(value)?;
+    let key = keys::references(object);
+    let Some(count) = txn.get(&key)? else {
+        return Err(Error::corrupt(format!("object {object}"), "an extent points at it, but it has no references"));
+    };
+    match read_count(&count)?.checked_sub(1) {
+        Some(0) | None => {
+            txn.delete(&key)?;
+            let (seconds, nanos) = Timestamp::now().parts();
+            txn.put(&keys::garbage(object), &Encoder::default().i64(seconds).u32(nanos).finish())
+        }
+        Some(count) => txn.put(&key, &count.to_be_bytes()),
+    }
+}
+
+fn object_of(value: &[u8]) -> Result<ObjectId> {
+    Ok(decode_extent(0, value)?.object)
+}
+
+fn read_count(value: &[u8]) -> Result<u32> {
+    let mut from = Decoder::new("reference count", value);
+    let count = from.u32()?;
+    from.finish()?;
+    Ok(count)
+}
+
+fn split(mut version: Vec<u8>) -> Result<(u64, Vec<u8>)> {
+    let since = since_of(&version)?;
+    version.drain(..8);
+    Ok((since, version))
+}
+
+/// The epoch in which a version was written.
+pub(crate) fn since_of(version: &[u8]) -> Result<u64> {
+    Decoder::new("versioned record", version).u64()
+}
+
+fn visible(version: Vec<u8>, snapshot: u64) -> Result<Option<Vec<u8>>> {
+    let (since, value) = split(version)?;
+    Ok((since <= snapshot).then_some(value))
+}
+
+fn scan_live(
+    txn: &mut dyn ReadTxn,
+    volume: u64,
+    start: &[u8],
+    end: &[u8],
+    order: Order,
+    limit: usize,
+) -> Result<Vec<Pair>> {
+    let pairs = txn.scan(&keys::live(volume, start), &keys::live(volume, end), order, limit)?;
+    pairs.into_iter().map(|(key, version)| Ok((key[9..].to_vec(), split(version)?.1))).collect()
+}
+
+/// A scan at a snapshot: history and live versions side by side, in pages.
+struct Merge<'a> {
+    start: &'a [u8],
+    order: Order,
+    limit: usize,
+    live: Pages,
+    history: Pages,
+}
+
+impl<'a> Merge<'a> {
+    fn new(volume: u64, start: &'a [u8], end: &[u8], order: Order, limit: usize) -> Merge<'a> {
+        let pages = |start, end| Pages { start, end, order, page: Vec::new(), done: false };
+        Merge {
+            start,
+            order,
+            limit,
+            live: pages(keys::live(volume, start), keys::live(volume, end)),
+            history: pages(keys::history(volume, start), keys::history(volume, end)),
+        }
+    }
+
+    fn run(mut self, txn: &mut dyn ReadTxn, snapshot: u64) -> Result<Vec<Pair>> {
+        let mut found = Vec::new();
+        while found.len() < self.limit {
+            let live = self.live.peek(txn)?.map(|(key, _)| key[9..].to_vec());
+            let held = self.history.peek(txn)?.map(|(key, _)| record_of(key).to_vec());
+            let record = match (live, held) {
+                (None, None) => break,
+                (Some(record), None) | (None, Some(record)) => record,
+                (Some(live), Some(held)) => match self.order {
+                    Order::Ascending => live.min(held),
+                    Order::Descending => live.max(held),
+                },
+            };
+            // The version with the smallest last snapshot that is not before this one; in descending
+            // order that is the last one seen.
+            let mut chosen: Option<Vec<u8>> = None;
+            while let Some((key, _)) = self.history.peek(txn)? {
+                if record_of(key) != record {
+                    break;
+                }
+                let until = until_of(key);
+                let Some((_, version)) = self.history.page.pop() else { break };
+                if until >= snapshot && (self.order == Order::Descending || chosen.is_none()) {
+                    chosen = Some(version);
+                }
+            }
+            if self.live.peek(txn)?.is_some_and(|(key, _)| key[9..] == record) {
+                let live = self.live.page.pop().map(|(_, version)| version);
+                chosen = chosen.or(live);
+            }
+            // History keys are longer than the record key that a scan starts behind.
+            if record.as_slice() < self.start {
+                continue;
+            }
+            if let Some(value) = chosen.map_or(Ok(None), |version| visible(version, snapshot))? {
+                found.push((record, value));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The record key in a history key: between table and volume (9 bytes) and last snapshot (8 bytes).
+pub(crate) fn record_of(history_key: &[u8]) -> &[u8] {
+    history_key.get(9..history_key.len().saturating_sub(8)).unwrap_or_default()
+}
+
+fn until_of(history_key: &[u8]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&history_key[history_key.len() - 8..]);
+    u64::from_be_bytes(bytes)
+}
+
+/// A key range, read page by page; the page is kept reversed, so that the next pair is its last.
+struct Pages {
+    start: Vec<u8>,
+    end: Vec<u8>,
+    order: Order,
+    page: Vec<Pair>,
+    done: bool,
+}
+
+impl Pages {
+    fn peek(&mut self, txn: &mut dyn ReadTxn) -> Result<Option<&Pair>> {
+        if self.page.is_empty() && !self.done {
+            self.page = txn.scan(&self.start, &self.end, self.order, PAGE)?;
+            self.done = self.page.len() < PAGE;
+            if let Some((last, _)) = self.page.last() {
+                match self.order {
+                    Order::Ascending => {
+                        self.start = last.clone();
+                        self.start.push(0);
+                    }
+                    Order::Descending => self.end = last.clone(),
+                }
+            }
+            self.page.reverse();
+        }
+        Ok(self.page.last())
+    }
+}

@@ -1,0 +1,352 @@
+//! Files that become visible in one step, together with application keys.
+//!
+//! A file is staged first: its bytes go to an object that is durable and that nobody sees. Publishing
+//! commits the names of any number of staged files, removals and application keys in one metadata
+//! transaction. A crash in between leaves the volume as it was; the objects are collected.
+
+use std::ffi::OsStr;
+use std::io;
+use std::ops::Range;
+
+use crate::data::{Extent, ObjectWriter};
+use crate::datafs::FreshObject;
+use crate::error::{Error, Result};
+use crate::fs::content::{self, INLINE_BYTES_MAX};
+use crate::fs::path::components;
+use crate::fs::tree::{self, Closing};
+use crate::fs::types::{FileKind, ROOT_INO};
+use crate::meta::engine::Durability;
+use crate::meta::inode::Inode;
+use crate::meta::keys;
+use crate::meta::versioned::{Records as _, Writer};
+use crate::view::{View, name_it};
+
+/// Longest application key, in bytes.
+pub const KEY_BYTES_MAX: usize = 1024;
+/// Longest value of an application key, in bytes.
+pub const VALUE_BYTES_MAX: usize = 1 << 20;
+/// Most steps of one publish.
+pub const PUBLISH_STEPS_MAX: usize = 100_000;
+
+/// A file being staged. Dropping it unfinished leaves nothing behind.
+#[derive(Debug)]
+pub struct StagedWriter {
+    view: View,
+    head: Vec<u8>,
+    object: Option<ObjectWriter>,
+}
+
+/// A staged file: durable, and seen by nobody until it is published. Dropping it deletes it.
+#[derive(Debug)]
+pub struct StagedFile {
+    len: u64,
+    volume: u64,
+    content: Content,
+}
+
+#[derive(Debug)]
+enum Content {
+    Inline(Vec<u8>),
+    Object(FreshObject),
+}
+
+impl StagedFile {
+    /// Its size in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl StagedWriter {
+    /// Bytes written so far.
+    pub fn len(&self) -> u64 {
+        self.object.as_ref().map_or(self.head.len() as u64, ObjectWriter::len)
+    }
+
+    /// Whether nothing was written yet.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends bytes; memory stays bounded whatever the size of the file.
+    pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let object = match &mut self.object {
+            Some(object) => object,
+            None if self.head.len() + bytes.len() <= INLINE_BYTES_MAX => {
+                self.head.extend_from_slice(bytes);
+                return Ok(());
+            }
+            none => {
+                let mut object = self.view.shared.pool.writer();
+                object.append(&std::mem::take(&mut self.head))?;
+                none.insert(object)
+            }
+        };
+        Ok(object.append(bytes)?)
+    }
+
+    /// Completes the file; its bytes are durable when this returns.
+    pub fn finish(self) -> Result<StagedFile> {
+        let (len, content) = match self.object {
+            None => (self.head.len() as u64, Content::Inline(self.head)),
+            Some(object) => {
+                let object = self.view.shared.fresh(object.finish()?);
+                (object.object().len, Content::Object(object))
+            }
+        };
+        Ok(StagedFile { len, volume: self.view.volume, content })
+    }
+}
+
+impl io::Write for StagedWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.append(bytes).map_err(io::Error::other)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What one [`View::publish`] commits, in order.
+#[derive(Debug, Default)]
+pub struct Publish {
+    steps: Vec<Step>,
+}
+
+#[derive(Debug)]
+enum Step {
+    File { path: String, staged: StagedFile },
+    Remove { path: String },
+    PutKey { key: String, value: Vec<u8> },
+    DeleteKey { key: String },
+    ExpectKey { key: String, value: Option<Vec<u8>> },
+}
+
+impl Publish {
+    /// Nothing yet.
+    pub fn new() -> Publish {
+        Publish::default()
+    }
+
+    /// Makes a staged file visible at a path. Parent directories are made, a file there is replaced.
+    #[must_use]
+    pub fn file(self, path: impl Into<String>, staged: StagedFile) -> Publish {
+        self.step(Step::File { path: path.into(), staged })
+    }
+
+    /// Removes a file; the publish fails with [`Error::NotFound`] when there is none.
+    #[must_use]
+    pub fn remove(self, path: impl Into<String>) -> Publish {
+        self.step(Step::Remove { path: path.into() })
+    }
+
+    /// Sets an application key: at most [`KEY_BYTES_MAX`] bytes without NUL, its value at most
+    /// [`VALUE_BYTES_MAX`].
+    #[must_use]
+    pub fn put_key(self, key: impl Into<String>, value: impl Into<Vec<u8>>) -> Publish {
+        self.step(Step::PutKey { key: key.into(), value: value.into() })
+    }
+
+    /// Removes an application key; one that is not there is removed already.
+    #[must_use]
+    pub fn delete_key(self, key: impl Into<String>) -> Publish {
+        self.step(Step::DeleteKey { key: key.into() })
+    }
+
+    /// Fails the publish with [`Error::Conflict`] unless the key has this value now (`None`: is not
+    /// there). Expectations are checked before anything else of the publish.
+    #[must_use]
+    pub fn expect_key(self, key: impl Into<String>, value: Option<Vec<u8>>) -> Publish {
+        self.step(Step::ExpectKey { key: key.into(), value })
+    }
+
+    fn step(mut self, step: Step) -> Publish {
+        self.steps.push(step);
+        self
+    }
+}
+
+impl View {
+    /// Begins a file that nobody sees until it is published.
+    pub fn stage(&self) -> Result<StagedWriter> {
+        self.writable(self.root())?;
+        Ok(StagedWriter { view: self.clone(), head: Vec::new(), object: None })
+    }
+
+    /// Commits all of `publish` or, on error, nothing; durable when it returns `Ok`. After
+    /// [`Error::Metadata`] nobody knows whether the commit took place: look at an application key that
+    /// the publish sets before trying again.
+    pub fn publish(&self, publish: Publish) -> Result<()> {
+        let mut inos = 0;
+        for step in &publish.steps {
+            inos += self.check(step)?;
+        }
+        if publish.steps.len() > PUBLISH_STEPS_MAX {
+            return Err(Error::TooLarge { what: "number of steps of a publish", max: PUBLISH_STEPS_MAX as u64 });
+        }
+        let spare = self.spare_inos(inos)?;
+        let result = self.write_closing(Durability::Durable, |writer, closing| {
+            for step in &publish.steps {
+                if let Step::ExpectKey { key, value } = step {
+                    if writer.get(&keys::application(key))? != *value {
+                        return Err(Error::Conflict { key: key.clone() });
+                    }
+                }
+            }
+            let mut spare = spare.clone();
+            publish.steps.iter().try_for_each(|step| self.apply(step, writer, &mut spare, closing))
+        });
+        let unknown = result.as_ref().is_err_and(|error| !error.is_definite());
+        if result.is_ok() || unknown {
+            for step in publish.steps {
+                if let Step::File { staged: StagedFile { content: Content::Object(object), .. }, .. } = step {
+                    if unknown { object.abandon() } else { object.settle() }
+                }
+            }
+        }
+        result
+    }
+
+    /// Checks a step without looking into the volume. Returns how many inodes it may make.
+    fn check(&self, step: &Step) -> Result<u64> {
+        match step {
+            Step::File { path, staged } => {
+                if staged.volume != self.volume {
+                    return Err(Error::Invalid(format!("{path} was staged for another volume")));
+                }
+                Ok(check_path(path)?.len() as u64)
+            }
+            Step::Remove { path } => check_path(path).map(|_| 0),
+            Step::DeleteKey { key } | Step::ExpectKey { key, .. } => check_key(key).map(|()| 0),
+            Step::PutKey { key, value } => {
+                if value.len() > VALUE_BYTES_MAX {
+                    return Err(Error::TooLarge { what: "value of an application key in bytes", max: VALUE_BYTES_MAX as u64 });
+                }
+                check_key(key).map(|()| 0)
+            }
+        }
+    }
+
+    fn apply<'a>(
+        &'a self,
+        step: &Step,
+        writer: &mut Writer<'_>,
+        spare: &mut Range<u64>,
+        closing: &mut Closing<'a>,
+    ) -> Result<()> {
+        match step {
+            Step::ExpectKey { .. } => Ok(()),
+            Step::PutKey { key, value } => writer.put(&keys::application(key), value),
+            Step::DeleteKey { key } => writer.delete(&keys::application(key)),
+            Step::Remove { path } => {
+                let parts = check_path(path)?;
+                let (name, parents) = parts.split_last().ok_or_else(|| root_error(path))?;
+                let parent = find_directories(writer, parents).map_err(|e| name_it(e, path))?;
+                self.unlink_in(writer, parent, name, closing).map_err(|e| name_it(e, path))
+            }
+            Step::File { path, staged } => {
+                let parts = check_path(path)?;
+                let (name, parents) = parts.split_last().ok_or_else(|| root_error(path))?;
+                let parent = make_directories(writer, parents, spare).map_err(|e| name_it(e, path))?;
+                tree::check_entry(parent, name)?;
+                let old = tree::child(writer, parent, name)?;
+                if let Some(old) = old {
+                    if old.kind == FileKind::Directory {
+                        return Err(Error::IsADirectory { what: path.clone() });
+                    }
+                    self.unlink_in(writer, parent, name, closing)?;
+                }
+                let ino = take(spare)?;
+                let mut inode = new_inode(writer, parent, FileKind::File, 0o644)?;
+                inode.size = staged.len;
+                match &staged.content {
+                    Content::Inline(bytes) if bytes.is_empty() => {}
+                    Content::Inline(bytes) => content::write_head(writer, ino, 0, bytes)?,
+                    Content::Object(object) => {
+                        let object = object.object();
+                        if object.len > 0 {
+                            let extent = Extent { file_offset: 0, len: object.len, object: object.id, object_offset: 0 };
+                            content::write_extent(writer, ino, &extent)?;
+                        }
+                    }
+                }
+                tree::add_child(writer, parent, name, ino, &inode)
+            }
+        }
+    }
+}
+
+/// Checks an application key.
+pub(crate) fn check_key(key: &str) -> Result<()> {
+    let invalid = |reason| Err(Error::InvalidName { name: key.chars().take(64).collect(), reason });
+    match key {
+        "" => invalid("an application key has at least one byte"),
+        _ if key.len() > KEY_BYTES_MAX => invalid("an application key has at most 1024 bytes"),
+        _ if key.contains('\0') => invalid("an application key has no NUL byte"),
+        _ => Ok(()),
+    }
+}
+
+fn check_path(path: &str) -> Result<Vec<&OsStr>> {
+    let parts = components(path)?;
+    if parts.is_empty() { Err(root_error(path)) } else { Ok(parts) }
+}
+
+fn root_error(path: &str) -> Error {
+    Error::InvalidName { name: path.to_owned(), reason: "it names the root" }
+}
+
+fn take(spare: &mut Range<u64>) -> Result<u64> {
+    spare.next().ok_or_else(|| Error::corrupt("inode counter", "too few numbers were set aside"))
+}
+
+/// A new inode in a directory, owned by this process (and by the directory's group if that is
+/// set-group-ID).
+fn new_inode(writer: &mut Writer<'_>, parent: u64, kind: FileKind, mode: u32) -> Result<Inode> {
+    let directory = tree::directory(writer, parent)?;
+    let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+    Ok(tree::child_inode(&directory, kind, mode, crate::fs::Owner { uid, gid }))
+}
+
+/// The directory that components lead to. Symbolic links are not followed.
+fn find_directories(writer: &mut Writer<'_>, parts: &[&OsStr]) -> Result<u64> {
+    let mut parent = ROOT_INO;
+    for name in parts {
+        let dentry = tree::existing(writer, parent, name)?;
+        if dentry.kind != FileKind::Directory {
+            return Err(Error::NotADirectory { what: tree::display(name) });
+        }
+        parent = dentry.ino;
+    }
+    Ok(parent)
+}
+
+/// The directory that components lead to, made where it is missing. Symbolic links are not followed.
+pub(crate) fn make_directories(
+    writer: &mut Writer<'_>,
+    parts: &[&OsStr],
+    spare: &mut Range<u64>,
+) -> Result<u64> {
+    let mut parent = ROOT_INO;
+    for name in parts {
+        parent = match tree::child(writer, parent, name)? {
+            Some(dentry) if dentry.kind == FileKind::Directory => dentry.ino,
+            Some(_) => return Err(Error::NotADirectory { what: tree::display(name) }),
+            None => {
+                tree::check_entry(parent, name)?;
+                let ino = take(spare)?;
+                let inode = new_inode(writer, parent, FileKind::Directory, 0o755)?;
+                tree::add_directory(writer, parent, name, ino, inode)?;
+                ino
+            }
+        };
+    }
+    Ok(parent)
+}

@@ -1,0 +1,155 @@
+//! A process's registration in the metadata, and how others know that it is dead.
+//!
+//! A session is a row in the metadata and a file that the process keeps locked. The kernel drops the
+//! lock when the process ends, however it ends; then another process may take the session over and
+//! remove what it left behind: objects that it never published, files that it had unlinked while they
+//! were open. The names of new objects carry the session, so nothing is written down per object.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::error::{Error, Result};
+use crate::meta::codec::Encoder;
+use crate::meta::engine::{Durability, Engine};
+use crate::meta::inode::Timestamp;
+use crate::meta::keys;
+
+/// Attempts at finding an id whose file nobody else holds.
+const ATTEMPTS: u32 = 16;
+
+/// This process's session.
+#[derive(Debug)]
+pub(crate) struct Session {
+    id: u64,
+    directory: PathBuf,
+    /// Held until the process ends.
+    _lock: Flock<File>,
+    /// Something was left behind that the next process has to remove.
+    unclean: AtomicBool,
+}
+
+impl Session {
+    /// Registers this process. `directory` exists.
+    pub(crate) fn start(engine: &dyn Engine, directory: &Path) -> Result<Session> {
+        for _ in 0..ATTEMPTS {
+            let id = random_id()?;
+            let path = file_of(directory, id);
+            let file = match OpenOptions::new().write(true).create_new(true).open(&path) {
+                Ok(file) => file,
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
+                Err(e) => return Err(Error::io("create session file", path, e)),
+            };
+            let Some(lock) = try_lock(file, &path)? else { continue };
+            let (seconds, nanos) = Timestamp::now().parts();
+            let row =
+                Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
+            engine.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))?;
+            return Ok(Session {
+                id,
+                directory: directory.to_owned(),
+                _lock: lock,
+                unclean: AtomicBool::new(false),
+            });
+        }
+        Err(Error::Invalid(format!("no free session file in {}", directory.display())))
+    }
+
+    /// The session's number, never 0.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Notes that an object may be left behind, so that the row must outlive the process.
+    pub(crate) fn leave_unclean(&self) {
+        self.unclean.store(true, Ordering::Release);
+    }
+
+    /// Ends the session. An unclean one is left for another process to clean up.
+    pub(crate) fn end(&self, engine: &dyn Engine) {
+        if self.unclean.load(Ordering::Acquire) {
+            return;
+        }
+        let gone = engine
+            .transact(Durability::Relaxed, |txn| txn.delete(&keys::session(self.id)))
+            .and_then(|()| remove_file(&self.directory, self.id));
+        if let Err(error) = gone {
+            tracing::warn!(%error, "ending the metadata session; the next process cleans up");
+        }
+    }
+}
+
+/// The lock of a dead session, held while its remains are removed.
+#[derive(Debug)]
+pub(crate) struct DeadSession {
+    id: u64,
+    directory: PathBuf,
+    _lock: Option<Flock<File>>,
+}
+
+impl DeadSession {
+    /// Takes a session over; `None` while its process lives, or another one is taking it over.
+    pub(crate) fn claim(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
+        let path = file_of(directory, id);
+        // The file is locked before the row is written, so a row without a file is dead.
+        let lock = match OpenOptions::new().write(true).open(&path) {
+            Ok(file) => match try_lock(file, &path)? {
+                Some(lock) => Some(lock),
+                None => return Ok(None),
+            },
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(Error::io("open session file", path, e)),
+        };
+        Ok(Some(DeadSession { id, directory: directory.to_owned(), _lock: lock }))
+    }
+
+    /// Removes the session's file, after its row.
+    pub(crate) fn remove(self) -> Result<()> {
+        remove_file(&self.directory, self.id)
+    }
+}
+
+/// Sessions that have a file, by number.
+pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
+    let fail = |e| Error::io("list session files", directory, e);
+    let mut ids = Vec::new();
+    for entry in fs::read_dir(directory).map_err(fail)? {
+        let name = entry.map_err(fail)?.file_name();
+        ids.extend(name.to_str().and_then(|name| u64::from_str_radix(name, 16).ok()));
+    }
+    Ok(ids)
+}
+
+/// A number, not 0, that no other process draws.
+fn random_id() -> Result<u64> {
+    let source = "/dev/urandom";
+    let mut bytes = [0; 8];
+    File::open(source)
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|e| Error::io("read", source, e))?;
+    Ok(u64::from_be_bytes(bytes).max(1))
+}
+
+fn file_of(directory: &Path, id: u64) -> PathBuf {
+    directory.join(format!("{id:016x}"))
+}
+
+fn remove_file(directory: &Path, id: u64) -> Result<()> {
+    let path = file_of(directory, id);
+    match fs::remove_file(&path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io("remove session file", path, e)),
+        _ => Ok(()),
+    }
+}
+
+fn try_lock(file: File, path: &Path) -> Result<Option<Flock<File>>> {
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, errno)) => Err(Error::io("lock session file", path, errno.into())),
+    }
+}

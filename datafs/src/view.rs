@@ -1,0 +1,260 @@
+//! A view of a volume: the live tree or a snapshot, by path, with its application keys.
+//!
+//! The inode level, which the mount uses, is in `fs/`.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::datafs::Shared;
+use crate::error::{Error, Result};
+use crate::fs::path::{components, split_last};
+use crate::fs::types::{Attr, Node, OpenFlags, ROOT_INO, SNAPSHOTS_INO};
+use crate::meta::engine::{Durability, Order};
+use crate::meta::keys;
+use crate::meta::versioned::{At, Reader, Records as _, Writer};
+use crate::name::VolumeSpec;
+use crate::publish::{Publish, check_key};
+
+/// Largest file that [`View::read_file`] reads.
+pub const READ_FILE_BYTES_MAX: u64 = 1 << 30;
+/// Entries that [`View::list`] reads in one transaction.
+const LIST_PAGE: usize = 1_024;
+/// Keys that [`View::key_scan`] reads in one go.
+const KEY_PAGE: usize = 1_024;
+
+/// Attributes of a file, as [`View::stat`] returns them.
+pub type Stat = Attr;
+
+/// An entry of a directory, as [`View::list`] returns it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DirEntry {
+    /// Its name, without the path.
+    pub name: String,
+    /// Its attributes; those of a symbolic link itself.
+    pub stat: Stat,
+}
+
+/// A volume, live or at a snapshot. A clone is the same view; all methods block and may be called
+/// from any thread.
+///
+/// Paths are UTF-8, separated by `/`, relative to the root of the volume whether they begin with `/`
+/// or not; empty components and `.` are skipped, `..` is refused. Symbolic links are followed inside
+/// the volume. Files whose names are not UTF-8 are only reachable at the inode level.
+///
+/// Durability: [`View::write_file`] and [`View::publish`] are durable when they return. The other
+/// changes are visible to every process when they return, survive the death of processes, and become
+/// durable with the next durable change or [`View::sync`].
+#[derive(Debug, Clone)]
+pub struct View {
+    pub(crate) shared: Arc<Shared>,
+    spec: Arc<VolumeSpec>,
+    pub(crate) volume: u64,
+    at: At,
+}
+
+impl View {
+    pub(crate) fn new(shared: Arc<Shared>, spec: VolumeSpec, volume: u64, at: At) -> View {
+        View { shared, spec: Arc::new(spec), volume, at }
+    }
+
+    /// What this is a view of.
+    pub fn spec(&self) -> &VolumeSpec {
+        &self.spec
+    }
+
+    /// Whether this is a view of a snapshot, so that nothing in it ever changes.
+    pub fn is_snapshot(&self) -> bool {
+        self.at != At::Live
+    }
+
+    /// The root directory.
+    pub fn root(&self) -> Node {
+        match self.at {
+            At::Live => Node::LIVE_ROOT,
+            At::Snapshot(snapshot) => Node { snapshot, ino: ROOT_INO },
+        }
+    }
+
+    /// Attributes of what a path leads to.
+    pub fn stat(&self, path: &str) -> Result<Stat> {
+        self.resolve(path)
+    }
+
+    /// The entries of a directory by name, without `.` and `..`.
+    pub fn list(&self, path: &str) -> Result<Vec<DirEntry>> {
+        let directory = self.resolve(path)?;
+        let mut entries = Vec::new();
+        let mut cursor = 0;
+        loop {
+            let page = self.readdir_attrs(directory.node, cursor, LIST_PAGE)?;
+            let Some((last, _)) = page.last() else { break };
+            cursor = last.cursor;
+            for (entry, stat) in page {
+                match entry.name.into_string() {
+                    Ok(name) if name != "." && name != ".." => entries.push(DirEntry { name, stat }),
+                    _ => {}
+                }
+            }
+        }
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    /// A whole file, at most [`READ_FILE_BYTES_MAX`].
+    pub fn read_file(&self, path: &str) -> Result<Bytes> {
+        let file = self.open(self.resolve(path)?.node, OpenFlags::READ).map_err(|e| name_it(e, path))?;
+        let size = file.attr()?.size;
+        if size > READ_FILE_BYTES_MAX {
+            return Err(Error::TooLarge { what: "file read at once", max: READ_FILE_BYTES_MAX });
+        }
+        file.read_at(0, size as usize)
+    }
+
+    /// Writes a whole file in one step: whoever reads the path sees the old file or the new one. Parent
+    /// directories are made. Durable when it returns.
+    pub fn write_file(&self, path: &str, bytes: &[u8]) -> Result<()> {
+        let mut staged = self.stage()?;
+        staged.append(bytes)?;
+        self.publish(Publish::new().file(path, staged.finish()?))
+    }
+
+    /// Makes a directory and its parents where they are missing.
+    pub fn create_dir_all(&self, path: &str) -> Result<()> {
+        let parts = components(path)?;
+        let spare = self.spare_inos(parts.len() as u64)?;
+        self.write(Durability::Relaxed, |writer| {
+            let mut spare = spare.clone();
+            crate::publish::make_directories(writer, &parts, &mut spare).map(drop)
+        })
+    }
+
+    /// Removes a file or symbolic link (the link itself).
+    pub fn remove_file(&self, path: &str) -> Result<()> {
+        let (parent, name) = split_last(path)?;
+        let parent = self.resolve(parent)?;
+        self.unlink(parent.node, name.as_ref()).map_err(|e| name_it(e, path))
+    }
+
+    /// Removes an empty directory.
+    pub fn remove_dir(&self, path: &str) -> Result<()> {
+        let (parent, name) = split_last(path)?;
+        let parent = self.resolve(parent)?;
+        self.rmdir(parent.node, name.as_ref()).map_err(|e| name_it(e, path))
+    }
+
+    /// Moves a file or directory in one step, replacing a file or an empty directory at the target.
+    /// The target's parent must exist.
+    pub fn rename_path(&self, from: &str, to: &str) -> Result<()> {
+        let (from_parent, from_name) = split_last(from)?;
+        let (to_parent, to_name) = split_last(to)?;
+        let from_parent = self.resolve(from_parent)?.node;
+        let to_parent = self.resolve(to_parent)?.node;
+        self.rename(from_parent, from_name.as_ref(), to_parent, to_name.as_ref(), false)
+            .map_err(|e| name_it(e, from))
+    }
+
+    /// Makes everything that was committed before durable.
+    pub fn sync(&self) -> Result<()> {
+        self.shared.meta.sync()
+    }
+
+    /// The value of an application key; in a snapshot as of the snapshot.
+    pub fn key_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        check_key(key)?;
+        self.read(self.root(), |reader| reader.get(&keys::application(key)))
+    }
+
+    /// All application keys with a prefix, in order, with their values, read in one go.
+    pub fn key_scan(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>> {
+        let start = keys::applications(prefix);
+        let end = keys::after_prefix(&start);
+        self.read(self.root(), |reader| {
+            let mut found = Vec::new();
+            let mut start = start.clone();
+            loop {
+                let page = reader.scan(&start, &end, Order::Ascending, KEY_PAGE)?;
+                let more = page.len() == KEY_PAGE;
+                for (record, value) in page {
+                    let key = keys::application_name(&record)
+                        .ok_or_else(|| Error::corrupt("application key", "it is not UTF-8"))?;
+                    found.push((key.to_owned(), value));
+                    start = record;
+                }
+                if !more {
+                    return Ok(found);
+                }
+                start.push(0);
+            }
+        })
+    }
+
+    /// The tree that a node is in.
+    fn at_of(&self, node: Node) -> Result<At> {
+        let at = if node.is_live() { At::Live } else { At::Snapshot(node.snapshot) };
+        if self.at == At::Live || self.at == at {
+            Ok(at)
+        } else {
+            Err(Error::not_found(format!("node {}", node.to_u64())))
+        }
+    }
+
+    /// Whether a node is the directory of snapshots.
+    pub(crate) fn is_snapshots_dir(&self, node: Node) -> bool {
+        self.at == At::Live && node == Node { snapshot: 0, ino: SNAPSHOTS_INO }
+    }
+
+    /// Runs `body` in a read transaction in the tree of a node.
+    pub(crate) fn read<T>(
+        &self,
+        node: Node,
+        mut body: impl FnMut(&mut Reader<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let at = self.at_of(node)?;
+        self.shared.meta.view(|txn| body(&mut Reader::open(txn, self.volume, at)?))
+    }
+
+    /// Runs `body` in a write transaction of the live tree.
+    pub(crate) fn write<T>(
+        &self,
+        durability: Durability,
+        mut body: impl FnMut(&mut Writer<'_>) -> Result<T>,
+    ) -> Result<T> {
+        if self.is_snapshot() {
+            return Err(Error::ReadOnly { what: format!("snapshot {}", self.spec) });
+        }
+        let session = self.shared.session.id();
+        self.shared
+            .meta
+            .transact(durability, |txn| body(&mut Writer::open(txn, self.volume, session)?))
+    }
+
+    /// The inode number of a node that may be changed.
+    pub(crate) fn writable(&self, node: Node) -> Result<u64> {
+        if self.is_snapshot() || !node.is_live() {
+            return Err(Error::ReadOnly { what: format!("a snapshot of volume {}", self.spec.volume) });
+        }
+        if self.is_snapshots_dir(node) {
+            return Err(Error::ReadOnly { what: "directory .snapshots".into() });
+        }
+        Ok(node.ino)
+    }
+
+    /// Inode numbers for a transaction that is going to make up to `count` inodes.
+    pub(crate) fn spare_inos(&self, count: u64) -> Result<std::ops::Range<u64>> {
+        self.writable(self.root())?;
+        self.shared.allocate_inos(self.volume, count)
+    }
+}
+
+/// Puts the path into an error that only knows a name or number.
+pub(crate) fn name_it(error: Error, path: &str) -> Error {
+    let what = path.to_owned();
+    match error {
+        Error::NotFound { .. } => Error::NotFound { what },
+        Error::IsADirectory { .. } => Error::IsADirectory { what },
+        Error::NotADirectory { .. } => Error::NotADirectory { what },
+        Error::NotEmpty { .. } => Error::NotEmpty { what },
+        other => other,
+    }
+}

@@ -1,0 +1,247 @@
+//! Volumes and snapshots: make, list, show, delete.
+
+use std::time::SystemTime;
+
+use chrono::{DateTime, SecondsFormat, Utc};
+use serde::{Serialize, Serializer};
+
+use crate::datafs::Datafs;
+use crate::error::{Error, Result};
+use crate::fs::types::{FileKind, ROOT_INO};
+use crate::meta::codec::Decoder;
+use crate::meta::engine::{Durability, Order, ReadTxn};
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::snapshot::{self, SnapshotRow};
+use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer};
+use crate::name::{Name, VolumeSpec};
+use crate::view::View;
+
+/// Records that [`Datafs::volume_show`] reads in one transaction.
+const USAGE_PAGE: usize = 4_096;
+
+/// A volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VolumeInfo {
+    /// Its name.
+    pub name: Name,
+    /// Its number; never reused in this home.
+    pub id: u64,
+    /// When it was made.
+    #[serde(serialize_with = "rfc3339")]
+    pub created_at: SystemTime,
+    /// How many snapshots it has.
+    pub snapshots: u64,
+    /// What the live tree holds; counted by [`Datafs::volume_show`] only.
+    pub usage: Option<Usage>,
+}
+
+/// What a volume's live tree holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    /// Regular files (by inode: hard links count once).
+    pub files: u64,
+    /// Directories, without the root.
+    pub directories: u64,
+    /// Links, pipes, sockets and device nodes.
+    pub others: u64,
+    /// Sum of the file sizes, in bytes.
+    pub bytes: u64,
+}
+
+/// A snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct SnapshotInfo {
+    /// Its volume.
+    pub volume: Name,
+    /// Its name.
+    pub name: Name,
+    /// Its number; grows with time, never reused in its volume.
+    pub id: u64,
+    /// When it was made.
+    #[serde(serialize_with = "rfc3339")]
+    pub created_at: SystemTime,
+}
+
+fn rfc3339<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
+    let text = DateTime::<Utc>::from(*time).to_rfc3339_opts(SecondsFormat::Millis, true);
+    serializer.serialize_str(&text)
+}
+
+impl Datafs {
+    /// Makes an empty volume; durable when it returns. Fails with [`Error::Exists`].
+    pub fn volume_create(&self, name: &Name) -> Result<VolumeInfo> {
+        let session = self.shared.session.id();
+        let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+        self.shared.meta.transact(Durability::Durable, |txn| {
+            let name_key = keys::volume_name(name.as_str());
+            if txn.get(&name_key)?.is_some() {
+                return Err(Error::Exists { what: format!("volume {name}") });
+            }
+            let last = match txn.get(keys::LAST_VOLUME)? {
+                Some(value) => Decoder::new("volume counter", &value).u64()?,
+                None => 0,
+            };
+            let id = last.checked_add(1).ok_or(Error::TooLarge { what: "number of volumes", max: u64::MAX })?;
+            let row = VolumeRow {
+                name: name.to_string(),
+                created: Timestamp::now(),
+                epoch: 1,
+                last_snapshot: 0,
+                deleting: false,
+            };
+            txn.put(keys::LAST_VOLUME, &id.to_be_bytes())?;
+            txn.put(&name_key, &id.to_be_bytes())?;
+            txn.put(&keys::volume(id), &row.encode())?;
+            let mut root = Inode::new(FileKind::Directory, 0o755, uid, gid);
+            root.nlink = 2;
+            root.parent = ROOT_INO;
+            Writer::open(txn, id, session)?.put(&keys::attributes(ROOT_INO), &root.encode())?;
+            info(txn.as_read(), id, &row)
+        })
+    }
+
+    /// All volumes by name.
+    pub fn volume_list(&self) -> Result<Vec<VolumeInfo>> {
+        self.shared.meta.view(|txn| {
+            let prefix = keys::volume_names();
+            let rows = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
+            rows.into_iter()
+                .map(|(_, value)| {
+                    let id = Decoder::new("volume name record", &value).u64()?;
+                    let row = VolumeRow::get(txn, id)?;
+                    info(txn, id, &row)
+                })
+                .collect()
+        })
+    }
+
+    /// One volume with its usage, which is counted: the time grows with the number of files.
+    pub fn volume_show(&self, name: &Name) -> Result<VolumeInfo> {
+        let (id, mut volume) = self.shared.meta.view(|txn| {
+            let id = find(txn, name)?;
+            let row = VolumeRow::get(txn, id)?;
+            Ok((id, info(txn, id, &row)?))
+        })?;
+        volume.usage = Some(self.usage(id)?);
+        Ok(volume)
+    }
+
+    /// Deletes a volume with its snapshots. It is out of sight, durably, when this returns; its
+    /// records and objects are freed in the background.
+    pub fn volume_delete(&self, name: &Name) -> Result<()> {
+        self.shared.meta.transact(Durability::Durable, |txn| {
+            let id = find(txn.as_read(), name)?;
+            let mut row = VolumeRow::get(txn.as_read(), id)?;
+            row.deleting = true;
+            txn.put(&keys::volume(id), &row.encode())?;
+            txn.delete(&keys::volume_name(name.as_str()))
+        })?;
+        self.shared.collector.wake();
+        Ok(())
+    }
+
+    /// Makes a snapshot of everything committed in the volume; durable when it returns. What programs
+    /// have written through open files and not flushed is not part of it. The cost does not depend
+    /// on the size of the volume.
+    pub fn snapshot_create(&self, volume: &Name, snapshot: &Name) -> Result<SnapshotInfo> {
+        self.shared.meta.transact(Durability::Durable, |txn| {
+            let id = find(txn.as_read(), volume)?;
+            let (number, row) = snapshot::create(txn, id, snapshot.as_str())?;
+            snapshot_info(volume, number, &row)
+        })
+    }
+
+    /// The snapshots of a volume, oldest first.
+    pub fn snapshot_list(&self, volume: &Name) -> Result<Vec<SnapshotInfo>> {
+        self.shared.meta.view(|txn| {
+            let id = find(txn, volume)?;
+            let rows = snapshot::list(txn, id)?;
+            rows.iter().map(|(number, row)| snapshot_info(volume, *number, row)).collect()
+        })
+    }
+
+    /// Deletes a snapshot. It is out of sight, durably, when this returns; what only it held is freed
+    /// in the background. Views of it answer [`Error::Stale`] from now on.
+    pub fn snapshot_delete(&self, volume: &Name, snapshot: &Name) -> Result<()> {
+        self.shared.meta.transact(Durability::Durable, |txn| {
+            let id = find(txn.as_read(), volume)?;
+            snapshot::begin_delete(txn, id, snapshot.as_str())
+        })?;
+        self.shared.collector.wake();
+        Ok(())
+    }
+
+    /// A view of a volume, live (read and write) or at a snapshot (read only).
+    pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
+        let (id, at) = self.shared.meta.view(|txn| {
+            let id = find(txn, &spec.volume)?;
+            let at = match &spec.snapshot {
+                None => At::Live,
+                Some(name) => match snapshot::find(txn, id, name.as_str())? {
+                    Some(number) => At::Snapshot(number),
+                    None => return Err(Error::not_found(format!("snapshot {spec}"))),
+                },
+            };
+            Ok((id, at))
+        })?;
+        Ok(View::new(self.shared.clone(), spec.clone(), id, at))
+    }
+
+    fn usage(&self, volume: u64) -> Result<Usage> {
+        let mut usage = Usage::default();
+        let mut start = keys::nodes();
+        let end = keys::after_prefix(&start);
+        loop {
+            let page = self.shared.meta.view(|txn| {
+                Reader::open(txn, volume, At::Live)?.scan(&start, &end, Order::Ascending, USAGE_PAGE)
+            })?;
+            for (record, value) in &page {
+                if keys::is_attributes(record) && *record != keys::attributes(ROOT_INO) {
+                    let inode = Inode::decode(value)?;
+                    match inode.kind {
+                        FileKind::File => {
+                            usage.files += 1;
+                            usage.bytes = usage.bytes.saturating_add(inode.size);
+                        }
+                        FileKind::Directory => usage.directories += 1,
+                        _ => usage.others += 1,
+                    }
+                }
+            }
+            match page.last() {
+                Some((last, _)) if page.len() == USAGE_PAGE => {
+                    start = last.clone();
+                    start.push(0);
+                }
+                _ => return Ok(usage),
+            }
+        }
+    }
+}
+
+fn find(txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
+    match txn.get(&keys::volume_name(name.as_str()))? {
+        Some(value) => Decoder::new("volume name record", &value).u64(),
+        None => Err(Error::not_found(format!("volume {name}"))),
+    }
+}
+
+fn info(txn: &mut dyn ReadTxn, id: u64, row: &VolumeRow) -> Result<VolumeInfo> {
+    Ok(VolumeInfo {
+        name: row.name.parse()?,
+        id,
+        created_at: row.created.to_system(),
+        snapshots: snapshot::list(txn, id)?.len() as u64,
+        usage: None,
+    })
+}
+
+fn snapshot_info(volume: &Name, number: u64, row: &SnapshotRow) -> Result<SnapshotInfo> {
+    Ok(SnapshotInfo {
+        volume: volume.clone(),
+        name: row.name.parse()?,
+        id: number,
+        created_at: row.created.to_system(),
+    })
+}
