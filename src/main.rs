@@ -1,2 +1,118 @@
-//! The `millrace` command.
-fn main() {}
+//! The `millrace` command: reads the command line and the configuration, runs one command, and
+//! translates its error into an exit code.
+
+mod cli;
+mod commands;
+mod context;
+mod exit;
+mod failure;
+mod home;
+mod inference;
+mod output;
+mod quickstart;
+mod service;
+mod settings;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{CommandFactory, Parser};
+use tokio_util::sync::CancellationToken;
+use tracing_subscriber::EnvFilter;
+
+use cli::{Cli, Command};
+use context::Context;
+use output::Output;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match start(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::error_line(&error);
+            ExitCode::from(exit::code(&error) as u8)
+        }
+    }
+}
+
+fn start(cli: Cli) -> Result<()> {
+    let filter = EnvFilter::try_new(&cli.log)
+        .map_err(|error| failure::failure(failure::Exit::Usage, format!("--log {:?}: {error}", cli.log)))?;
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    if let Command::Worker = cli.command {
+        // Has a small runtime of its own.
+        return commands::train::worker();
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(run(cli));
+    // Blocking calls that hang in a dead mount or library must not keep the process alive.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(5));
+    result
+}
+
+async fn run(cli: Cli) -> Result<()> {
+    let out = Output::new(cli.json);
+    if let Command::Completions { shell } = cli.command {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut Cli::command(), "millrace", &mut script);
+        return out.raw(&String::from_utf8_lossy(&script));
+    }
+    if let Command::Umount { path } = &cli.command {
+        return commands::mount::umount(out, path);
+    }
+    let quick = matches!(cli.command, Command::Quickstart(_));
+    let root = match (&cli.home, quick) {
+        (None, true) => home::Home::locate(None)?.join("quickstart"),
+        (flag, _) => home::Home::locate(flag.as_deref())?,
+    };
+    let loaded = settings::load(cli.config.as_deref(), &root)?;
+    if let Command::Config = cli.command {
+        return if out.is_json() {
+            out.object(&loaded.settings)
+        } else {
+            out.raw(&toml::to_string(&loaded.settings)?)
+        };
+    }
+    let home = home::Home::open(root)?;
+    let context = Context { out, home, loaded, stop: stop_signal()? };
+    match cli.command {
+        Command::Quickstart(args) => quickstart::run(&context, args).await,
+        Command::Up => service::up(&context).await,
+        Command::Volume(command) => tokio::task::block_in_place(|| commands::volume::run(&context, command)),
+        Command::Snapshot(command) => tokio::task::block_in_place(|| commands::snapshot::run(&context, command)),
+        Command::Mount(args) => commands::mount::run(&context, args).await,
+        Command::Produce(args) => commands::produce::run(&context, args).await,
+        Command::Ingest(args) => commands::ingest::run(&context, args).await,
+        Command::Feed(args) => commands::feed::run(&context, args).await,
+        Command::Model(command) => commands::model::run(&context, command).await,
+        Command::Train(args) => commands::train::run(&context, args).await,
+        Command::Serve(args) => commands::serve::run(&context, args).await,
+        Command::Predict(args) => commands::predict::run(&context, args).await,
+        Command::Pipe(args) => commands::pipe::run(&context, args).await,
+        Command::Broker { listen } => commands::broker::run(&context, listen).await,
+        // Handled above, before a home is needed.
+        Command::Umount { .. } | Command::Config | Command::Completions { .. } | Command::Worker => Ok(()),
+    }
+}
+
+/// The first signal asks for an orderly stop, the second ends the process at once.
+fn stop_signal() -> Result<CancellationToken> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let token = CancellationToken::new();
+    let stop = token.clone();
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::spawn(async move {
+        for attempt in 0.. {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            if attempt > 0 {
+                std::process::exit(130);
+            }
+            stop.cancel();
+        }
+    });
+    Ok(token)
+}

@@ -1,0 +1,434 @@
+//! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use millrace_datafs::{Name, VolumeSpec};
+use millrace_streams::dataset::DatasetSpec;
+
+/// Topics and files into snapshotted volumes, into trainers, into servers.
+#[derive(Debug, Parser)]
+#[command(
+    name = "millrace",
+    version,
+    propagate_version = true,
+    arg_required_else_help = true,
+    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left."
+)]
+pub struct Cli {
+    /// Folder that holds all embedded state [default: the XDG data folder]
+    #[arg(long, global = true, env = "MILLRACE_HOME", value_name = "DIR")]
+    pub home: Option<PathBuf>,
+    /// Configuration file [default: ./millrace.toml, else HOME/millrace.toml, else built-in defaults]
+    #[arg(long, global = true, env = "MILLRACE_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Print one JSON object (or one per line) instead of tables
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to log to standard error, as in `info` or `millrace_ingest=debug`
+    #[arg(long, global = true, env = "MILLRACE_LOG", default_value = "warn", value_name = "FILTER")]
+    pub log: String,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run the whole pipeline on real data and show that nothing was lost
+    #[command(after_help = "Example:\n  millrace quickstart --workers 3 --keep")]
+    Quickstart(QuickstartArgs),
+    /// Run everything that millrace.toml declares, in one process
+    #[command(after_help = "Example:\n  millrace --config millrace.toml up")]
+    Up,
+    /// Create, list, show and delete volumes
+    #[command(subcommand, after_help = "Example:\n  millrace volume create digits")]
+    Volume(VolumeCommand),
+    /// Create, list and delete snapshots
+    #[command(subcommand, after_help = "Example:\n  millrace snapshot create digits@monday")]
+    Snapshot(SnapshotCommand),
+    /// Mount a volume or a snapshot as a folder, until Ctrl-C or `millrace umount`
+    #[command(after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday")]
+    Mount(MountArgs),
+    /// Unmount a folder
+    #[command(after_help = "Example:\n  millrace umount /mnt/digits")]
+    Umount {
+        /// The mount point
+        path: PathBuf,
+    },
+    /// Write lines of a file (or of standard input) to a topic, one record each
+    #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
+    Produce(ProduceArgs),
+    /// Land a topic in a volume as Parquet, exactly once
+    #[command(after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow")]
+    Ingest(IngestArgs),
+    /// Read a dataset in training order: print batches, or with --dry the rate
+    #[command(after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry")]
+    Feed(FeedArgs),
+    /// Make and inspect models
+    #[command(subcommand, after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx")]
+    Model(ModelCommand),
+    /// Train what a job file describes and publish the result as a bundle
+    #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
+    Train(TrainArgs),
+    /// Serve models over gRPC and HTTP (Open Inference Protocol)
+    #[command(after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001")]
+    Serve(ServeArgs),
+    /// Send records to a model server and show what it predicts
+    #[command(after_help = "Example:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label")]
+    Predict(PredictArgs),
+    /// Predict from topic to topic (at least once)
+    #[command(after_help = "Example:\n  millrace pipe --from digits-test --to digits-predictions --volume digits --model digits --input pixels")]
+    Pipe(PipeArgs),
+    /// Run the embedded broker alone
+    #[command(after_help = "Example:\n  millrace broker --listen 127.0.0.1:9092")]
+    Broker {
+        /// Address to listen on [default: streams.broker.listen]
+        #[arg(long)]
+        listen: Option<SocketAddr>,
+    },
+    /// Print the configuration in force
+    #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]
+    Config,
+    /// Print a completion script for a shell
+    #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// A training worker: started by `train`, never by hand
+    #[command(hide = true)]
+    Worker,
+}
+
+/// `millrace quickstart`
+#[derive(Debug, Args)]
+pub struct QuickstartArgs {
+    /// Training worker processes
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub workers: u32,
+    /// Seed of the weights and of the shuffle
+    #[arg(long, default_value_t = 7)]
+    pub seed: u64,
+    /// Where to train and serve
+    #[arg(long, value_enum, default_value_t = DeviceArg::Cpu)]
+    pub device: DeviceArg,
+    /// Leave everything running and say what to try
+    #[arg(long)]
+    pub keep: bool,
+    /// Delete what an earlier run left in this home and start anew
+    #[arg(long)]
+    pub clean: bool,
+    /// Listen on free ports instead of the usual ones of Kafka (9092) and Triton (8000 to 8002)
+    #[arg(long)]
+    pub free_ports: bool,
+}
+
+/// Where a model runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    /// The processor
+    Cpu,
+    /// The first NVIDIA GPU; never the processor in silence
+    Cuda,
+}
+
+impl DeviceArg {
+    /// The word that configuration files use.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            DeviceArg::Cpu => "cpu",
+            DeviceArg::Cuda => "cuda",
+        }
+    }
+}
+
+/// `millrace volume …`
+#[derive(Debug, Subcommand)]
+pub enum VolumeCommand {
+    /// Create an empty volume
+    #[command(after_help = "Example:\n  millrace volume create digits")]
+    Create {
+        /// Letters, digits, '.', '_' and '-', at most 128
+        name: Name,
+    },
+    /// List volumes
+    #[command(after_help = "Example:\n  millrace volume list --json")]
+    List,
+    /// Show one volume and its snapshots
+    #[command(after_help = "Example:\n  millrace volume show digits")]
+    Show {
+        /// The volume
+        name: Name,
+    },
+    /// Delete a volume, its snapshots and its files for good
+    #[command(after_help = "Example:\n  millrace volume delete digits --yes")]
+    Delete {
+        /// The volume
+        name: Name,
+        /// Really delete: there is no way back
+        #[arg(long)]
+        yes: bool,
+    },
+}
+
+/// `millrace snapshot …`
+#[derive(Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Freeze a volume under a name; takes the same time whatever its size
+    #[command(after_help = "Example:\n  millrace snapshot create digits@monday")]
+    Create {
+        /// VOLUME@NAME
+        spec: VolumeSpec,
+    },
+    /// List the snapshots of a volume
+    #[command(after_help = "Example:\n  millrace snapshot list digits")]
+    List {
+        /// The volume
+        volume: Name,
+    },
+    /// Delete a snapshot and free what only it held
+    #[command(after_help = "Example:\n  millrace snapshot delete digits@monday")]
+    Delete {
+        /// VOLUME@NAME
+        spec: VolumeSpec,
+    },
+}
+
+/// `millrace mount`
+#[derive(Debug, Args)]
+pub struct MountArgs {
+    /// VOLUME, or VOLUME@SNAPSHOT (read-only)
+    pub spec: VolumeSpec,
+    /// An existing empty folder
+    pub path: PathBuf,
+    /// Return once it is mounted; a background process serves it
+    #[arg(long)]
+    pub detach: bool,
+}
+
+/// `millrace produce`
+#[derive(Debug, Args)]
+pub struct ProduceArgs {
+    /// The topic; created when it does not exist
+    pub topic: String,
+    /// A file with one record per line [default: standard input]
+    pub file: Option<PathBuf>,
+    /// Partitions of a topic that is created
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=10_000))]
+    pub partitions: i32,
+    /// JSON field that becomes the record's key (and so its partition)
+    #[arg(long, value_name = "FIELD")]
+    pub key: Option<String>,
+}
+
+/// `millrace ingest`
+#[derive(Debug, Args)]
+pub struct IngestArgs {
+    /// A job of the configuration file, by name
+    #[arg(long, conflicts_with_all = ["topic", "volume", "path"])]
+    pub job: Option<String>,
+    /// The topic to land
+    #[arg(long, required_unless_present = "job")]
+    pub topic: Option<String>,
+    /// The volume to land it in; created when it does not exist
+    #[arg(long, required_unless_present = "job")]
+    pub volume: Option<Name>,
+    /// Folder in the volume [default: the topic's name]
+    #[arg(long)]
+    pub path: Option<String>,
+    /// Go on for ever instead of stopping where the topic ends now
+    #[arg(long)]
+    pub follow: bool,
+}
+
+/// `millrace feed`
+#[derive(Debug, Args)]
+pub struct FeedArgs {
+    /// VOLUME[@SNAPSHOT]:/PATH
+    pub dataset: DatasetSpec,
+    /// Rows of a global batch
+    #[arg(long, default_value_t = 128)]
+    pub batch_rows: usize,
+    /// Seed of the order
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// This reader's number
+    #[arg(long, default_value_t = 0)]
+    pub rank: u32,
+    /// How many readers share the dataset
+    #[arg(long, default_value_t = 1)]
+    pub world: u32,
+    /// First global batch
+    #[arg(long, default_value_t = 0)]
+    pub step: u64,
+    /// How many batches [default: 1, or one epoch with --dry]
+    #[arg(long)]
+    pub batches: Option<u64>,
+    /// Read without printing and show the rate
+    #[arg(long)]
+    pub dry: bool,
+}
+
+/// `millrace model …`
+#[derive(Debug, Subcommand)]
+pub enum ModelCommand {
+    /// Write an ONNX graph with seeded weights
+    #[command(after_help = "Examples:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx")]
+    Init {
+        /// The architecture
+        #[command(subcommand)]
+        kind: ModelInit,
+    },
+    /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
+    #[command(after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits")]
+    Show {
+        /// An ONNX file, or with --volume the name of a model
+        model: String,
+        /// Volume that holds the bundle
+        #[arg(long)]
+        volume: Option<VolumeSpec>,
+        /// Which version [default: the newest]
+        #[arg(long)]
+        version: Option<u64>,
+    },
+}
+
+/// `millrace model init …`
+#[derive(Debug, Subcommand)]
+pub enum ModelInit {
+    /// Fully connected layers
+    Mlp {
+        /// Where to write the graph
+        file: PathBuf,
+        /// Width of the input
+        #[arg(long)]
+        inputs: usize,
+        /// Widths of the hidden layers
+        #[arg(long, value_delimiter = ',', default_value = "128")]
+        hidden: Vec<usize>,
+        /// Number of classes
+        #[arg(long)]
+        classes: usize,
+        /// Seed of the weights
+        #[arg(long, default_value_t = 7)]
+        seed: u64,
+        /// Factor on the inputs, part of the graph: 1 over their usual size helps training
+        #[arg(long, default_value_t = 1.0)]
+        scale: f32,
+    },
+    /// Convolutions with pooling, then a classifier
+    Cnn {
+        /// Where to write the graph
+        file: PathBuf,
+        /// Image height
+        #[arg(long)]
+        height: usize,
+        /// Image width
+        #[arg(long)]
+        width: usize,
+        /// Filters of the convolutions
+        #[arg(long, value_delimiter = ',', default_value = "8,16")]
+        filters: Vec<usize>,
+        /// Number of classes
+        #[arg(long)]
+        classes: usize,
+        /// Seed of the weights
+        #[arg(long, default_value_t = 7)]
+        seed: u64,
+        /// Factor on the inputs, part of the graph: 1 over their usual size helps training
+        #[arg(long, default_value_t = 1.0)]
+        scale: f32,
+    },
+}
+
+/// `millrace train`
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// The job file
+    pub job: PathBuf,
+    /// Worker processes [default: as the job file says]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub workers: Option<u32>,
+    /// Seed of the weights and the order [default: as the job file says]
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// Where to train [default: as the job file says]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
+}
+
+/// `millrace serve`
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// Volume that holds bundles under models/
+    #[arg(long, conflicts_with = "models")]
+    pub volume: Option<VolumeSpec>,
+    /// Folder that holds bundles
+    #[arg(long, value_name = "DIR", required_unless_present = "volume")]
+    pub models: Option<PathBuf>,
+    /// gRPC address [default: serving.grpc]
+    #[arg(long)]
+    pub grpc: Option<SocketAddr>,
+    /// HTTP address [default: serving.http]
+    #[arg(long)]
+    pub http: Option<SocketAddr>,
+    /// Metrics address [default: serving.metrics]
+    #[arg(long)]
+    pub metrics: Option<SocketAddr>,
+    /// Where to run the models [default: serving.device]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
+}
+
+/// `millrace predict`
+#[derive(Debug, Args)]
+pub struct PredictArgs {
+    /// The model
+    pub model: String,
+    /// A file with one JSON record per line [default: standard input]
+    pub file: Option<PathBuf>,
+    /// The record's field that holds the input
+    #[arg(long, default_value = "input", value_name = "FIELD")]
+    pub input: String,
+    /// The record's field that holds the true class, to report accuracy
+    #[arg(long, value_name = "FIELD")]
+    pub label: Option<String>,
+    /// The model server [default: the one of this home, else serving.grpc]
+    #[arg(long)]
+    pub grpc: Option<SocketAddr>,
+    /// Which version [default: the newest]
+    #[arg(long)]
+    pub version: Option<u64>,
+    /// Records of a request
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub batch_rows: u32,
+}
+
+/// `millrace pipe`
+#[derive(Debug, Args)]
+pub struct PipeArgs {
+    /// A pipe of the configuration file, by name
+    #[arg(long, conflicts_with_all = ["from", "to", "model"])]
+    pub pipe: Option<String>,
+    /// Topic to read
+    #[arg(long, required_unless_present = "pipe")]
+    pub from: Option<String>,
+    /// Topic to write predictions to
+    #[arg(long, required_unless_present = "pipe")]
+    pub to: Option<String>,
+    /// The model
+    #[arg(long, required_unless_present = "pipe")]
+    pub model: Option<String>,
+    /// Volume that holds the bundle and the pipe's progress
+    #[arg(long)]
+    pub volume: Name,
+    /// The record's field that holds the input
+    #[arg(long, default_value = "input", value_name = "FIELD")]
+    pub input: String,
+    /// Go on for ever instead of stopping where the topic ends now
+    #[arg(long)]
+    pub follow: bool,
+}

@@ -1,0 +1,80 @@
+//! `millrace feed`: a dataset in training order, printed or measured.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use arrow::json::LineDelimitedWriter;
+use futures::StreamExt;
+use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Shard};
+
+use crate::cli::FeedArgs;
+use crate::context::Context;
+use crate::output::count;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: FeedArgs) -> Result<()> {
+    let datafs = context.datafs()?;
+    let source = args.dataset.source.clone();
+    let store = context.blocking(move || Ok(datafs.view(&source)?.object_store())).await?;
+    let options = PlanOptions {
+        source: args.dataset.source.to_string(),
+        seed: args.seed,
+        batch_rows: args.batch_rows,
+        ..PlanOptions::default()
+    };
+    let plan = Plan::build(&store, &args.dataset.path, &options).await?;
+    let shard = Shard::new(args.rank, args.world)?;
+    let batches = args.batches.unwrap_or(if args.dry { plan.steps_for_epochs(1) } else { 1 });
+    let (id, rows_total) = (plan.id(), plan.rows());
+    let feed = Feed::open(plan, store, &FeedOptions::default())?;
+    let stream = feed.stream(shard, Cursor { plan_id: id, step: args.step })?;
+    let mut stream = stream.take(usize::try_from(batches).unwrap_or(usize::MAX));
+
+    let started = Instant::now();
+    let bar = context.out.progress("feed", "batches", args.dry.then_some(batches));
+    let (mut rows, mut seen) = (0_u64, 0_u64);
+    loop {
+        let next = tokio::select! {
+            next = stream.next() => next,
+            () = context.stop.cancelled() => None,
+        };
+        let Some(batch) = next else { break };
+        let batch = batch?;
+        rows += batch.rows.len() as u64;
+        seen += 1;
+        bar.inc(1);
+        if !args.dry {
+            print(context, &batch)?;
+        }
+    }
+    bar.finish_and_clear();
+    if !args.dry {
+        return Ok(());
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let rate = rows as f64 / seconds.max(1e-9);
+    context.out.table(
+        &serde_json::json!({
+            "dataset": args.dataset, "plan": id.to_string(), "rows": rows_total,
+            "rows_read": rows, "batches": seen, "seconds": seconds, "rows_per_second": rate,
+        }),
+        &["dataset", "rows", "read", "batches", "seconds", "rows/s"],
+        [vec![
+            args.dataset.to_string(),
+            count(rows_total),
+            count(rows),
+            count(seen),
+            format!("{seconds:.3}"),
+            count(rate as u64),
+        ]],
+    )
+}
+
+/// One batch: a line that says which, then a JSON object per row (for programs, the objects only).
+fn print(context: &Context, batch: &FeedBatch) -> Result<()> {
+    let mut writer = LineDelimitedWriter::new(Vec::new());
+    writer.write(&batch.batch)?;
+    writer.finish()?;
+    context.out.text(&format!("# step {}, slots {:?}, {} rows", batch.step, batch.slots, batch.rows.len()))?;
+    context.out.raw(&String::from_utf8(writer.into_inner())?)
+}

@@ -1,0 +1,150 @@
+//! `millrace model init|show`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use millrace_bundle::{Bundle, TensorSpec, onnx::ModelProto};
+use millrace_trainer::graph::Graph;
+use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
+use prost::Message;
+use sha2::{Digest, Sha256};
+
+use crate::cli::{ModelCommand, ModelInit};
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::home::write_atomically;
+use crate::output::{bytes, count};
+
+/// Largest ONNX file that is read: protobuf itself ends at 2 GiB.
+const MODEL_BYTES_MAX: u64 = 2 << 30;
+
+/// Runs the command.
+pub async fn run(context: &Context, command: ModelCommand) -> Result<()> {
+    match command {
+        ModelCommand::Init { kind } => init(context, kind),
+        ModelCommand::Show { model, volume: None, .. } => show_file(context, Path::new(&model)),
+        ModelCommand::Show { model, volume: Some(volume), version } => {
+            let datafs = context.datafs()?;
+            let spec = volume.clone();
+            let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
+            let root = millrace_serving::config::VOLUME_ROOT;
+            let version = match version {
+                Some(version) => version,
+                None => {
+                    let newest = millrace_bundle::list(store.as_ref(), root)
+                        .await?
+                        .into_iter()
+                        .filter(|found| found.name == model)
+                        .map(|found| found.version)
+                        .max();
+                    match newest {
+                        Some(version) => version,
+                        None => {
+                            return fail(Exit::NotFound, format!("volume {volume} has no complete bundle of model {model:?}"));
+                        }
+                    }
+                }
+            };
+            let bundle = millrace_bundle::load(store.as_ref(), root, &model, version).await?;
+            show_bundle(context, &bundle)
+        }
+    }
+}
+
+fn init(context: &Context, kind: ModelInit) -> Result<()> {
+    let (file, spec): (PathBuf, ModelSpec) = match kind {
+        ModelInit::Mlp { file, inputs, hidden, classes, seed, scale } => {
+            (file, ModelSpec::Mlp(MlpSpec { inputs, hidden, classes, scale, seed }))
+        }
+        ModelInit::Cnn { file, height, width, filters, classes, seed, scale } => (
+            file,
+            ModelSpec::Cnn(CnnSpec { height, width, channels: 1, filters, hidden: Vec::new(), classes, scale, seed }),
+        ),
+    };
+    let model = spec.build()?;
+    let file = std::path::absolute(file)?;
+    write_atomically(&file, &model.encode_to_vec()).with_context(|| format!("cannot write {}", file.display()))?;
+    show_file(context, &file)
+}
+
+fn show_file(context: &Context, file: &Path) -> Result<()> {
+    let length = match std::fs::metadata(file) {
+        Ok(metadata) => metadata.len(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return fail(
+                Exit::NotFound,
+                format!("{} does not exist (a model of a volume needs --volume NAME)", file.display()),
+            );
+        }
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", file.display())),
+    };
+    if length > MODEL_BYTES_MAX {
+        return fail(Exit::Usage, format!("{} is larger than {}", file.display(), bytes(MODEL_BYTES_MAX)));
+    }
+    let raw = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let Ok(model) = ModelProto::decode(&raw[..]) else {
+        return fail(Exit::Corrupt, format!("{} is not an ONNX file", file.display()));
+    };
+    let Some(graph) = &model.graph else {
+        return fail(Exit::Corrupt, format!("{} holds no graph", file.display()));
+    };
+    let signature = millrace_bundle::Signature::of_graph(graph)?;
+    let parameters: i64 = graph.initializer.iter().map(|tensor| tensor.dims.iter().product::<i64>()).sum();
+    let trainable = match Graph::read(&model) {
+        Ok(_) => "yes".to_owned(),
+        Err(error) => format!("no: {error}"),
+    };
+    let mut operators = std::collections::BTreeMap::<&str, u64>::new();
+    for node in &graph.node {
+        *operators.entry(node.op_type()).or_default() += 1;
+    }
+    let sha256 = hex::encode(Sha256::digest(&raw));
+    context.out.table(
+        &serde_json::json!({
+            "file": file, "bytes": length, "sha256": sha256, "signature": signature,
+            "operators": operators, "parameters": parameters, "trainable": trainable,
+        }),
+        &["model", &file.display().to_string()],
+        [
+            vec!["inputs".into(), tensors(&signature.inputs)],
+            vec!["outputs".into(), tensors(&signature.outputs)],
+            vec!["parameters".into(), count(parameters.max(0) as u64)],
+            vec!["operators".into(), operators.iter().map(|(op, n)| format!("{op} ×{n}")).collect::<Vec<_>>().join(", ")],
+            vec!["trainable".into(), trainable],
+            vec!["size".into(), bytes(length)],
+            vec!["sha256".into(), sha256.clone()],
+        ],
+    )
+}
+
+fn show_bundle(context: &Context, bundle: &Bundle) -> Result<()> {
+    let manifest = bundle.manifest();
+    let lineage = &manifest.lineage;
+    let offsets = lineage.offsets.iter().flat_map(|(topic, partitions)| {
+        partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} up to {next}"))
+    });
+    let mut rows = vec![
+        vec!["inputs".into(), tensors(&manifest.signature.inputs)],
+        vec!["outputs".into(), tensors(&manifest.signature.outputs)],
+        vec!["snapshot".into(), format!("{}@{}", lineage.volume, lineage.snapshot)],
+        vec!["records".into(), offsets.collect::<Vec<_>>().join(", ")],
+        vec!["seed".into(), lineage.seed.to_string()],
+        vec!["steps".into(), count(lineage.steps)],
+        vec!["epochs".into(), count(lineage.epochs)],
+        vec!["code".into(), lineage.code_version.clone()],
+        vec!["configuration".into(), lineage.config_sha256.clone()],
+        vec!["sha256".into(), manifest.model_sha256().to_owned()],
+        vec!["created".into(), manifest.created_at.clone()],
+    ];
+    for (name, value) in &manifest.metrics {
+        rows.push(vec![name.clone(), format!("{value:.6}")]);
+    }
+    context.out.table(manifest, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
+}
+
+fn tensors(specs: &[TensorSpec]) -> String {
+    let shape = |spec: &TensorSpec| {
+        spec.shape.iter().map(|d| if *d < 0 { "?".into() } else { d.to_string() }).collect::<Vec<_>>().join("×")
+    };
+    specs.iter().map(|spec| format!("{} {} {}", spec.name, spec.datatype, shape(spec))).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,92 @@
+//! `millrace mount` and `millrace umount`.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context as _, Result};
+use millrace_datafs::mount::{self, MountOptions};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+
+use crate::cli::MountArgs;
+use crate::context::Context;
+use crate::failure::{Exit, fail, failure};
+use crate::output::Output;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: MountArgs) -> Result<()> {
+    if args.detach {
+        return detach(context, &args).await;
+    }
+    let datafs = context.datafs()?;
+    let (spec, path) = (args.spec.clone(), args.path.clone());
+    let mounted = context
+        .blocking(move || {
+            let view = datafs.view(&spec)?;
+            if let Err(reason) = mount::can_mount() {
+                return Err(failure(Exit::Unavailable, format!("cannot mount {}: {reason}", path.display())));
+            }
+            Ok(mount::mount(view, &path, MountOptions::default())?)
+        })
+        .await?;
+    announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id())?;
+    let stop = context.stop.clone();
+    let at = mounted.path().to_owned();
+    let watch = tokio::spawn(async move {
+        stop.cancelled().await;
+        // Ends the serving threads, so that `join` below comes back with what they have to say.
+        tokio::task::spawn_blocking(move || mount::umount(&at)).await
+    });
+    let ended = context.blocking(move || Ok(mounted.join()?)).await;
+    watch.abort();
+    ended
+}
+
+fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
+    out.table(
+        &serde_json::json!({ "volume": spec, "mount": path, "pid": pid }),
+        &[],
+        [vec![format!("{spec} is mounted at {} (millrace umount {} ends it)", path.display(), path.display())]],
+    )
+}
+
+/// Starts the same command in a session of its own and waits until it has mounted.
+async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
+    use std::os::unix::process::CommandExt;
+    let mut command = std::process::Command::new(std::env::current_exe()?);
+    command.arg("--json").arg("--home").arg(context.home.root());
+    if let Some(file) = &context.loaded.file {
+        command.arg("--config").arg(file);
+    }
+    command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
+    // A process group of its own: a Ctrl-C in this terminal does not reach it.
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = tokio::process::Command::from(command)
+        .spawn()
+        .context("cannot start the process that serves the mount")?;
+    let (Some(stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
+        return fail(Exit::Failed, "the process that serves the mount has no output");
+    };
+    let mut line = String::new();
+    BufReader::new(stdout).read_line(&mut line).await?;
+    if line.is_empty() {
+        let mut said = String::new();
+        stderr.read_to_string(&mut said).await?;
+        let status = child.wait().await?;
+        let exit = Exit::from_code(status.code().unwrap_or(1));
+        let said = said.lines().last().unwrap_or_default();
+        return fail(exit, said.strip_prefix("millrace: ").unwrap_or(said));
+    }
+    let told: serde_json::Value = serde_json::from_str(&line)?;
+    let path = told["mount"].as_str().map(PathBuf::from).unwrap_or_else(|| args.path.clone());
+    announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default())
+}
+
+/// Runs `millrace umount`.
+pub fn umount(out: Output, path: &Path) -> Result<()> {
+    mount::umount(path)?;
+    out.table(
+        &serde_json::json!({ "unmounted": path }),
+        &[],
+        [vec![format!("{} is unmounted", path.display())]],
+    )
+}

@@ -1,0 +1,75 @@
+//! `millrace pipe`: records of one topic become predictions in another, without a server.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use millrace_serving::pipe::{self, Deps, Until};
+use millrace_serving::{Inference, PipeConfig, Repository, Source};
+
+use crate::cli::PipeArgs;
+use crate::context::{Context, live};
+use crate::failure::{Exit, fail};
+use crate::output::count;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: PipeArgs) -> Result<()> {
+    let config = config(context, &args)?;
+    let serving = context.loaded.settings.serving.clone();
+    let datafs = context.datafs()?;
+    let spec = live(&args.volume);
+    let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
+    let repository = Repository::open(Source::volume(&view), &serving).await?;
+    let session = context.topics().await?;
+    let deps = Deps { kafka: session.kafka.clone(), inference: Inference::new(repository.clone()), progress: view };
+    let until = if args.follow { Until::Forever } else { Until::CaughtUp };
+    let spinner = context.out.progress("pipe", "", None);
+    let polling = tokio::spawn({
+        let stop = context.stop.child_token();
+        async move { repository.poll(stop).await }
+    });
+    let report = pipe::run(&config, deps, until, context.stop.child_token()).await;
+    polling.abort();
+    spinner.finish_and_clear();
+    session.close().await?;
+    let report = report?;
+    context.out.table(
+        &serde_json::json!({
+            "pipe": config.name, "from": config.input, "to": config.output, "model": config.model,
+            "records": report.records, "predicted": report.predicted,
+            "dead_letters": report.dead_letters, "offsets": report.offsets,
+        }),
+        &["from", "to", "model", "records", "predicted", "dead letters"],
+        [vec![
+            config.input.clone(),
+            config.output.clone(),
+            config.model.clone(),
+            count(report.records),
+            count(report.predicted),
+            count(report.dead_letters),
+        ]],
+    )
+}
+
+fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
+    if let Some(name) = &args.pipe {
+        let pipes = &context.loaded.settings.serving.pipes;
+        return match pipes.iter().find(|pipe| pipe.name == *name) {
+            Some(pipe) => Ok(pipe.clone()),
+            None => {
+                let known: Vec<_> = pipes.iter().map(|pipe| pipe.name.as_str()).collect();
+                fail(Exit::NotFound, format!("the configuration has no pipe {name:?} (it has: {})", known.join(", ")))
+            }
+        };
+    }
+    let (Some(input), Some(output), Some(model)) = (&args.from, &args.to, &args.model) else {
+        return fail(Exit::Usage, "name a pipe of the configuration with --pipe, or --from, --to and --model");
+    };
+    Ok(PipeConfig {
+        name: format!("{input}-to-{output}"),
+        input: input.clone(),
+        output: output.clone(),
+        model: model.clone(),
+        columns: BTreeMap::from([("input".to_owned(), args.input.clone())]),
+        ..PipeConfig::default()
+    })
+}

@@ -1,0 +1,74 @@
+//! `millrace serve`: the model server alone, until it is told to stop.
+
+use anyhow::Result;
+use millrace_serving::repository::{State, VersionStatus};
+use millrace_serving::{Serving, Source, serve};
+
+use crate::cli::ServeArgs;
+use crate::context::Context;
+use crate::home::Addresses;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: ServeArgs) -> Result<()> {
+    let mut config = context.loaded.settings.serving.clone();
+    for (given, into) in [
+        (args.grpc, &mut config.grpc),
+        (args.http, &mut config.http),
+        (args.metrics, &mut config.metrics),
+    ] {
+        if let Some(address) = given {
+            *into = address;
+        }
+    }
+    if let Some(device) = args.device {
+        config.device = device.as_str().parse()?;
+    }
+    let source = match (&args.volume, &args.models) {
+        (Some(spec), _) => {
+            let datafs = context.datafs()?;
+            let spec = spec.clone();
+            Source::volume(&context.blocking(move || Ok(datafs.view(&spec)?)).await?)
+        }
+        (None, Some(directory)) => Source::directory(directory)?,
+        // Clap requires one of them.
+        (None, None) => return Ok(()),
+    };
+    // Two servers on one home are fine; the first one tells others its addresses.
+    let mut lock = context.home.lock("serve").ok();
+    let serving = serve(&config, source, context.stop.clone()).await?;
+    let addresses = serving.addresses();
+    if let Some(lock) = &mut lock {
+        lock.announce(Addresses {
+            grpc: Some(addresses.grpc),
+            http: Some(addresses.http),
+            metrics: Some(addresses.metrics),
+            ..Addresses::default()
+        })?;
+    }
+    context.out.table(
+        &serde_json::json!({ "grpc": addresses.grpc, "http": addresses.http, "metrics": addresses.metrics, "models": models(&serving) }),
+        &["service", "address"],
+        [
+            vec!["gRPC".to_owned(), addresses.grpc.to_string()],
+            vec!["HTTP".to_owned(), addresses.http.to_string()],
+            vec!["metrics".to_owned(), format!("http://{}/metrics", addresses.metrics)],
+            vec!["models".to_owned(), models(&serving).join(", ")],
+        ],
+    )?;
+    context.out.text("ready, Ctrl-C drains and stops")?;
+    serving.join().await?;
+    Ok(())
+}
+
+/// What the server holds, a line per version.
+fn models(serving: &Serving) -> Vec<String> {
+    let statuses = serving.repository().status();
+    let line = |status: &VersionStatus| {
+        let version = status.version.map_or(String::new(), |version| format!(" version {version}"));
+        match &status.state {
+            State::Ready => format!("{}{version}", status.model),
+            State::Failed(reason) => format!("{}{version} is not served: {reason}", status.model),
+        }
+    };
+    statuses.iter().map(line).collect()
+}

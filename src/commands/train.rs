@@ -1,0 +1,81 @@
+//! `millrace train`, and the hidden `millrace worker` that it launches.
+
+use anyhow::Result;
+use millrace_trainer::job::JobFile;
+use millrace_trainer::launch::WorkerCommand;
+use millrace_trainer::train::{End, Progress, Setup, TrainReport};
+use tokio_util::sync::CancellationToken;
+
+use crate::cli::TrainArgs;
+use crate::context::Context;
+use crate::output::count;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: TrainArgs) -> Result<()> {
+    let mut job = JobFile::load(&args.job)?;
+    if let Some(workers) = args.workers {
+        job.workers = Some(workers as usize);
+    }
+    if let Some(seed) = args.seed {
+        job.seed = seed;
+    }
+    if let Some(device) = args.device {
+        job.device = device.as_str().parse()?;
+    }
+    let bar = context.out.progress("train", "steps", Some(0));
+    let shown = bar.clone();
+    let report = train(context, &job, context.stop.clone(), move |progress| {
+        shown.set_length(progress.steps_max);
+        shown.set_position(progress.step);
+        shown.set_message(format!("train, epoch {}, loss {:.4}", progress.epoch, progress.loss));
+    })
+    .await;
+    bar.finish_and_clear();
+    let report = report?;
+    let ended = match (report.end, report.already_published) {
+        (_, true) => "published by an earlier run",
+        (End::Converged, _) => "converged",
+        (End::EpochsDone, _) => "all epochs done",
+        (End::Stopped, _) => "stopped with a checkpoint, run it again to go on",
+    };
+    let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
+    context.out.table(
+        &report,
+        &["job", &report.job],
+        [
+            vec!["ended".to_owned(), ended.to_owned()],
+            vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
+            vec!["rows per epoch".to_owned(), report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows))],
+            vec!["loss, accuracy".to_owned(), format!("{}, {} on the training rows", number(report.loss), number(report.accuracy))],
+            vec!["workers".to_owned(), format!("{}, {} lost and replaced", report.workers, report.workers_lost)],
+            vec!["samples/s".to_owned(), count(report.samples_per_second as u64)],
+            vec!["model".to_owned(), report.version.map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model))],
+            vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
+        ],
+    )
+}
+
+/// Trains a job of this home with worker processes of this program.
+pub async fn train(
+    context: &Context,
+    job: &JobFile,
+    stop: CancellationToken,
+    progress: impl FnMut(Progress) + Send,
+) -> Result<TrainReport> {
+    let opened = context.clone();
+    let datafs = context.blocking(move || opened.datafs()).await?;
+    let settings = &context.loaded.settings;
+    let setup = Setup {
+        datafs,
+        home: context.home.root().to_owned(),
+        datafs_config: settings.datafs.clone(),
+        config: settings.trainer.clone(),
+        worker: WorkerCommand::current_exe(["worker"])?,
+    };
+    Ok(millrace_trainer::train::train(job.clone(), setup, stop, progress).await?)
+}
+
+/// Runs `millrace worker`.
+pub fn worker() -> Result<()> {
+    Ok(millrace_trainer::worker::run()?)
+}

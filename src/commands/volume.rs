@@ -1,0 +1,67 @@
+//! `millrace volume create|list|show|delete`.
+
+use anyhow::Result;
+use millrace_datafs::{Usage, VolumeInfo};
+
+use crate::cli::VolumeCommand;
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::output::{bytes, count, time};
+
+/// Runs the command.
+pub fn run(context: &Context, command: VolumeCommand) -> Result<()> {
+    let datafs = context.datafs()?;
+    match command {
+        VolumeCommand::Create { name } => {
+            let info = datafs.volume_create(&name)?;
+            show(context, &[info])
+        }
+        VolumeCommand::List => show(context, &datafs.volume_list()?),
+        VolumeCommand::Show { name } => {
+            let info = datafs.volume_show(&name)?;
+            let snapshots = datafs.snapshot_list(&name)?;
+            if context.out.is_json() {
+                return context
+                    .out
+                    .object(&serde_json::json!({ "volume": info, "snapshots": snapshots }));
+            }
+            show(context, &[info])?;
+            super::snapshot::show(context, &snapshots)
+        }
+        VolumeCommand::Delete { name, yes } => {
+            if !yes {
+                let held = datafs.volume_show(&name)?.usage.map_or(0, |usage| usage.bytes);
+                return fail(
+                    Exit::Usage,
+                    format!(
+                        "volume {name} holds {} and all of its snapshots: add --yes to delete it for good",
+                        bytes(held)
+                    ),
+                );
+            }
+            datafs.volume_delete(&name)?;
+            context.out.table(
+                &serde_json::json!({ "deleted": name }),
+                &[],
+                [vec![format!("volume {name} is deleted")]],
+            )
+        }
+    }
+}
+
+fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {
+    context.out.table(
+        &volumes,
+        &["volume", "files", "bytes", "snapshots", "created"],
+        volumes.iter().map(|volume| {
+            let usage = |text: fn(&Usage) -> String| volume.usage.as_ref().map_or("-".to_owned(), text);
+            vec![
+                volume.name.to_string(),
+                usage(|usage| count(usage.files)),
+                usage(|usage| bytes(usage.bytes)),
+                count(volume.snapshots),
+                time(volume.created_at),
+            ]
+        }),
+    )
+}

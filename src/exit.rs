@@ -1,0 +1,138 @@
+//! The translation of every crate's errors into an exit code, once and in one place.
+
+use std::error::Error as StdError;
+use std::io;
+
+use crate::failure::{Exit, Failure};
+
+/// The code for an error: the first of its causes that says more than "failed".
+pub fn code(error: &anyhow::Error) -> Exit {
+    error.chain().map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
+}
+
+fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
+    if let Some(failure) = cause.downcast_ref::<Failure>() {
+        failure.exit()
+    } else if let Some(error) = cause.downcast_ref() {
+        datafs(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        streams(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        feed(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        ingest(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        trainer(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        bundle(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        serving(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        client(error)
+    } else if let Some(error) = cause.downcast_ref() {
+        os(error)
+    } else {
+        Exit::Failed
+    }
+}
+
+fn datafs(error: &millrace_datafs::Error) -> Exit {
+    use millrace_datafs::Error as E;
+    match error {
+        E::NotFound { .. } | E::Stale { .. } => Exit::NotFound,
+        E::Exists { .. } | E::NotEmpty { .. } | E::Conflict { .. } | E::Busy { .. } | E::NewerFormat { .. } => {
+            Exit::Conflict
+        }
+        E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) => Exit::Usage,
+        E::NoSpace { .. } => Exit::NoSpace,
+        E::NotWritable { .. } | E::Unsupported(_) => Exit::Unavailable,
+        E::Corrupt { .. } => Exit::Corrupt,
+        _ => Exit::Failed,
+    }
+}
+
+fn streams(error: &millrace_streams::Error) -> Exit {
+    use millrace_streams::Error as E;
+    match error {
+        E::Unreachable { .. } | E::NotRunning { .. } => Exit::Unavailable,
+        E::UnknownTopic { .. } | E::UnknownPartition { .. } | E::OffsetOutOfRange { .. } => Exit::NotFound,
+        E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
+        E::AddressTaken { .. } | E::HeldByAnother { .. } => Exit::Conflict,
+        _ => Exit::Failed,
+    }
+}
+
+fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
+    use millrace_streams::feed::FeedError as E;
+    match error {
+        E::NoFiles { .. } | E::NoRows { .. } | E::NoColumn { .. } => Exit::NotFound,
+        E::Corrupt { .. } | E::UnusablePlan { .. } => Exit::Corrupt,
+        E::Invalid { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
+        E::SchemaConflict { .. } | E::Changed { .. } => Exit::Conflict,
+        _ => Exit::Failed,
+    }
+}
+
+fn ingest(error: &millrace_ingest::Error) -> Exit {
+    use millrace_ingest::Error as E;
+    match error {
+        E::InvalidJob { .. } => Exit::Usage,
+        E::TopicMissing { .. } | E::VolumeMissing { .. } | E::OffsetLost { .. } => Exit::NotFound,
+        E::Fenced { .. } | E::SchemaMismatch { .. } | E::JobChanged { .. } => Exit::Conflict,
+        E::NoSpace { .. } => Exit::NoSpace,
+        E::CorruptState { .. } => Exit::Corrupt,
+        _ => Exit::Failed,
+    }
+}
+
+fn trainer(error: &millrace_trainer::Error) -> Exit {
+    use millrace_trainer::Error as E;
+    match error {
+        E::JobFile { .. } | E::Job { .. } => Exit::Usage,
+        E::Busy { .. } => Exit::Conflict,
+        E::Launch { .. } => Exit::Unavailable,
+        _ => Exit::Failed,
+    }
+}
+
+fn bundle(error: &millrace_bundle::Error) -> Exit {
+    use millrace_bundle::Error as E;
+    match error {
+        E::NotFound { .. } => Exit::NotFound,
+        E::Incomplete { .. } | E::Corrupt { .. } => Exit::Corrupt,
+        E::InvalidName { .. } | E::InvalidVersion { .. } | E::InvalidModel { .. } => Exit::Usage,
+        E::NewerFormat { .. } | E::Exists { .. } => Exit::Conflict,
+        _ => Exit::Failed,
+    }
+}
+
+fn serving(error: &millrace_serving::Error) -> Exit {
+    use millrace_serving::Error as E;
+    match error {
+        E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => Exit::Unavailable,
+        E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
+        E::Config { .. } => Exit::Usage,
+        _ => Exit::Failed,
+    }
+}
+
+fn client(error: &millrace_serving::client::ClientError) -> Exit {
+    use millrace_serving::client::ClientError as E;
+    match error {
+        E::Unreachable { .. } => Exit::Unavailable,
+        E::Address { .. } => Exit::Usage,
+        E::Refused { code, .. } if *code == tonic::Code::NotFound => Exit::NotFound,
+        E::Refused { code, .. } if *code == tonic::Code::InvalidArgument => Exit::Usage,
+        _ => Exit::Failed,
+    }
+}
+
+fn os(error: &io::Error) -> Exit {
+    match error.kind() {
+        io::ErrorKind::NotFound => Exit::NotFound,
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Exit::Unavailable,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Exit::NoSpace,
+        io::ErrorKind::AddrInUse => Exit::Conflict,
+        _ => Exit::Failed,
+    }
+}

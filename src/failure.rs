@@ -1,0 +1,70 @@
+//! Exit codes: the one place where errors of every crate become a number for scripts.
+
+use std::fmt;
+
+/// What the process ends with; the numbers are documented in `millrace --help`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    /// Something failed that no other code names.
+    Failed = 1,
+    /// Wrong flags or configuration.
+    Usage = 2,
+    /// A volume, snapshot, topic, model or file does not exist.
+    NotFound = 3,
+    /// Held by somebody else, in use, of a newer format, or already there.
+    Conflict = 4,
+    /// A prerequisite is missing: a library, a permission, a server.
+    Unavailable = 5,
+    /// Data does not match its checksum or its format.
+    Corrupt = 6,
+    /// No space left.
+    NoSpace = 7,
+}
+
+impl Exit {
+    /// The exit code of another `millrace` process.
+    pub fn from_code(code: i32) -> Exit {
+        match code {
+            2 => Exit::Usage,
+            3 => Exit::NotFound,
+            4 => Exit::Conflict,
+            5 => Exit::Unavailable,
+            6 => Exit::Corrupt,
+            7 => Exit::NoSpace,
+            _ => Exit::Failed,
+        }
+    }
+}
+
+/// An error that already knows its exit code.
+#[derive(Debug)]
+pub struct Failure {
+    exit: Exit,
+    message: String,
+}
+
+impl Failure {
+    /// The exit code.
+    pub fn exit(&self) -> Exit {
+        self.exit
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// An error with its exit code.
+pub fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
+    anyhow::Error::new(Failure { exit, message: message.into() })
+}
+
+/// Ends a function with an error of that exit code.
+pub fn fail<T>(exit: Exit, message: impl Into<String>) -> anyhow::Result<T> {
+    Err(failure(exit, message))
+}

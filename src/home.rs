@@ -1,0 +1,240 @@
+//! The home folder: where all embedded state of one Millrace lives, who holds it, and at which
+//! addresses the holder answers.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Exit, fail};
+
+/// Version of the folder's layout. A newer one is refused, an older one would be migrated here.
+const FORMAT: u32 = 1;
+
+/// An opened home folder.
+#[derive(Debug, Clone)]
+pub struct Home {
+    root: PathBuf,
+}
+
+#[derive(Serialize, Deserialize)]
+struct FormatFile {
+    format: u32,
+}
+
+/// Where the process that holds a home answers, as other commands find it.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Addresses {
+    /// The embedded broker, or the bootstrap servers of a real one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kafka: Option<String>,
+    /// Open Inference Protocol over gRPC.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grpc: Option<SocketAddr>,
+    /// Open Inference Protocol over HTTP.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub http: Option<SocketAddr>,
+    /// Prometheus metrics.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<SocketAddr>,
+    /// The first mounted folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<PathBuf>,
+}
+
+/// What the lock file says of its holder.
+#[derive(Debug, Serialize, Deserialize)]
+struct Holder {
+    pid: u32,
+    command: String,
+    since: String,
+    addresses: Addresses,
+}
+
+/// The right to run services on a home. Given back when dropped, or when the process dies.
+#[derive(Debug)]
+pub struct HomeLock {
+    file: File,
+    holder: Holder,
+}
+
+impl Home {
+    /// The folder that a flag, the environment or the XDG rules name. Touches no disk.
+    pub fn locate(flag: Option<&Path>) -> Result<PathBuf> {
+        if let Some(path) = flag {
+            return std::path::absolute(path).context("cannot resolve --home");
+        }
+        let data = match std::env::var_os("XDG_DATA_HOME") {
+            Some(dir) if Path::new(&dir).is_absolute() => PathBuf::from(dir),
+            _ => match std::env::home_dir() {
+                Some(dir) => dir.join(".local/share"),
+                None => {
+                    return fail(
+                        Exit::Usage,
+                        "no home folder: pass --home DIR or set MILLRACE_HOME",
+                    );
+                }
+            },
+        };
+        Ok(data.join("millrace"))
+    }
+
+    /// Opens the folder, creating it when it is missing; refuses one of a newer format and one
+    /// that cannot be written.
+    pub fn open(root: PathBuf) -> Result<Home> {
+        let way_out = "choose another with --home DIR or MILLRACE_HOME";
+        if let Err(error) = fs::create_dir_all(&root) {
+            return fail(
+                Exit::Unavailable,
+                format!("cannot create home folder {}: {error} ({way_out})", root.display()),
+            );
+        }
+        let format = root.join("format.json");
+        match fs::read_to_string(&format) {
+            Ok(text) => {
+                let found: FormatFile = match serde_json::from_str(&text) {
+                    Ok(found) => found,
+                    Err(error) => {
+                        return fail(
+                            Exit::Corrupt,
+                            format!("{} is not a format file: {error} ({way_out})", format.display()),
+                        );
+                    }
+                };
+                if found.format > FORMAT {
+                    return fail(
+                        Exit::Conflict,
+                        format!(
+                            "home folder {} has format {}, this program knows up to {FORMAT}: \
+                             use a newer millrace, or {way_out}",
+                            root.display(),
+                            found.format
+                        ),
+                    );
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let text = serde_json::to_string(&FormatFile { format: FORMAT })?;
+                if let Err(error) = write_atomically(&format, text.as_bytes()) {
+                    return fail(
+                        Exit::Unavailable,
+                        format!("cannot write in home folder {}: {error} ({way_out})", root.display()),
+                    );
+                }
+            }
+            Err(error) => {
+                return fail(
+                    Exit::Unavailable,
+                    format!("cannot read {}: {error} ({way_out})", format.display()),
+                );
+            }
+        }
+        Ok(Home { root })
+    }
+
+    /// The folder itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where the embedded broker keeps its segments.
+    pub fn broker_dir(&self) -> PathBuf {
+        self.root.join("broker")
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.root.join("holder.lock")
+    }
+
+    /// Takes the home for `command`; an error names the process that has it.
+    pub fn lock(&self, command: &str) -> Result<HomeLock> {
+        let path = self.lock_path();
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .with_context(|| format!("cannot open {}", path.display()))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut text = String::new();
+                file.read_to_string(&mut text).ok();
+                let who = match serde_json::from_str::<Holder>(&text) {
+                    Ok(holder) => format!(
+                        "process {} (millrace {}, since {})",
+                        holder.pid, holder.command, holder.since
+                    ),
+                    Err(_) => "another process".to_owned(),
+                };
+                return fail(
+                    Exit::Conflict,
+                    format!(
+                        "home folder {} is held by {who}: stop it, or choose another with --home DIR",
+                        self.root.display()
+                    ),
+                );
+            }
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
+        }
+        let mut lock = HomeLock {
+            file,
+            holder: Holder {
+                pid: std::process::id(),
+                command: command.to_owned(),
+                since: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+                addresses: Addresses::default(),
+            },
+        };
+        lock.write()?;
+        Ok(lock)
+    }
+
+    /// The addresses of the process that holds this home, or None when none does.
+    pub fn running(&self) -> Option<Addresses> {
+        let mut file = File::open(self.lock_path()).ok()?;
+        match file.try_lock_shared() {
+            // Nobody holds it: what the file says is of a process that is gone.
+            Ok(()) | Err(TryLockError::Error(_)) => None,
+            Err(TryLockError::WouldBlock) => {
+                let mut text = String::new();
+                file.read_to_string(&mut text).ok()?;
+                serde_json::from_str::<Holder>(&text).ok().map(|holder| holder.addresses)
+            }
+        }
+    }
+}
+
+impl HomeLock {
+    /// Tells other commands where this process answers.
+    pub fn announce(&mut self, addresses: Addresses) -> Result<()> {
+        self.holder.addresses = addresses;
+        self.write()
+    }
+
+    fn write(&mut self) -> Result<()> {
+        let text = serde_json::to_vec(&self.holder)?;
+        // In place, since the lock belongs to this file; a reader that meets a torn text sees a
+        // holder without addresses and says so.
+        self.file.rewind()?;
+        self.file.set_len(0)?;
+        self.file.write_all(&text)?;
+        Ok(())
+    }
+}
+
+/// Replaces a file as a whole: after a crash it holds the old bytes or the new ones.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let parent = path.parent().unwrap_or(Path::new("."));
+    let mut staged = tempfile::NamedTempFile::new_in(parent)?;
+    staged.write_all(bytes)?;
+    staged.as_file().sync_all()?;
+    staged.persist(path).map_err(|error| error.error)?;
+    File::open(parent)?.sync_all()
+}

@@ -1,0 +1,144 @@
+//! What people and programs see: tables or JSON on standard output, progress and notes on
+//! standard error. The one file that prints.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+/// How this run talks.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    json: bool,
+}
+
+impl Output {
+    /// Tables for people, or JSON for programs.
+    pub fn new(json: bool) -> Output {
+        Output { json }
+    }
+
+    /// Whether a program reads along.
+    pub fn is_json(self) -> bool {
+        self.json
+    }
+
+    /// One result: `value` for programs, `rows` under `headers` for people.
+    pub fn table<T: Serialize>(
+        self,
+        value: &T,
+        headers: &[&str],
+        rows: impl IntoIterator<Item = Vec<String>>,
+    ) -> anyhow::Result<()> {
+        if self.json {
+            return self.object(value);
+        }
+        let mut table = Table::new();
+        table
+            .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+            .set_content_arrangement(ContentArrangement::Dynamic);
+        if !headers.is_empty() {
+            table.set_header(headers.iter().copied());
+        }
+        for row in rows {
+            table.add_row(row);
+        }
+        line(&table.to_string())
+    }
+
+    /// One JSON object on a line of its own, whoever reads.
+    pub fn object<T: Serialize>(self, value: &T) -> anyhow::Result<()> {
+        line(&serde_json::to_string(value)?)
+    }
+
+    /// Free text for people; programs get nothing.
+    pub fn text(self, text: &str) -> anyhow::Result<()> {
+        if self.json { Ok(()) } else { line(text) }
+    }
+
+    /// Text that is the command's whole result (a script, a configuration).
+    pub fn raw(self, text: &str) -> anyhow::Result<()> {
+        line(text.trim_end_matches('\n'))
+    }
+
+    /// A remark on standard error, in either mode.
+    pub fn note(self, text: &str) {
+        eprintln!("{text}");
+    }
+
+    /// A progress bar on standard error, shown only to people and only once work takes over a
+    /// second. `total` of None draws a spinner.
+    pub fn progress(self, what: &str, unit: &str, total: Option<u64>) -> ProgressBar {
+        if self.json || !std::io::stderr().is_terminal() {
+            return ProgressBar::hidden();
+        }
+        let bar = match total {
+            Some(total) => ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden()),
+            None => ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()),
+        };
+        let template = if total.is_some() {
+            format!("{{msg:<12}} {{bar:30}} {{human_pos}}/{{human_len}} {unit}  {{per_sec}}  eta {{eta}}")
+        } else {
+            format!("{{msg:<12}} {{spinner}} {{human_pos}} {unit}  {{per_sec}}  {{elapsed}}")
+        };
+        if let Ok(style) = ProgressStyle::with_template(&template) {
+            bar.set_style(style);
+        }
+        bar.set_message(what.to_owned());
+        let shown = bar.downgrade();
+        std::thread::spawn(move || {
+            // The bar appears after the first second, so that quick work stays quiet.
+            std::thread::sleep(Duration::from_secs(1));
+            if let Some(bar) = shown.upgrade()
+                && !bar.is_finished()
+            {
+                bar.set_draw_target(ProgressDrawTarget::stderr());
+                bar.enable_steady_tick(Duration::from_millis(200));
+            }
+        });
+        bar
+    }
+}
+
+/// Writes a line to standard output; a reader that went away (`| head`) is not an error.
+fn line(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+/// One line on standard error for an error and its causes.
+pub fn error_line(error: &anyhow::Error) {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        // Some libraries repeat their source in their own text.
+        if !text.contains(&cause) {
+            if !text.is_empty() {
+                text.push_str(": ");
+            }
+            text.push_str(&cause);
+        }
+    }
+    eprintln!("millrace: {}", text.replace('\n', " "));
+}
+
+/// Bytes as people read them, binary units.
+pub fn bytes(n: u64) -> String {
+    indicatif::HumanBytes(n).to_string()
+}
+
+/// Counts with thousands separators.
+pub fn count(n: u64) -> String {
+    indicatif::HumanCount(n).to_string()
+}
+
+/// A time as people read it, UTC.
+pub fn time(at: std::time::SystemTime) -> String {
+    chrono::DateTime::<chrono::Utc>::from(at).format("%Y-%m-%d %H:%M:%S").to_string()
+}

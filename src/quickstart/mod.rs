@@ -1,0 +1,135 @@
+//! `millrace quickstart`: handwritten digits go the whole way, from a topic to predictions in
+//! another, with a count at every step and an error when two counts differ.
+
+mod memory;
+mod report;
+mod scaffold;
+mod steps;
+
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+
+use crate::cli::QuickstartArgs;
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::home::Home;
+use crate::service::Service;
+use crate::settings;
+use memory::PeakMemory;
+use report::{Report, Start};
+use steps::Steps;
+
+/// Runs the command.
+pub async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
+    let started = Instant::now();
+    let memory = PeakMemory::start().context("cannot start the memory sampler")?;
+    let start = prepare(context, &args)?;
+    let scaffold = scaffold::write(&context.home, &args)?;
+    context.out.note(match start {
+        Start::Clean => "quickstart: starting clean",
+        Start::Continued => "quickstart: continuing where the last run of this home ended (--clean starts anew)",
+    });
+    // The scaffold alone decides, so that a millrace.toml in the current folder changes nothing.
+    let context = Context {
+        loaded: settings::load(Some(&scaffold.config), context.home.root())?,
+        ..context.clone()
+    };
+    context.loaded.settings.ingest.validate()?;
+    let service = start_service(&context).await?;
+    let mut steps = Steps::new(context.clone(), service, args.seed);
+    let outcome = tokio::select! {
+        outcome = steps.run(&scaffold.job) => outcome,
+        () = context.stop.cancelled() => fail(Exit::Failed, "quickstart was interrupted; run it again to continue"),
+    };
+    let finished = match outcome {
+        Ok(figures) => {
+            let report = Report::new(start, figures, started.elapsed(), memory.peak_mib(), steps.addresses());
+            report.show(context.out)?;
+            let verdict = report.verdict();
+            if args.keep && verdict.is_ok() {
+                report.things_to_try(context.out, context.home.root())?;
+                tokio::select! {
+                    () = context.stop.cancelled() => verdict,
+                    error = steps.service_failed() => Err(error),
+                }
+            } else {
+                verdict
+            }
+        }
+        Err(error) => Err(error),
+    };
+    let stopped = steps.into_service().stop().await;
+    finished.and(stopped)
+}
+
+/// Decides whether the run starts clean, and empties the home where it was asked to.
+fn prepare(context: &Context, args: &QuickstartArgs) -> Result<Start> {
+    let root = context.home.root();
+    let left_over = root.join("millrace.toml").exists();
+    if !left_over {
+        return Ok(Start::Clean);
+    }
+    if !args.clean {
+        return Ok(Start::Continued);
+    }
+    // Only what quickstart and the engines made goes; a stranger's file stops the scaffold later.
+    let lock = context.home.lock("quickstart --clean")?;
+    for name in ["broker", "datafs", "data", "mount"] {
+        remove(&context.home, name)?;
+    }
+    drop(lock);
+    Ok(Start::Clean)
+}
+
+fn remove(home: &Home, name: &str) -> Result<()> {
+    let path = home.root().join(name);
+    if name == "mount" {
+        // A killed run leaves a dead mount that would not be removed as a folder.
+        millrace_datafs::mount::umount(&path).ok();
+    }
+    match std::fs::remove_dir_all(&path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot delete {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Starts the service; where a usual port is taken, on a free one instead, and says so.
+async fn start_service(context: &Context) -> Result<Service> {
+    let mut context = context.clone();
+    loop {
+        let error = match Service::start(&context, "quickstart").await {
+            Ok(service) => return Ok(service),
+            Err(error) => error,
+        };
+        let settings = &mut context.loaded.settings;
+        let taken = taken_address(&error);
+        let listen = [
+            &mut settings.streams.broker.listen,
+            &mut settings.serving.grpc,
+            &mut settings.serving.http,
+            &mut settings.serving.metrics,
+        ]
+        .into_iter()
+        .find(|listen| Some(**listen) == taken && listen.port() != 0);
+        match listen {
+            Some(listen) => {
+                context.out.note(&format!("quickstart: {listen} is taken, using a free port instead"));
+                listen.set_port(0);
+            }
+            None => return Err(error),
+        }
+    }
+}
+
+fn taken_address(error: &anyhow::Error) -> Option<std::net::SocketAddr> {
+    if let Some(millrace_streams::Error::AddressTaken { address }) = error.downcast_ref() {
+        return Some(*address);
+    }
+    match error.downcast_ref() {
+        Some(millrace_serving::Error::Bind { address, .. }) => Some(*address),
+        _ => None,
+    }
+}

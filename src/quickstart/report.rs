@@ -1,0 +1,164 @@
+//! What quickstart says at the end: counts that must agree, for people or as one JSON object.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::failure::{Exit, fail};
+use crate::home::Addresses;
+use crate::output::{Output, count};
+
+/// How a run began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Start {
+    /// With nothing.
+    Clean,
+    /// With what an earlier run left.
+    Continued,
+}
+
+/// Counted by the steps.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Figures {
+    /// Records in both topics.
+    pub produced: u64,
+    /// Of them, records to train on.
+    pub produced_train: u64,
+    /// Of them, held-out records.
+    pub produced_test: u64,
+    /// Rows in the snapshot, both parts, each counted by its topic, partition and offset.
+    pub landed: u64,
+    /// Records that did not decode.
+    pub dead_letters: u64,
+    /// Rows that training saw in each of its epochs.
+    pub rows_per_epoch: u64,
+    /// Epochs until it had converged.
+    pub epochs: u64,
+    /// Steps of all epochs.
+    pub steps: u64,
+    /// Training workers.
+    pub workers: u64,
+    /// Workers that died on the way and were replaced.
+    pub workers_lost: u64,
+    /// Mean training loss of the last epoch.
+    pub loss: f64,
+    /// Samples that training went through per second; 0 when the model was there already.
+    pub samples_per_second: f64,
+    /// Where it was trained and served.
+    pub device: String,
+    /// Version of the published model.
+    pub version: u64,
+    /// Digest of its graph.
+    pub model_sha256: String,
+    /// Held-out records predicted over gRPC.
+    pub predicted_grpc: u64,
+    /// Held-out records predicted through the topic, each counted by its source.
+    pub predicted_topic: u64,
+    /// Predictions in the topic beyond one per held-out record.
+    pub repeated_topic: u64,
+    /// Part of the held-out records that was predicted right.
+    pub accuracy: f64,
+    /// Whether both ways predicted the same classes.
+    pub ways_agree: bool,
+    /// The file that was read through the mount, with its size; or why there is no mount.
+    pub mount_note: String,
+}
+
+/// The whole result.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    start: Start,
+    #[serde(flatten)]
+    figures: Figures,
+    seconds: f64,
+    peak_rss_mib: u64,
+    addresses: Addresses,
+}
+
+impl Report {
+    /// Puts a run's result together.
+    pub fn new(start: Start, figures: Figures, elapsed: Duration, peak_rss_mib: u64, addresses: Addresses) -> Report {
+        let seconds = (elapsed.as_secs_f64() * 100.0).round() / 100.0;
+        Report { start, figures, seconds, peak_rss_mib, addresses }
+    }
+
+    /// Prints it.
+    pub fn show(&self, out: Output) -> Result<()> {
+        let f = &self.figures;
+        let row = |step: &str, records: u64, what: String| vec![step.to_owned(), count(records), what];
+        out.table(
+            self,
+            &["step", "records", ""],
+            [
+                row("produced", f.produced, format!("{} to train on, {} held out", count(f.produced_train), count(f.produced_test))),
+                row("landed", f.landed, format!("in digits@quickstart, {} dead letters", count(f.dead_letters))),
+                row("rows per epoch", f.rows_per_epoch, format!("{} epochs, {} steps, {} workers on {}", f.epochs, count(f.steps), f.workers, f.device)),
+                row("predicted, gRPC", f.predicted_grpc, format!("model digits version {}", f.version)),
+                row("predicted, topic", f.predicted_topic, "digits-test to digits-predictions".to_owned()),
+                vec!["accuracy".to_owned(), format!("{:.4}", f.accuracy), "on the held-out records".to_owned()],
+                vec!["loss".to_owned(), format!("{:.4}", f.loss), "mean of the last epoch".to_owned()],
+                vec!["mount".to_owned(), String::new(), f.mount_note.clone()],
+                vec!["model".to_owned(), String::new(), format!("sha256 {}", f.model_sha256)],
+                vec!["time, memory".to_owned(), format!("{:.1} s", self.seconds), format!("{} MiB at the peak, all processes", count(self.peak_rss_mib))],
+            ],
+        )?;
+        if self.verdict().is_ok() {
+            out.text(&format!(
+                "nothing was lost: {} produced = {} landed, {} to train on = {} per epoch, {} held out = {} over gRPC = {} through the topic",
+                count(f.produced), count(f.landed), count(f.produced_train), count(f.rows_per_epoch),
+                count(f.produced_test), count(f.predicted_grpc), count(f.predicted_topic),
+            ))?;
+        }
+        Ok(())
+    }
+
+    /// Whether all counts agree.
+    pub fn verdict(&self) -> Result<()> {
+        let f = &self.figures;
+        let checks = [
+            ("records produced", f.produced, "rows landed and dead letters", f.landed + f.dead_letters),
+            ("records produced to train on", f.produced_train, "rows per epoch", f.rows_per_epoch),
+            ("held-out records", f.produced_test, "predictions over gRPC", f.predicted_grpc),
+            ("held-out records", f.produced_test, "predictions through the topic", f.predicted_topic),
+            ("repeated predictions in the topic", f.repeated_topic, "none", 0),
+        ];
+        for (left, n, right, m) in checks {
+            if n != m {
+                return fail(Exit::Failed, format!("{left}: {n}, but {right}: {m}"));
+            }
+        }
+        if !f.ways_agree {
+            return fail(Exit::Failed, "the topic's predictions differ from those over gRPC");
+        }
+        Ok(())
+    }
+
+    /// What to do with a service that was kept.
+    pub fn things_to_try(&self, out: Output, home: &Path) -> Result<()> {
+        if out.is_json() {
+            return Ok(());
+        }
+        let a = &self.addresses;
+        let home = home.display();
+        let kafka = a.kafka.clone().unwrap_or_default();
+        let http = a.http.map(|http| http.to_string()).unwrap_or_default();
+        out.text("\nEverything is still running. Try in another terminal:")?;
+        let look = match &a.mount {
+            Some(mount) => format!("ls -R {}", mount.display()),
+            None => format!("millrace --home {home} volume show digits"),
+        };
+        for line in [
+            look,
+            format!("kcat -C -b {kafka} -t digits-predictions -e"),
+            format!("curl -s http://{http}/v2/models/digits"),
+            format!("millrace --home {home} predict digits {home}/data/digits-test.jsonl --input pixels --label label"),
+            format!("millrace --home {home} model show digits --volume digits"),
+        ] {
+            out.text(&format!("  {line}"))?;
+        }
+        out.text("Ctrl-C stops it; `millrace quickstart` again continues.")
+    }
+}

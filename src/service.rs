@@ -1,0 +1,374 @@
+//! `millrace up`: everything that the configuration declares, in one process, started in the order
+//! of the data and stopped against it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use chrono::Utc;
+use millrace_datafs::mount::{self, Mount, MountOptions};
+use millrace_datafs::{Datafs, Name, VolumeSpec};
+use millrace_ingest::Until;
+use millrace_serving::pipe::{self, Deps};
+use millrace_serving::{Serving, Source};
+use millrace_streams::broker::{self, Broker};
+use millrace_streams::config::KafkaConfig;
+use millrace_streams::topic;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::context::{Context, ensure_volume, live};
+use crate::failure::{Exit, fail, failure};
+use crate::home::{Addresses, HomeLock};
+use crate::settings::SnapshotSchedule;
+
+/// How often a training of `[up]` looks whether its snapshot is there.
+const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
+
+/// A running service. Stop it with [`Service::stop`]; a dropped one only aborts.
+pub struct Service {
+    /// The volumes.
+    pub datafs: Datafs,
+    /// The topics.
+    pub kafka: KafkaConfig,
+    /// Where everything answers.
+    pub addresses: Addresses,
+    broker: Option<Broker>,
+    serving: Option<Serving>,
+    /// Serving and pipes stop first, so that nobody waits for answers that will not come.
+    front: Stage,
+    /// Then trainings, with a checkpoint, and snapshot schedules.
+    middle: Stage,
+    /// Then ingest, which commits what it has read.
+    back: Stage,
+    mounts: Vec<Mount>,
+    lock: HomeLock,
+}
+
+/// Tasks that stop together.
+#[derive(Default)]
+struct Stage {
+    stop: CancellationToken,
+    tasks: JoinSet<Result<()>>,
+}
+
+impl Stage {
+    fn spawn(&mut self, what: String, task: impl Future<Output = Result<()>> + Send + 'static) {
+        self.tasks.spawn(async move { task.await.with_context(|| what) });
+    }
+
+    /// Waits for all tasks; the first error counts, the others are logged.
+    async fn finish(&mut self) -> Result<()> {
+        self.stop.cancel();
+        let mut first = Ok(());
+        while let Some(ended) = self.tasks.join_next().await {
+            if let Err(error) = ended.map_err(anyhow::Error::from).and_then(|result| result) {
+                if first.is_ok() {
+                    first = Err(error);
+                } else {
+                    tracing::error!(error = format!("{error:#}"), "a task failed while stopping");
+                }
+            }
+        }
+        first
+    }
+
+    /// The error of the first task that fails; pending while all run well.
+    async fn failed(&mut self) -> anyhow::Error {
+        loop {
+            match self.tasks.join_next().await {
+                Some(Ok(Ok(()))) => {}
+                Some(Ok(Err(error))) => return error,
+                Some(Err(error)) => return error.into(),
+                None => std::future::pending().await,
+            }
+        }
+    }
+}
+
+/// Runs `millrace up`.
+pub async fn up(context: &Context) -> Result<()> {
+    let settings = &context.loaded.settings;
+    if context.loaded.file.is_none() {
+        return fail(
+            Exit::Usage,
+            format!(
+                "no millrace.toml here or in {}: write one, name one with --config, or start with millrace quickstart",
+                context.home.root().display()
+            ),
+        );
+    }
+    let mut service = Service::start(context, "up").await?;
+    context.out.table(
+        &service.addresses,
+        &["service", "address"],
+        rows(&service.addresses).into_iter().map(|(name, address)| vec![name.to_owned(), address]),
+    )?;
+    context.out.text(&format!(
+        "running {} ingest jobs, {} pipes, {} mounts; Ctrl-C stops in order",
+        settings.ingest.jobs.len(),
+        settings.serving.pipes.len(),
+        settings.up.mounts.len()
+    ))?;
+    let failed = tokio::select! {
+        () = context.stop.cancelled() => None,
+        error = service.failed() => Some(error),
+    };
+    let stopped = service.stop().await;
+    match failed {
+        Some(error) => Err(error),
+        None => stopped,
+    }
+}
+
+/// Names and addresses as people read them.
+pub fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    if let Some(kafka) = &addresses.kafka {
+        rows.push(("kafka", kafka.clone()));
+    }
+    if let Some(grpc) = addresses.grpc {
+        rows.push(("grpc", grpc.to_string()));
+    }
+    if let Some(http) = addresses.http {
+        rows.push(("http", format!("http://{http}")));
+    }
+    if let Some(metrics) = addresses.metrics {
+        rows.push(("metrics", format!("http://{metrics}/metrics")));
+    }
+    if let Some(mount) = &addresses.mount {
+        rows.push(("mount", mount.display().to_string()));
+    }
+    rows
+}
+
+impl Service {
+    /// Starts all that the configuration declares. After an error nothing runs on.
+    pub async fn start(context: &Context, command: &str) -> Result<Service> {
+        let settings = &context.loaded.settings;
+        settings.ingest.validate()?;
+        let lock = context.home.lock(command)?;
+        let datafs = {
+            let context = context.clone();
+            context.clone().blocking(move || context.datafs()).await?
+        };
+        let broker = if settings.streams.is_embedded() {
+            let dir = broker::dir(context.home.root());
+            Some(Broker::start(settings.streams.broker.clone(), &dir, CancellationToken::new()).await?)
+        } else {
+            None
+        };
+        let kafka = settings.streams.kafka(context.home.root())?;
+        let mut service = Service {
+            datafs,
+            addresses: Addresses { kafka: Some(kafka.bootstrap_servers.clone()), ..Addresses::default() },
+            kafka,
+            broker,
+            serving: None,
+            front: Stage::default(),
+            middle: Stage::default(),
+            back: Stage::default(),
+            mounts: Vec::new(),
+            lock,
+        };
+        match service.fill(context).await {
+            Ok(()) => Ok(service),
+            Err(error) => {
+                if let Err(also) = service.stop().await {
+                    tracing::error!(error = format!("{also:#}"), "stopping after a failed start");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn fill(&mut self, context: &Context) -> Result<()> {
+        let settings = &context.loaded.settings;
+        topic::ensure_topics(&self.kafka, &settings.streams.topics).await?;
+        {
+            let (datafs, volumes) = (self.datafs.clone(), settings.up.volumes.clone());
+            context.blocking(move || volumes.iter().try_for_each(|name| ensure_volume(&datafs, name))).await?;
+        }
+        for job in &settings.ingest.jobs {
+            let (job, datafs, kafka, stop) =
+                (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
+            self.back.spawn(format!("ingest {}", job.name), async move {
+                millrace_ingest::run(&job, &datafs, &kafka, stop, Until::Forever).await?;
+                Ok(())
+            });
+        }
+        for declared in &settings.up.mounts {
+            self.mount(context, &declared.volume, context.loaded.resolve(&declared.path)).await?;
+        }
+        self.serve(context).await?;
+        for job in &settings.up.train {
+            let path = context.loaded.resolve(job);
+            let (context, stop) = (context.clone(), self.middle.stop.child_token());
+            self.middle.spawn(format!("train {}", path.display()), async move {
+                train_when_ready(&context, &path, stop).await
+            });
+        }
+        for schedule in &settings.up.snapshots {
+            if schedule.every_s == 0 {
+                return fail(Exit::Usage, format!("up.snapshots of {}: every_s must be at least 1", schedule.volume));
+            }
+            let (datafs, schedule, stop) = (self.datafs.clone(), schedule.clone(), self.middle.stop.child_token());
+            self.middle.spawn(format!("snapshots of {}", schedule.volume), snapshots(datafs, schedule, stop));
+        }
+        self.lock.announce(self.addresses.clone())
+    }
+
+    async fn serve(&mut self, context: &Context) -> Result<()> {
+        let config = &context.loaded.settings.serving;
+        let source = match (&config.volume, &config.directory) {
+            (Some(_), Some(_)) => {
+                return fail(Exit::Usage, "serving.volume and serving.directory exclude each other");
+            }
+            (Some(spec), None) => Source::volume(&self.view(context, spec.clone()).await?),
+            (None, Some(directory)) => Source::directory(&context.loaded.resolve(directory))?,
+            (None, None) if config.pipes.is_empty() => return Ok(()),
+            (None, None) => {
+                return fail(Exit::Usage, "serving.pipes need models: set serving.volume or serving.directory");
+            }
+        };
+        let serving = millrace_serving::serve(config, source, self.front.stop.child_token()).await?;
+        let addresses = serving.addresses();
+        self.addresses.grpc = Some(addresses.grpc);
+        self.addresses.http = Some(addresses.http);
+        self.addresses.metrics = Some(addresses.metrics);
+        let inference = serving.inference().clone();
+        self.serving = Some(serving);
+        for declared in &config.pipes {
+            let Some(spec) = declared.volume.clone().or_else(|| config.volume.clone()) else {
+                return fail(
+                    Exit::Usage,
+                    format!("pipe {} needs a volume for its progress: set volume", declared.name),
+                );
+            };
+            let progress = self.view(context, live(&spec.volume)).await?;
+            let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress };
+            let (declared, stop) = (declared.clone(), self.front.stop.child_token());
+            self.front.spawn(format!("pipe {}", declared.name), async move {
+                pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
+                Ok(())
+            });
+        }
+        Ok(())
+    }
+
+    async fn view(&self, context: &Context, spec: VolumeSpec) -> Result<millrace_datafs::View> {
+        let datafs = self.datafs.clone();
+        context.blocking(move || Ok(datafs.view(&spec)?)).await
+    }
+
+    /// Mounts a volume or snapshot for as long as the service runs.
+    pub async fn mount(&mut self, context: &Context, spec: &VolumeSpec, at: PathBuf) -> Result<PathBuf> {
+        let (datafs, spec) = (self.datafs.clone(), spec.clone());
+        let mounted = context
+            .blocking(move || {
+                if let Err(reason) = mount::can_mount() {
+                    return Err(failure(Exit::Unavailable, format!("cannot mount {spec}: {reason}")));
+                }
+                Ok(mount::mount(datafs.view(&spec)?, &at, MountOptions::default())?)
+            })
+            .await?;
+        let path = mounted.path().to_owned();
+        self.mounts.push(mounted);
+        self.addresses.mount.get_or_insert_with(|| path.clone());
+        self.lock.announce(self.addresses.clone())?;
+        Ok(path)
+    }
+
+    /// The model server, where the configuration has one.
+    pub fn serving(&self) -> Option<&Serving> {
+        self.serving.as_ref()
+    }
+
+    /// The error of the first part that fails; pending while all run well.
+    pub async fn failed(&mut self) -> anyhow::Error {
+        tokio::select! {
+            error = self.front.failed() => error,
+            error = self.middle.failed() => error,
+            error = self.back.failed() => error,
+        }
+    }
+
+    /// Stops everything in order: answers end, trainings write a checkpoint, ingest commits, mounts
+    /// flush, the broker closes its segments. Goes on after an error and returns the first.
+    pub async fn stop(self) -> Result<()> {
+        let Service { mut front, mut middle, mut back, serving, mounts, broker, lock, .. } = self;
+        front.stop.cancel();
+        let mut results = Vec::new();
+        if let Some(serving) = serving {
+            results.push(serving.join().await.map_err(Into::into));
+        }
+        results.push(front.finish().await);
+        results.push(middle.finish().await);
+        results.push(back.finish().await);
+        for mounted in mounts {
+            results.push(tokio::task::spawn_blocking(move || Ok(mounted.unmount()?)).await?);
+        }
+        if let Some(broker) = broker {
+            results.push(broker.stop().await.map_err(Into::into));
+        }
+        drop(lock);
+        results.into_iter().collect()
+    }
+}
+
+/// Trains a job once its snapshot exists.
+async fn train_when_ready(context: &Context, path: &std::path::Path, stop: CancellationToken) -> Result<()> {
+    let job = millrace_trainer::job::JobFile::load(path)?;
+    let datafs = context.datafs()?;
+    loop {
+        let (datafs, spec) = (datafs.clone(), job.dataset.source.clone());
+        match context.blocking(move || Ok(datafs.view(&spec))).await? {
+            Ok(_) => break,
+            Err(millrace_datafs::Error::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        tokio::select! {
+            () = tokio::time::sleep(SNAPSHOT_POLL) => {}
+            () = stop.cancelled() => return Ok(()),
+        }
+    }
+    let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
+    tracing::info!(model = %job.model_name(), version = report.version, end = ?report.end, "training ended");
+    Ok(())
+}
+
+/// Takes snapshots named after the time, and deletes this schedule's oldest beyond `keep`.
+async fn snapshots(datafs: Datafs, schedule: SnapshotSchedule, stop: CancellationToken) -> Result<()> {
+    let mut ticks = tokio::time::interval(Duration::from_secs(schedule.every_s));
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    ticks.tick().await;
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            () = stop.cancelled() => return Ok(()),
+        }
+        let (datafs, schedule) = (datafs.clone(), schedule.clone());
+        tokio::task::spawn_blocking(move || snapshot_now(&datafs, &schedule)).await??;
+    }
+}
+
+/// Snapshots of a schedule start with this, which tells them from those that people take.
+const SCHEDULED: &str = "scheduled-";
+
+fn snapshot_now(datafs: &Datafs, schedule: &SnapshotSchedule) -> Result<()> {
+    let name: Name = format!("{SCHEDULED}{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ")).parse()?;
+    datafs.snapshot_create(&schedule.volume, &name)?;
+    let mut taken: Vec<Name> = datafs
+        .snapshot_list(&schedule.volume)?
+        .into_iter()
+        .map(|snapshot| snapshot.name)
+        .filter(|name| name.as_str().starts_with(SCHEDULED))
+        .collect();
+    // The time is in the name, so the order of names is the order of time.
+    taken.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+    let surplus = taken.len().saturating_sub(schedule.keep.max(1));
+    for name in taken.into_iter().take(surplus) {
+        datafs.snapshot_delete(&schedule.volume, &name)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,211 @@
+//! Configuration: built-in defaults, then millrace.toml, then `MILLRACE_…` variables, then flags.
+//! Each crate owns its table; this file only puts them together.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use millrace_datafs::{Name, VolumeSpec};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Exit, fail};
+
+/// Everything that millrace.toml can say.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// Volumes: metadata engine, object store.
+    pub datafs: millrace_datafs::Config,
+    /// Topics and the embedded broker.
+    pub streams: millrace_streams::Config,
+    /// Topics landed in volumes.
+    pub ingest: millrace_ingest::Config,
+    /// Training defaults.
+    pub trainer: millrace_trainer::Config,
+    /// The model server and its pipes.
+    pub serving: millrace_serving::Config,
+    /// What `millrace up` runs beyond what the other tables declare.
+    pub up: UpConfig,
+}
+
+/// The table `[up]`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct UpConfig {
+    /// Volumes that are created when they do not exist.
+    pub volumes: Vec<Name>,
+    /// Volumes and snapshots mounted as folders.
+    pub mounts: Vec<MountConfig>,
+    /// Snapshots taken on a schedule.
+    pub snapshots: Vec<SnapshotSchedule>,
+    /// Job files that are trained once their snapshot exists, relative to this file's folder.
+    pub train: Vec<PathBuf>,
+}
+
+/// One mount of `[up]`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MountConfig {
+    /// VOLUME or VOLUME@SNAPSHOT.
+    pub volume: VolumeSpec,
+    /// The folder, created when it does not exist; relative to this file's folder.
+    pub path: PathBuf,
+}
+
+/// One schedule of `[up]`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotSchedule {
+    /// The volume.
+    pub volume: Name,
+    /// Seconds from one snapshot to the next, at least 1.
+    pub every_s: u64,
+    /// How many of this schedule's snapshots are kept; older ones are deleted.
+    pub keep: usize,
+}
+
+/// Settings and the folder that relative paths in them start from.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// What is in force.
+    pub settings: Settings,
+    /// The file that was read, if any.
+    pub file: Option<PathBuf>,
+}
+
+impl Loaded {
+    /// A path of the configuration, resolved against the folder of its file.
+    pub fn resolve(&self, path: &Path) -> PathBuf {
+        match self.file.as_deref().and_then(Path::parent) {
+            Some(parent) => parent.join(path),
+            None => path.to_owned(),
+        }
+    }
+}
+
+/// Variables that the command line reads itself and that are no configuration keys.
+const RESERVED: [&str; 3] = ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG"];
+/// What a training coordinator tells its workers; no configuration keys either.
+const WORKER: &str = "MILLRACE_TRAINER_";
+
+/// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
+/// HOME/millrace.toml, then none.
+pub fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
+    let file = match flag {
+        Some(path) => Some(std::path::absolute(path)?),
+        None => [std::path::absolute("millrace.toml")?, home.join("millrace.toml")]
+            .into_iter()
+            .find(|path| path.is_file()),
+    };
+    let text = match &file {
+        None => String::new(),
+        Some(path) => match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) => {
+                let exit = if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Usage };
+                return fail(exit, format!("cannot read configuration {}: {error}", path.display()));
+            }
+        },
+    };
+    let shown = file.as_deref().map_or("configuration".into(), |path| path.display().to_string());
+    let settings = parse(&text, &shown, std::env::vars().filter(|(key, _)| key.starts_with("MILLRACE_")))?;
+    Ok(Loaded { settings, file })
+}
+
+/// Parses a file's text and lays environment variables over it.
+fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, String)>) -> Result<Settings> {
+    // Once for the file alone, since only then an error can show line and column.
+    if let Err(error) = toml::from_str::<Settings>(text) {
+        return fail(Exit::Usage, format!("{shown}: {}", one_line(&error, text)));
+    }
+    let mut merged: toml::Table = toml::from_str(text).context("parsed a moment ago")?;
+    let mut names = Vec::new();
+    for (variable, value) in variables {
+        if RESERVED.contains(&variable.as_str()) || (variable.starts_with(WORKER) && !variable.starts_with("MILLRACE_TRAINER__")) {
+            continue;
+        }
+        set(&mut merged, &variable, &value)?;
+        names.push(variable);
+    }
+    match Settings::deserialize(toml::Value::Table(merged)) {
+        Ok(settings) => Ok(settings),
+        Err(error) => fail(
+            Exit::Usage,
+            format!("environment ({}): {}", names.join(", "), error.to_string().trim()),
+        ),
+    }
+}
+
+/// `MILLRACE_SERVING__GRPC=…` sets `serving.grpc`: two underscores part tables from keys.
+fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
+    let path = variable.trim_start_matches("MILLRACE_").to_lowercase();
+    let mut keys: Vec<&str> = path.split("__").collect();
+    let Some(last) = keys.pop() else { return Ok(()) };
+    if keys.is_empty() {
+        return fail(
+            Exit::Usage,
+            format!("environment variable {variable} names no table: write MILLRACE_TABLE__KEY, as in MILLRACE_SERVING__GRPC"),
+        );
+    }
+    let mut at = table;
+    for key in keys {
+        at = match at.entry(key).or_insert_with(|| toml::Value::Table(toml::Table::new())) {
+            toml::Value::Table(next) => next,
+            _ => return fail(Exit::Usage, format!("environment variable {variable}: {key} is not a table")),
+        };
+    }
+    // Numbers, booleans and arrays as TOML writes them; anything else is text.
+    let parsed = toml::from_str::<toml::Table>(&format!("v = {value}"))
+        .ok()
+        .and_then(|mut parsed| parsed.remove("v"))
+        .unwrap_or_else(|| toml::Value::String(value.to_owned()));
+    at.insert(last.to_owned(), parsed);
+    Ok(())
+}
+
+/// A TOML error as `line L, column C: message`.
+pub fn one_line(error: &toml::de::Error, text: &str) -> String {
+    let message = error.message().trim().replace('\n', " ");
+    match error.span() {
+        Some(span) => {
+            let before = &text[..span.start.min(text.len())];
+            let line = before.matches('\n').count() + 1;
+            let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
+            format!("line {line}, column {column}: {message}")
+        }
+        None => message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn vars(pairs: &[(&str, &str)]) -> impl Iterator<Item = (String, String)> {
+        pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>().into_iter()
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_with_its_line() {
+        let error = parse("[serving]\nhtpp = \"127.0.0.1:1\"\n", "m.toml", vars(&[])).unwrap_err();
+        assert!(error.to_string().starts_with("m.toml: line 2, column 1: unknown field `htpp`"), "{error}");
+    }
+
+    #[test]
+    fn the_environment_wins_over_the_file() {
+        let settings = parse(
+            "[serving]\ngrpc = \"127.0.0.1:1\"\n",
+            "m.toml",
+            vars(&[("MILLRACE_SERVING__GRPC", "127.0.0.1:2"), ("MILLRACE_HOME", "/x")]),
+        )
+        .unwrap();
+        assert_eq!(settings.serving.grpc.port(), 2);
+    }
+
+    #[test]
+    fn a_variable_without_a_table_and_an_unknown_one_are_refused() {
+        assert!(parse("", "m", vars(&[("MILLRACE_GRPC", "1")])).is_err());
+        let error = parse("", "m", vars(&[("MILLRACE_SERVING__GRCP", "127.0.0.1:2")])).unwrap_err();
+        assert!(error.to_string().contains("MILLRACE_SERVING__GRCP"), "{error}");
+    }
+}

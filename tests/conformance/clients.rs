@@ -1,0 +1,89 @@
+//! kcat, confluent-kafka, tritonclient, pyarrow and duckdb, all unmodified.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::support::{Home, Service, fuse_permitted, program, project};
+
+fn python(script: &str) -> Command {
+    let mut command = Command::new(project().join(".local/python/bin/python"));
+    command.arg(project().join("tests/conformance/clients").join(script));
+    command
+}
+
+fn records(name: &str) -> PathBuf {
+    project().join("examples/digits").join(name)
+}
+
+fn broker(home: &Home) -> (Service, String) {
+    let mut service = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
+    let kafka = service.object()["kafka"].as_str().unwrap().to_owned();
+    (service, kafka)
+}
+
+fn quickstart(home: &Home) -> (Service, Value) {
+    let mut service = home.start(["quickstart", "--keep", "--free-ports", "--json"]);
+    let report = service.object();
+    (service, report)
+}
+
+fn address<'a>(report: &'a Value, name: &str) -> &'a str {
+    report["addresses"][name].as_str().unwrap_or_else(|| panic!("no address {name} in {report}"))
+}
+
+#[test]
+#[ignore = "needs kcat: run make conformance"]
+fn kcat_produces_and_consumes() {
+    let home = Home::new();
+    let (service, kafka) = broker(&home);
+    let lines: Vec<String> = (0..2_000).map(|i| format!("key-{i}:value {i}")).collect();
+    let mut producer = Command::new("kcat")
+        .args(["-b", &kafka, "-P", "-t", "from-kcat", "-K", ":", "-p", "0", "-X", "enable.idempotence=true"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    producer.stdin.take().unwrap().write_all(lines.join("\n").as_bytes()).unwrap();
+    assert!(producer.wait().unwrap().success());
+
+    let consumed = program(Command::new("kcat").args([
+        "-b", &kafka, "-C", "-t", "from-kcat", "-p", "0", "-o", "beginning", "-e", "-q", "-K", ":",
+    ]));
+    assert_eq!(consumed.lines().collect::<Vec<_>>(), lines);
+    let tail = program(Command::new("kcat").args([
+        "-b", &kafka, "-C", "-t", "from-kcat", "-p", "0", "-o", "-5", "-e", "-q", "-f", "%o %s\n",
+    ]));
+    assert_eq!(tail.lines().next(), Some("1995 value 1995"));
+    let listed = program(Command::new("kcat").args(["-b", &kafka, "-L"]));
+    assert!(listed.contains("topic \"from-kcat\" with 1 partitions"), "{listed}");
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
+#[ignore = "needs confluent-kafka: run make conformance"]
+fn confluent_kafka_produces_and_consumes() {
+    let home = Home::new();
+    let (service, kafka) = broker(&home);
+    let said = program(python("confluent.py").arg(&kafka));
+    assert!(said.contains("20000 records, each once"), "{said}");
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
+#[ignore = "needs tritonclient, pyarrow and duckdb: run make conformance"]
+fn python_clients_use_a_running_pipeline() {
+    let home = Home::new();
+    let (service, report) = quickstart(&home);
+    let test = records("digits-test.jsonl");
+    for (script, name) in [("triton_grpc.py", "grpc"), ("triton_http.py", "http")] {
+        let said = program(python(script).arg(address(&report, name)).arg("digits").arg(&test));
+        assert!(said.contains("360 predictions"), "{said}");
+    }
+    if fuse_permitted() {
+        let said = program(python("parquet.py").arg(address(&report, "mount")).arg(records("digits.jsonl")));
+        assert!(said.contains("1437 rows"), "{said}");
+    }
+    assert_eq!(service.stop(), 0);
+}

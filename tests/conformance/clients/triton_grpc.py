@@ -1,0 +1,56 @@
+"""tritonclient.grpc against a running server: metadata and inference, with and without errors."""
+import json
+import sys
+
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+url, model, records = sys.argv[1:4]
+rows = [json.loads(line) for line in open(records)]
+pixels = np.array([row["pixels"] for row in rows], dtype=np.float32)
+labels = np.array([row["label"] for row in rows])
+
+with triton.InferenceServerClient(url) as client:
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready(model)
+    server = client.get_server_metadata()
+    assert server.name and server.version
+    metadata = client.get_model_metadata(model)
+    assert metadata.name == model
+    (tensor,) = metadata.inputs
+    assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("input", "FP32", [-1, 64]), tensor
+    (output,) = metadata.outputs
+    assert (output.name, output.datatype) == ("logits", "FP32"), output
+
+    def infer(array, name="input", datatype="FP32", request_id=""):
+        given = triton.InferInput(name, array.shape, datatype)
+        given.set_data_from_numpy(array)
+        return client.infer(model, [given], outputs=[triton.InferRequestedOutput("logits")], request_id=request_id)
+
+    whole = infer(pixels, request_id="all")
+    assert whole.get_response().id == "all"
+    logits = whole.as_numpy("logits")
+    assert logits.shape == (len(rows), 10)
+    accuracy = float((logits.argmax(1) == labels).mean())
+    assert accuracy >= 0.95, accuracy
+    one = infer(pixels[:1]).as_numpy("logits")
+    assert np.allclose(one, logits[:1], atol=1e-5)
+
+    for array, name, datatype, status in [
+        (pixels[:1], "wrong", "FP32", "INVALID_ARGUMENT"),
+        (pixels[:1, :63].copy(), "input", "FP32", "INVALID_ARGUMENT"),
+        (pixels[:1].astype(np.int64), "input", "INT64", "INVALID_ARGUMENT"),
+    ]:
+        try:
+            infer(array, name, datatype)
+        except InferenceServerException as error:
+            assert status in error.status(), error
+        else:
+            raise AssertionError(f"{name} {datatype} {array.shape} was accepted")
+    try:
+        client.get_model_metadata("no-such-model")
+    except InferenceServerException as error:
+        assert "NOT_FOUND" in error.status(), error
+    else:
+        raise AssertionError("an unknown model has metadata")
+print(f"{len(rows)} predictions, accuracy {accuracy:.4f}")

@@ -1,0 +1,41 @@
+"""tritonclient.http against a running server: metadata, JSON and binary inference, errors."""
+import json
+import sys
+
+import numpy as np
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+url, model, records = sys.argv[1:4]
+rows = [json.loads(line) for line in open(records)]
+pixels = np.array([row["pixels"] for row in rows], dtype=np.float32)
+labels = np.array([row["label"] for row in rows])
+
+with triton.InferenceServerClient(url) as client:
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready(model)
+    assert client.get_server_metadata()["name"]
+    metadata = client.get_model_metadata(model)
+    assert metadata["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, 64]}], metadata
+
+    def infer(array, binary_in, binary_out, name="input"):
+        given = triton.InferInput(name, list(array.shape), "FP32")
+        given.set_data_from_numpy(array, binary_data=binary_in)
+        wanted = triton.InferRequestedOutput("logits", binary_data=binary_out)
+        return client.infer(model, [given], outputs=[wanted]).as_numpy("logits")
+
+    reference = infer(pixels, True, True)
+    assert reference.shape == (len(rows), 10)
+    accuracy = float((reference.argmax(1) == labels).mean())
+    assert accuracy >= 0.95, accuracy
+    for binary_in in [True, False]:
+        for binary_out in [True, False]:
+            assert np.allclose(infer(pixels[:32], binary_in, binary_out), reference[:32], atol=1e-5)
+
+    for call in [lambda: infer(pixels[:1], True, True, name="wrong"), lambda: infer(pixels[:1, :63].copy(), False, False)]:
+        try:
+            call()
+        except InferenceServerException as error:
+            assert error.status() == "400", error.status()
+        else:
+            raise AssertionError("a malformed request was accepted")
+print(f"{len(rows)} predictions, accuracy {accuracy:.4f}")

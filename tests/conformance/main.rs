@@ -1,0 +1,7 @@
+//! Real clients against real sockets and mounts; run by `make conformance`, which installs them.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod clients;

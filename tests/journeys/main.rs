@@ -1,0 +1,12 @@
+//! What users do, through the built program alone.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bad_input;
+mod instances;
+mod kills;
+mod quickstart;
+mod readme;
+mod rooms;

@@ -1,0 +1,86 @@
+//! `millrace quickstart`: the whole way, once, again, and kept running.
+
+use serde_json::Value;
+
+use crate::support::{Home, fuse_permitted};
+
+fn check(report: &Value) {
+    assert_eq!(report["produced"], 1797, "{report}");
+    assert_eq!(report["landed"], 1797);
+    assert_eq!(report["dead_letters"], 0);
+    assert_eq!(report["rows_per_epoch"], 1437);
+    assert!(report["epochs"].as_u64().unwrap() >= 1);
+    assert_eq!(report["predicted_grpc"], 360);
+    assert_eq!(report["predicted_topic"], 360);
+    assert!(report["accuracy"].as_f64().unwrap() >= 0.95, "{report}");
+    assert!(report["peak_rss_mib"].as_u64().unwrap() > 10);
+    assert_eq!(report["model_sha256"].as_str().unwrap().len(), 64);
+    for name in ["kafka", "grpc", "http", "metrics"] {
+        assert!(report["addresses"][name].is_string(), "{name}: {report}");
+    }
+    assert_eq!(report["addresses"]["mount"].is_string(), fuse_permitted(), "{report}");
+}
+
+#[test]
+fn a_second_run_continues_and_doubles_nothing() {
+    let home = Home::new();
+    let first = home.json(["quickstart", "--free-ports"]);
+    check(&first);
+    assert_eq!(first["start"], "clean");
+    let second = home.json(["quickstart", "--free-ports"]);
+    check(&second);
+    assert_eq!(second["start"], "continued");
+    assert_eq!(first["model_sha256"], second["model_sha256"]);
+    assert_eq!(first["version"], second["version"]);
+
+    let anew = home.json(["quickstart", "--free-ports", "--clean", "--workers", "3"]);
+    check(&anew);
+    assert_eq!(anew["start"], "clean");
+    assert_eq!(first["model_sha256"], anew["model_sha256"], "the number of workers must not matter");
+}
+
+#[test]
+fn another_seed_gives_another_model() {
+    let home = Home::new();
+    let first = home.json(["quickstart", "--free-ports", "--seed", "1", "--workers", "1"]);
+    let second = home.json(["quickstart", "--free-ports", "--seed", "2", "--workers", "1"]);
+    check(&first);
+    check(&second);
+    assert_ne!(first["model_sha256"], second["model_sha256"]);
+    assert_eq!(second["version"], 2);
+}
+
+#[test]
+fn people_see_a_table_that_says_nothing_was_lost() {
+    let home = Home::new();
+    let text = home.ok(["quickstart", "--free-ports"]);
+    for word in ["1,797", "1,437", "360", "nothing was lost", "accuracy"] {
+        assert!(text.contains(word), "{word} is missing in\n{text}");
+    }
+}
+
+#[test]
+fn keep_leaves_everything_running_for_other_commands() {
+    let home = Home::new();
+    let mut service = home.start(["quickstart", "--keep", "--free-ports", "--json"]);
+    let report = service.object();
+    check(&report);
+    let test = crate::support::project().join("examples/digits/digits-test.jsonl");
+    let predicted = home.json(["predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--label", "label"]);
+    assert_eq!(predicted["predicted"], 360, "{predicted}");
+    assert!(predicted["accuracy"].as_f64().unwrap() >= 0.95);
+    if fuse_permitted() {
+        let mount = std::path::Path::new(report["addresses"]["mount"].as_str().unwrap());
+        assert!(mount.join(".snapshots/quickstart/train").is_dir());
+        assert!(mount.join("models/digits/1/bundle.json").is_file());
+    }
+    // Records that arrive now go the whole way by themselves.
+    let line = std::fs::read_to_string(&test).unwrap().lines().next().unwrap().to_owned();
+    let file = home.file("more.jsonl", line + "\n");
+    home.ok(["produce", "digits-test", file.to_str().unwrap()]);
+    crate::support::until("the new record has landed", || {
+        let rows = home.json(["feed", "digits:/test", "--dry", "--batch-rows", "8"]);
+        rows["rows"] == 361
+    });
+    assert_eq!(service.stop(), 0);
+}

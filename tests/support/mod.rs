@@ -1,0 +1,228 @@
+//! Runs the `millrace` program as its users do: processes, homes of their own, what they print.
+#![allow(clippy::unwrap_used, clippy::expect_used, dead_code, missing_docs, unreachable_pub, clippy::print_stderr)]
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Longest that any condition may take; generous since two cores run many tests at once.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The project's folder.
+pub fn project() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A temporary home and the commands that run on it.
+pub struct Home {
+    pub dir: tempfile::TempDir,
+}
+
+impl Home {
+    pub fn new() -> Home {
+        Home { dir: tempfile::Builder::new().prefix("millrace-test-").tempdir().unwrap() }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.dir.path().join("home")
+    }
+
+    /// A file beside the home.
+    pub fn file(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// The program on this home, ready for arguments. Runs in the folder beside the home.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millrace"));
+        command
+            .current_dir(self.dir.path())
+            .env("MILLRACE_HOME", self.path())
+            .env_remove("MILLRACE_CONFIG")
+            .stdin(Stdio::null());
+        if std::env::var_os("ORT_DYLIB_PATH").is_none() {
+            command.env("ORT_DYLIB_PATH", project().join(".local/onnxruntime/libonnxruntime.so"));
+        }
+        command
+    }
+
+    pub fn run<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Output {
+        self.command().args(args).output().unwrap()
+    }
+
+    /// Runs to success and gives standard output.
+    pub fn ok<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> String {
+        let args: Vec<_> = args.into_iter().map(|a| a.as_ref().to_owned()).collect();
+        let output = self.run(&args);
+        assert!(
+            output.status.success(),
+            "{args:?} ended with {:?}\n{}\n{}",
+            output.status.code(),
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs to success with `--json` and gives the object.
+    pub fn json<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Value {
+        let args = args.into_iter().map(|a| a.as_ref().to_owned()).chain([OsStr::new("--json").to_owned()]);
+        let text = self.ok(args);
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// Runs to failure: the exit code, and the one line that it printed.
+    pub fn fails<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> (i32, String) {
+        let args: Vec<_> = args.into_iter().map(|a| a.as_ref().to_owned()).collect();
+        failure(&self.run(&args), &format!("{args:?}"))
+    }
+
+    /// Starts a service and reads what it prints until `ready` is there.
+    pub fn start<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Service {
+        Service::spawn(self.command().args(args))
+    }
+}
+
+/// Checks that a finished command failed in one clear line.
+pub fn failure(output: &Output, what: &str) -> (i32, String) {
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    let code = output.status.code().unwrap_or_else(|| panic!("{what} was killed: {stderr}"));
+    assert_ne!(code, 0, "{what} succeeded: {}", String::from_utf8_lossy(&output.stdout));
+    assert_ne!(code, 101, "{what} panicked: {stderr}");
+    let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("millrace: ")).collect();
+    assert_eq!(lines.len(), 1, "{what} printed: {stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    (code, lines[0].to_owned())
+}
+
+/// A running service; killed when dropped.
+pub struct Service {
+    child: Child,
+    lines: std::sync::mpsc::Receiver<String>,
+    seen: Vec<String>,
+}
+
+impl Service {
+    pub fn spawn(command: &mut Command) -> Service {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        let stdout = child.stdout.take().unwrap();
+        let (sender, lines) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Service { child, lines, seen: Vec::new() }
+    }
+
+    /// The first JSON object that it prints.
+    pub fn object(&mut self) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => {
+                    if let Ok(value @ Value::Object(_)) = serde_json::from_str(&line) {
+                        return value;
+                    }
+                    self.seen.push(line);
+                }
+                Err(error) => panic!("no JSON object ({error}); it printed {:?}", self.seen),
+            }
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Asks it to stop and waits; gives the exit code.
+    pub fn stop(mut self) -> i32 {
+        self.signal(nix::sys::signal::Signal::SIGTERM);
+        self.wait().expect("it stops when asked to")
+    }
+
+    pub fn wait(&mut self) -> Option<i32> {
+        until("the process ends", || self.child.try_wait().unwrap().is_some());
+        self.child.wait().unwrap().code()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// Polls a condition; a condition that never comes is a failure that names it.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} until {what}");
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+}
+
+/// Whether the kernel lets us mount; the reason goes to the log once.
+pub fn fuse_permitted() -> bool {
+    match millrace_datafs::mount::can_mount() {
+        Ok(()) => true,
+        Err(reason) => {
+            eprintln!("skipped: FUSE mounts are not permitted here ({reason})");
+            false
+        }
+    }
+}
+
+/// Runs a program to success and gives what it printed.
+pub fn program(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success(),
+        "{command:?} ended with {:?}\n{text}\n{}",
+        output.status.code(),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    text
+}
+
+/// Reads all of a reader.
+pub fn text_of(mut reader: impl Read) -> String {
+    let mut text = String::new();
+    reader.read_to_string(&mut text).unwrap();
+    text
+}
+
+/// Files below a folder with that extension.
+pub fn files_below(folder: &Path, extension: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == extension) {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
