@@ -55,6 +55,7 @@ pub mod mount;
 mod name;
 mod publish;
 mod session;
+mod store_view;
 mod view;
 mod volume;
 

@@ -25,6 +25,5 @@ mod writer;
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use object::{ObjectId, StoredObject};
-pub(crate) use pool::{ObjectPool, StoreSpace};
-pub(crate) use runtime::IoRuntime;
+pub(crate) use pool::ObjectPool;
 pub(crate) use writer::ObjectWriter;

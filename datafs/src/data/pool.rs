@@ -4,13 +4,11 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::future::ready;
 use std::io::{self, Read as _};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use bytes::Bytes;
 use futures::TryStreamExt as _;
 use object_store::local::LocalFileSystem;
 use object_store::{ObjectStore, ObjectStoreExt as _};
@@ -20,7 +18,9 @@ use rand::{Rng as _, SeedableRng};
 
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::object::{Layout, ObjectId, SUMS_SUFFIX, StoredObject};
+#[cfg(test)]
+use super::object::StoredObject;
+use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::reader::OpenObjects;
 use super::runtime::IoRuntime;
 use super::writer::ObjectWriter;
@@ -102,26 +102,26 @@ impl ObjectPool {
     }
 
     /// Stores one object; durable when it returns.
+    #[cfg(test)]
     pub(crate) fn put(&self, bytes: &[u8]) -> Result<StoredObject> {
         let mut writer = self.writer();
         writer.append(bytes)?;
         writer.finish()
     }
 
-    /// Exactly the bytes `range` of an object, verified. Fails with [`ObjectError::Corrupt`] when
-    /// the object has fewer bytes than that. Allocates the range (and up to two frames more), so the
-    /// caller bounds it.
-    pub(crate) fn read(&self, id: ObjectId, range: Range<u64>) -> Result<Bytes> {
+    /// Exactly the bytes `range` of an object; otherwise as [`ObjectPool::read_into`].
+    #[cfg(test)]
+    pub(crate) fn read(&self, id: ObjectId, range: std::ops::Range<u64>) -> Result<bytes::Bytes> {
         self.shared.open.get(id)?.read(range)
     }
 
-    /// Fills `buffer` with the bytes of an object from `offset` on, verified; otherwise as
-    /// [`ObjectPool::read`].
+    /// Fills `buffer` with the bytes of an object from `offset` on, verified. Fails with
+    /// [`ObjectError::Corrupt`] when the object has fewer bytes than that.
     pub(crate) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.shared.open.get(id)?.read_into(offset, buffer)
     }
 
-    /// The file that is, byte for byte, the object's data; `None` when the object is too small to
+    /// The file that holds the object's data and nothing else; `None` when the object is too small to
     /// have one. What is read from it is not verified.
     pub(crate) fn image(&self, id: ObjectId) -> Result<Option<File>> {
         if id.layout() != Layout::Plain {

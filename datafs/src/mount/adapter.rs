@@ -1,0 +1,570 @@
+//! Answers the kernel: each request becomes one call of the view, each error one errno.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    BackingId, BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo,
+    InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+
+use super::convert::{Inodes, file_type, kind_of_mode, open_flags, set_time};
+use super::errno;
+use super::handles::{Handle, Handles};
+use crate::error::{Error, Result};
+use crate::fs::{Attr, Node, Owner, SetAttr};
+use crate::metrics;
+
+/// Largest write of the kernel at once.
+const WRITE_BYTES_MAX: u32 = 1024 * 1024;
+/// Requests that the kernel may have under way in the background (read-ahead).
+const BACKGROUND_MAX: u16 = 64;
+/// How long the kernel may believe what it knows of a snapshot: it never changes.
+const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long it may believe what it knows of the live tree: other processes write the same volume, and
+/// what they closed must be seen by the next open.
+const NOT_AT_ALL: Duration = Duration::ZERO;
+/// Entries that one call of the view lists for one request of the kernel.
+const ENTRIES_MAX: usize = 512;
+/// Files below this size are not handed to the kernel: setting that up costs more than reading them.
+const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
+
+/// The FUSE file system over a view.
+#[derive(Debug)]
+pub(super) struct Adapter {
+    handles: Arc<Handles>,
+    inodes: Inodes,
+    passthrough: bool,
+}
+
+impl Adapter {
+    pub(super) fn new(handles: Arc<Handles>, passthrough: bool) -> Adapter {
+        let inodes = Inodes::new(handles.view.root());
+        Adapter { handles, inodes, passthrough }
+    }
+
+    fn node(&self, ino: INodeNo) -> Node {
+        self.inodes.node(ino)
+    }
+
+    fn lifetime(&self, node: Node) -> Duration {
+        if node.is_live() { NOT_AT_ALL } else { FOREVER }
+    }
+
+    /// The errno of an error, counted; what the user did is not logged, what broke is.
+    fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
+        let errno = errno(error);
+        if errno == Errno::ENOENT {
+            return errno;
+        }
+        metrics::MOUNT_ERRORS.inc();
+        if errno == Errno::EIO || errno == Errno::ENOSPC {
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            let volume = self.handles.view.spec();
+            tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "mount");
+        }
+        errno
+    }
+
+    fn entry(&self, operation: &'static str, parent: Node, result: Result<Attr>, reply: ReplyEntry) {
+        match result {
+            Ok(attr) => {
+                let lifetime = self.lifetime(attr.node);
+                reply.entry(&lifetime, &self.inodes.attr(&attr), Generation(0));
+            }
+            Err(error) => reply.error(self.failed(operation, parent, &error)),
+        }
+    }
+
+    fn empty(&self, operation: &'static str, node: Node, result: Result<()>, reply: ReplyEmpty) {
+        match result {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(self.failed(operation, node, &error)),
+        }
+    }
+
+    /// The file to hand to the kernel for this open file, if it is a large one of a snapshot.
+    fn backing(
+        &self,
+        handle: &Handle,
+        size: u64,
+        register: impl FnOnce(std::fs::File) -> io::Result<BackingId>,
+    ) -> Option<BackingId> {
+        if !self.passthrough || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
+            return None;
+        }
+        let image = match handle.file.image() {
+            Ok(image) => image?,
+            Err(error) => {
+                tracing::warn!(%error, node = handle.node.to_u64(), "looking for a file's image");
+                return None;
+            }
+        };
+        match register(image) {
+            Ok(backing) => Some(backing),
+            Err(error) => {
+                tracing::debug!(%error, "the kernel takes no file from us; reading for it");
+                None
+            }
+        }
+    }
+
+    fn read_bytes(&self, number: u64, offset: u64, size: u32) -> Result<bytes::Bytes> {
+        self.handles.get(number)?.file.read_at(offset, size as usize)
+    }
+
+    fn write_bytes(&self, number: u64, offset: u64, data: &[u8]) -> Result<u32> {
+        let written = self.handles.get(number)?.file.write_at(offset, data)?;
+        // At most WRITE_BYTES_MAX.
+        Ok(written as u32)
+    }
+
+    fn fill_directory(&self, node: Node, offset: u64, reply: &mut ReplyDirectory) -> Result<()> {
+        let mut cursor = offset;
+        loop {
+            let entries = self.handles.view.readdir(node, cursor, ENTRIES_MAX)?;
+            for (i, entry) in entries.iter().enumerate() {
+                let ino = self.inodes.ino(entry.node);
+                // Of entries that share a cursor only the last may send the reader beyond it.
+                let shared = entries.get(i + 1).is_some_and(|next| next.cursor == entry.cursor);
+                let offset = if shared { cursor } else { entry.cursor };
+                if reply.add(ino, offset, file_type(entry.kind), &entry.name) {
+                    return Ok(());
+                }
+                cursor = offset;
+            }
+            if let Some(last) = entries.last() {
+                cursor = last.cursor;
+            }
+            if entries.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn owner(request: &Request) -> Owner {
+    Owner { uid: request.uid(), gid: request.gid() }
+}
+
+impl Filesystem for Adapter {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let _ = config.set_max_write(WRITE_BYTES_MAX);
+        let _ = config.set_max_background(BACKGROUND_MAX);
+        if let Err(most) = config.set_max_readahead(WRITE_BYTES_MAX) {
+            let _ = config.set_max_readahead(most);
+        }
+        // Each is an improvement where the kernel has it, none is needed.
+        for wish in [
+            InitFlags::FUSE_ATOMIC_O_TRUNC,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_CACHE_SYMLINKS,
+        ] {
+            let _ = config.add_capabilities(wish);
+        }
+        if self.passthrough {
+            let granted = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
+                && config.set_max_stack_depth(2).is_ok();
+            self.passthrough = granted;
+        }
+        Ok(())
+    }
+
+    fn destroy(&mut self) {
+        if let Err(error) = self.handles.flush_all() {
+            tracing::error!(%error, "flushing at the end of a mount");
+        }
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let parent = self.node(parent);
+        self.entry("lookup", parent, self.handles.view.lookup(parent, name), reply);
+    }
+
+    fn forget(&self, _request: &Request, ino: INodeNo, _lookups: u64) {
+        self.handles.forget(self.node(ino));
+    }
+
+    fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        let node = self.node(ino);
+        match self.handles.view.getattr(node) {
+            Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
+            Err(error) => reply.error(self.failed("getattr", node, &error)),
+        }
+    }
+
+    fn setattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        _fh: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let node = self.node(ino);
+        let set = SetAttr {
+            mode: mode.map(|m| m & 0o7777),
+            uid,
+            gid,
+            size,
+            atime: atime.map(set_time),
+            mtime: mtime.map(set_time),
+        };
+        match self.handles.view.setattr(node, &set) {
+            Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
+            Err(error) => reply.error(self.failed("setattr", node, &error)),
+        }
+    }
+
+    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+        let node = self.node(ino);
+        match self.handles.view.readlink(node) {
+            Ok(target) => reply.data(target.as_bytes()),
+            Err(error) => reply.error(self.failed("readlink", node, &error)),
+        }
+    }
+
+    fn mknod(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _umask: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        let parent = self.node(parent);
+        let made = match kind_of_mode(mode) {
+            Some(kind) => {
+                self.handles.view.mknod(parent, name, kind, mode & 0o7777, rdev, owner(request))
+            }
+            None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
+        };
+        self.entry("mknod", parent, made, reply);
+    }
+
+    fn mkdir(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _umask: u32,
+        reply: ReplyEntry,
+    ) {
+        let parent = self.node(parent);
+        let made = self.handles.view.mkdir(parent, name, mode & 0o7777, owner(request));
+        self.entry("mkdir", parent, made, reply);
+    }
+
+    fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let parent = self.node(parent);
+        self.empty("unlink", parent, self.handles.view.unlink(parent, name), reply);
+    }
+
+    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let parent = self.node(parent);
+        self.empty("rmdir", parent, self.handles.view.rmdir(parent, name), reply);
+    }
+
+    fn symlink(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
+        let parent = self.node(parent);
+        let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
+        self.entry("symlink", parent, made, reply);
+    }
+
+    fn rename(
+        &self,
+        _request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let (parent, new_parent) = (self.node(parent), self.node(new_parent));
+        if flags.intersects(RenameFlags::RENAME_EXCHANGE | RenameFlags::RENAME_WHITEOUT) {
+            return reply.error(Errno::EINVAL);
+        }
+        let no_replace = flags.contains(RenameFlags::RENAME_NOREPLACE);
+        let renamed = self.handles.view.rename(parent, name, new_parent, new_name, no_replace);
+        self.empty("rename", parent, renamed, reply);
+    }
+
+    fn link(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        reply: ReplyEntry,
+    ) {
+        let (node, parent) = (self.node(ino), self.node(new_parent));
+        self.entry("link", parent, self.handles.view.link(node, parent, new_name), reply);
+    }
+
+    fn open(&self, _request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let node = self.node(ino);
+        let flags = open_flags(flags.0);
+        let opened = self.handles.view.open(node, flags).and_then(|file| Ok((file.attr()?, file)));
+        let (attr, file) = match opened {
+            Ok(opened) => opened,
+            Err(error) => return reply.error(self.failed("open", node, &error)),
+        };
+        let mut answer = FopenFlags::empty();
+        answer.set(FopenFlags::FOPEN_KEEP_CACHE, self.handles.may_keep_pages(&attr));
+        // A file that is only read has nothing to tell when it is closed.
+        answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write);
+        let handle = Handle { file, node, writes: flags.write };
+        let (number, backing) = self.handles.insert(handle, |handle| {
+            self.backing(handle, attr.size, |image| reply.open_backing(image))
+        });
+        match backing {
+            Some(backing) => {
+                metrics::PASSTHROUGH_OPENS.inc();
+                answer.remove(FopenFlags::FOPEN_KEEP_CACHE);
+                reply.opened_passthrough(FileHandle(number), answer, &backing);
+            }
+            None => reply.opened(FileHandle(number), answer),
+        }
+    }
+
+    fn create(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _umask: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let parent = self.node(parent);
+        let flags = open_flags(flags);
+        let created = self.handles.view.create(parent, name, mode & 0o7777, owner(request), flags);
+        match created {
+            Ok((attr, file)) => {
+                let handle = Handle { file, node: attr.node, writes: flags.write };
+                self.handles.may_keep_pages(&attr);
+                let (number, _) = self.handles.insert(handle, |_| None);
+                let lifetime = self.lifetime(attr.node);
+                let attr = self.inodes.attr(&attr);
+                let answer = FopenFlags::empty();
+                reply.created(&lifetime, &attr, Generation(0), FileHandle(number), answer);
+            }
+            Err(error) => reply.error(self.failed("create", parent, &error)),
+        }
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        match self.read_bytes(fh.0, offset, size) {
+            Ok(bytes) => reply.data(&bytes),
+            Err(error) => reply.error(self.failed("read", self.node(ino), &error)),
+        }
+    }
+
+    fn write(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        match self.write_bytes(fh.0, offset, data) {
+            Ok(written) => reply.written(written),
+            Err(error) => reply.error(self.failed("write", self.node(ino), &error)),
+        }
+    }
+
+    fn flush(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _lock_owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
+        self.empty("flush", self.node(ino), flushed, reply);
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.empty("release", self.node(ino), self.handles.release(fh.0), reply);
+    }
+
+    fn fsync(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _datasync: bool,
+        reply: ReplyEmpty,
+    ) {
+        let synced = self.handles.get(fh.0).and_then(|handle| handle.file.fsync());
+        self.empty("fsync", self.node(ino), synced, reply);
+    }
+
+    fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let answer = if self.node(ino).is_live() {
+            FopenFlags::empty()
+        } else {
+            FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE
+        };
+        reply.opened(FileHandle(0), answer);
+    }
+
+    fn readdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let node = self.node(ino);
+        match self.fill_directory(node, offset, &mut reply) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(self.failed("readdir", node, &error)),
+        }
+    }
+
+    fn fsyncdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        _datasync: bool,
+        reply: ReplyEmpty,
+    ) {
+        let node = self.node(ino);
+        let view = &self.handles.view;
+        let unchanging = !node.is_live() || view.is_snapshots_dir(node);
+        let synced = if unchanging { Ok(()) } else { view.fsync_dir(node) };
+        self.empty("fsyncdir", node, synced, reply);
+    }
+
+    fn statfs(&self, _request: &Request, ino: INodeNo, reply: ReplyStatfs) {
+        match self.handles.view.statfs() {
+            Ok(s) => reply.statfs(
+                s.blocks,
+                s.blocks_free,
+                s.blocks_available,
+                s.files,
+                s.files_free,
+                s.block_bytes,
+                s.name_bytes_max,
+                s.block_bytes,
+            ),
+            Err(error) => reply.error(self.failed("statfs", self.node(ino), &error)),
+        }
+    }
+
+    // Not offered. ENOSYS also keeps the kernel from asking again; it answers EOPNOTSUPP itself.
+
+    fn setxattr(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _name: &OsStr,
+        _value: &[u8],
+        _flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn getxattr(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _name: &OsStr,
+        _size: u32,
+        reply: ReplyXattr,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn listxattr(&self, _request: &Request, _ino: INodeNo, _size: u32, reply: ReplyXattr) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn removexattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: u64,
+        _length: u64,
+        _mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn lseek(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: i64,
+        _whence: i32,
+        reply: ReplyLseek,
+    ) {
+        // The kernel then takes the whole file for data, which is allowed.
+        reply.error(Errno::ENOSYS);
+    }
+}

@@ -1,0 +1,149 @@
+//! The open files of one mount, and what the kernel may keep cached of each.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fuser::BackingId;
+use parking_lot::{Mutex, RwLock};
+
+use crate::error::{Error, Result};
+use crate::fs::{Attr, Node, OpenFile};
+use crate::view::View;
+
+/// One open file of the mount.
+#[derive(Debug)]
+pub(super) struct Handle {
+    pub(super) file: OpenFile,
+    pub(super) node: Node,
+    pub(super) writes: bool,
+}
+
+/// The open files of one mount. Kept apart from the FUSE session, so that they can be flushed
+/// whatever state the session is in.
+#[derive(Debug)]
+pub(super) struct Handles {
+    pub(super) view: View,
+    next: AtomicU64,
+    open: RwLock<HashMap<u64, Arc<Handle>>>,
+    nodes: Mutex<HashMap<Node, OpenNode>>,
+    /// Contents of live files as the kernel's page cache may hold them.
+    cached: Mutex<HashMap<Node, Version>>,
+}
+
+/// A node with files open. The kernel serves all of a node's open files either from its page cache
+/// or from one backing file, so the first one decides.
+#[derive(Debug)]
+struct OpenNode {
+    count: usize,
+    backing: Option<Arc<BackingId>>,
+}
+
+/// Tells contents of a live file apart: every change of the contents moves the times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Version {
+    mtime: std::time::SystemTime,
+    ctime: std::time::SystemTime,
+    size: u64,
+}
+
+impl From<&Attr> for Version {
+    fn from(attr: &Attr) -> Version {
+        Version { mtime: attr.mtime, ctime: attr.ctime, size: attr.size }
+    }
+}
+
+impl Handles {
+    pub(super) fn new(view: View) -> Handles {
+        Handles {
+            view,
+            // 0 is what the kernel sends for "no handle".
+            next: AtomicU64::new(1),
+            open: RwLock::default(),
+            nodes: Mutex::default(),
+            cached: Mutex::default(),
+        }
+    }
+
+    /// Registers an open file. `backing` is asked for a backing file when this is the node's only
+    /// open file; otherwise the node's way of being read stays as it is.
+    pub(super) fn insert(
+        &self,
+        handle: Handle,
+        backing: impl FnOnce(&Handle) -> Option<BackingId>,
+    ) -> (u64, Option<Arc<BackingId>>) {
+        let backing = {
+            let mut nodes = self.nodes.lock();
+            let node = nodes.entry(handle.node).or_insert_with(|| OpenNode {
+                count: 0,
+                backing: backing(&handle).map(Arc::new),
+            });
+            node.count += 1;
+            node.backing.clone()
+        };
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.open.write().insert(number, Arc::new(handle));
+        (number, backing)
+    }
+
+    pub(super) fn get(&self, number: u64) -> Result<Arc<Handle>> {
+        self.open.read().get(&number).cloned().ok_or(Error::BadHandle("anything"))
+    }
+
+    /// Forgets an open file and commits what it has not committed.
+    pub(super) fn release(&self, number: u64) -> Result<()> {
+        let Some(handle) = self.open.write().remove(&number) else { return Ok(()) };
+        let flushed = self.flush(&handle);
+        let mut nodes = self.nodes.lock();
+        if let Some(node) = nodes.get_mut(&handle.node) {
+            node.count -= 1;
+            if node.count == 0 {
+                nodes.remove(&handle.node);
+            }
+        }
+        flushed
+    }
+
+    /// Makes what was written through a handle visible.
+    pub(super) fn flush(&self, handle: &Handle) -> Result<()> {
+        if handle.writes { handle.file.flush() } else { Ok(()) }
+    }
+
+    /// Flushes every open file; the first error is returned, the others are logged.
+    pub(super) fn flush_all(&self) -> Result<()> {
+        let open: Vec<_> = self.open.read().values().cloned().collect();
+        let mut result = Ok(());
+        for handle in open {
+            if let Err(error) = self.flush(&handle) {
+                tracing::error!(%error, node = handle.node.to_u64(), "flushing an open file");
+                if result.is_ok() {
+                    result = Err(error);
+                }
+            }
+        }
+        result
+    }
+
+    /// Forgets everything, after the kernel has.
+    pub(super) fn clear(&self) {
+        self.open.write().clear();
+        self.nodes.lock().clear();
+        self.cached.lock().clear();
+    }
+
+    /// Whether the kernel may keep the pages it has of a file that is opened now.
+    pub(super) fn may_keep_pages(&self, attr: &Attr) -> bool {
+        if !attr.node.is_live() {
+            return true;
+        }
+        let now = Version::from(attr);
+        self.cached.lock().insert(attr.node, now) == Some(now)
+    }
+
+    /// The kernel has dropped a node, and its pages with it.
+    pub(super) fn forget(&self, node: Node) {
+        if node.is_live() {
+            self.cached.lock().remove(&node);
+        }
+    }
+}

@@ -1,0 +1,510 @@
+//! A view as an [`object_store::ObjectStore`], so that Arrow, Parquet and DataFusion read (and, on a
+//! live view, write) a volume in-process, without a mount.
+//!
+//! A location is a path of the volume, taken literally. Objects are regular files; symbolic links are
+//! followed by `get` but not listed, and `.snapshots` is not part of any listing.
+//!  - `put` and `put_multipart` make the whole file visible in one step, durably, or not at all; parent
+//!    directories are made. Dropping an upload leaves nothing.
+//!  - `get` streams from the version of the file that was there when it began, or fails; it never mixes.
+//!    Every byte is verified.
+//!  - Conditional puts and copies ("only if absent", "only if unchanged") are not implemented and say
+//!    so.
+//!
+//! All waiting happens on the crate's own threads, so the futures may be polled by any executor.
+
+mod upload;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use chrono::{DateTime, Utc};
+use futures::StreamExt as _;
+use futures::stream::{self, BoxStream};
+use object_store::path::Path;
+use object_store::{
+    CopyMode, CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
+    ObjectMeta, ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    RenameOptions, RenameTargetMode, Result as StoreResult,
+};
+use tokio::runtime::Handle;
+
+use crate::error::Error;
+use crate::fs::path::split_last;
+use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
+use crate::publish::{Publish, StagedFile};
+use crate::view::View;
+use upload::Upload;
+
+/// What errors call this store.
+const STORE: &str = "datafs volume";
+/// Bytes of one chunk of a stream, and of one step of a copy.
+const CHUNK_BYTES: u64 = 2 * 1024 * 1024;
+/// Directory entries that a listing reads at a time.
+const ENTRIES_MAX: usize = 512;
+/// Directories below each other that a listing goes into.
+const DEPTH_MAX: usize = 256;
+
+impl View {
+    /// This view as an object store: reads on every view, also writes on a live one.
+    ///
+    /// Its futures may be polled by any executor; dropping one abandons the call, of which a write may
+    /// still take place.
+    pub fn object_store(&self) -> Arc<dyn ObjectStore> {
+        Arc::new(VolumeStore { view: self.clone() })
+    }
+}
+
+#[derive(Debug, Clone)]
+struct VolumeStore {
+    view: View,
+}
+
+impl fmt::Display for VolumeStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "datafs volume {}", self.view.spec())
+    }
+}
+
+/// Runs blocking work of the view on the crate's threads.
+async fn blocking<T: Send + 'static>(
+    runtime: &Handle,
+    work: impl FnOnce() -> StoreResult<T> + Send + 'static,
+) -> StoreResult<T> {
+    runtime.spawn_blocking(work).await?
+}
+
+fn store_error(location: &str, error: Error) -> object_store::Error {
+    let path = location.to_owned();
+    match error {
+        Error::NotFound { .. } | Error::NotADirectory { .. } | Error::IsADirectory { .. } => {
+            object_store::Error::NotFound { path, source: error.into() }
+        }
+        Error::Exists { .. } => object_store::Error::AlreadyExists { path, source: error.into() },
+        Error::ReadOnly { .. } | Error::NotWritable { .. } | Error::NotPermitted { .. } => {
+            object_store::Error::PermissionDenied { path, source: error.into() }
+        }
+        Error::Conflict { .. } => {
+            object_store::Error::Precondition { path, source: error.into() }
+        }
+        Error::Unsupported(_) => object_store::Error::NotSupported { source: error.into() },
+        other => object_store::Error::Generic { store: STORE, source: other.into() },
+    }
+}
+
+fn invalid_range(reason: String) -> object_store::Error {
+    object_store::Error::Generic { store: STORE, source: reason.into() }
+}
+
+fn meta(location: Path, attr: &Attr) -> ObjectMeta {
+    let changed = DateTime::<Utc>::from(attr.ctime);
+    let tag = format!(
+        "{:x}-{:x}.{:x}-{:x}",
+        attr.node.to_u64(),
+        changed.timestamp(),
+        changed.timestamp_subsec_nanos(),
+        attr.size
+    );
+    ObjectMeta {
+        location,
+        last_modified: DateTime::<Utc>::from(attr.mtime),
+        size: attr.size,
+        e_tag: Some(tag),
+        version: None,
+    }
+}
+
+impl VolumeStore {
+    fn runtime(&self) -> Handle {
+        self.view.shared.pool.runtime().handle().clone()
+    }
+
+    fn not_implemented(&self, operation: &str) -> object_store::Error {
+        object_store::Error::NotImplemented {
+            operation: operation.to_owned(),
+            implementer: self.to_string(),
+        }
+    }
+
+    /// Runs `work` with the view, on the crate's threads.
+    async fn on_view<T: Send + 'static>(
+        &self,
+        location: &Path,
+        work: impl FnOnce(&View, &str) -> crate::error::Result<T> + Send + 'static,
+    ) -> StoreResult<T> {
+        let (view, location) = (self.view.clone(), location.clone());
+        blocking(&self.runtime(), move || {
+            work(&view, location.as_ref()).map_err(|e| store_error(location.as_ref(), e))
+        })
+        .await
+    }
+}
+
+/// Attributes of the file at a location.
+fn stat_file(view: &View, location: &str) -> crate::error::Result<Attr> {
+    let attr = view.stat(location)?;
+    match attr.kind {
+        FileKind::File => Ok(attr),
+        _ => Err(Error::NotFound { what: format!("file {location}") }),
+    }
+}
+
+/// Opens the file at a location, with its attributes at that moment.
+fn open_file(view: &View, location: &str) -> crate::error::Result<(Attr, OpenFile)> {
+    let node = stat_file(view, location)?.node;
+    let file = view.open(node, OpenFlags::READ)?;
+    Ok((file.attr()?, file))
+}
+
+/// Reads exactly a range of the version of a file that `attr` describes.
+fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error::Result<Bytes> {
+    let len = usize::try_from(range.end - range.start)
+        .map_err(|_| Error::TooLarge { what: "range in bytes", max: usize::MAX as u64 })?;
+    let bytes = file.read_at(range.start, len)?;
+    let now = file.attr()?;
+    // The attributes are looked up after the bytes: what was read is this version or an error.
+    if bytes.len() != len || (now.mtime, now.size) != (attr.mtime, attr.size) {
+        return Err(Error::Stale { what: "the version of the file that was being read".into() });
+    }
+    Ok(bytes)
+}
+
+fn stream_file(
+    runtime: Handle,
+    location: Path,
+    file: OpenFile,
+    attr: Attr,
+    range: Range<u64>,
+) -> BoxStream<'static, StoreResult<Bytes>> {
+    let state = (runtime, location, Arc::new(file), range);
+    stream::try_unfold(state, move |(runtime, location, file, range)| async move {
+        if range.is_empty() {
+            return Ok(None);
+        }
+        let end = range.end.min(range.start.saturating_add(CHUNK_BYTES));
+        let (now, rest) = (range.start..end, end..range.end);
+        let (reader, place) = (Arc::clone(&file), location.clone());
+        let bytes = blocking(&runtime, move || {
+            read_exactly(&reader, &attr, now).map_err(|e| store_error(place.as_ref(), e))
+        })
+        .await?;
+        Ok(Some((bytes, (runtime, location, file, rest))))
+    })
+    .boxed()
+}
+
+#[async_trait]
+impl ObjectStore for VolumeStore {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        options: PutOptions,
+    ) -> StoreResult<PutResult> {
+        if options.mode != PutMode::Overwrite {
+            return Err(self.not_implemented("put with a condition"));
+        }
+        if !options.attributes.is_empty() {
+            return Err(self.not_implemented("put with attributes"));
+        }
+        self.on_view(location, move |view, path| {
+            let mut staged = view.stage()?;
+            payload.iter().try_for_each(|bytes| staged.append(bytes))?;
+            publish(view, path, staged.finish()?)
+        })
+        .await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        location: &Path,
+        options: PutMultipartOptions,
+    ) -> StoreResult<Box<dyn MultipartUpload>> {
+        if !options.attributes.is_empty() {
+            return Err(self.not_implemented("put with attributes"));
+        }
+        let staged = self.view.stage().map_err(|e| store_error(location.as_ref(), e))?;
+        let upload = Upload::new(self.runtime(), self.view.clone(), location.clone(), staged);
+        Ok(Box::new(upload))
+    }
+
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> StoreResult<GetResult> {
+        if options.version.is_some() {
+            return Err(self.not_implemented("get of a version"));
+        }
+        let head = options.head;
+        let (attr, file) = self
+            .on_view(location, move |view, path| {
+                if head {
+                    return Ok((stat_file(view, path)?, None));
+                }
+                let (attr, file) = open_file(view, path)?;
+                Ok((attr, Some(file)))
+            })
+            .await?;
+        let meta = meta(location.clone(), &attr);
+        options.check_preconditions(&meta)?;
+        let range = match &options.range {
+            None => 0..meta.size,
+            Some(range) => {
+                range.as_range(meta.size).map_err(|e| invalid_range(format!("{location}: {e}")))?
+            }
+        };
+        let payload = match file {
+            Some(file) => {
+                stream_file(self.runtime(), location.clone(), file, attr, range.clone())
+            }
+            None => stream::empty().boxed(),
+        };
+        Ok(GetResult {
+            payload: GetResultPayload::Stream(payload),
+            meta,
+            range,
+            attributes: object_store::Attributes::default(),
+        })
+    }
+
+    async fn get_ranges(
+        &self,
+        location: &Path,
+        ranges: &[Range<u64>],
+    ) -> StoreResult<Vec<Bytes>> {
+        let (view, location, ranges) = (self.view.clone(), location.clone(), ranges.to_vec());
+        blocking(&self.runtime(), move || {
+            let failed = |e| store_error(location.as_ref(), e);
+            let (attr, file) = open_file(&view, location.as_ref()).map_err(failed)?;
+            let mut parts = Vec::with_capacity(ranges.len());
+            for range in ranges {
+                if range.start > range.end || range.end > attr.size {
+                    return Err(invalid_range(format!(
+                        "{location}: range {}..{} of a file of {} bytes",
+                        range.start, range.end, attr.size
+                    )));
+                }
+                parts.push(read_exactly(&file, &attr, range).map_err(failed)?);
+            }
+            Ok(parts)
+        })
+        .await
+    }
+
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, StoreResult<Path>>,
+    ) -> BoxStream<'static, StoreResult<Path>> {
+        let store = self.clone();
+        locations
+            .then(move |location| {
+                let store = store.clone();
+                async move {
+                    let location = location?;
+                    let remove = |view: &View, path: &str| {
+                        stat_file(view, path)?;
+                        view.remove_file(path)
+                    };
+                    store.on_view(&location, remove).await?;
+                    Ok(location)
+                }
+            })
+            .boxed()
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, StoreResult<ObjectMeta>> {
+        let prefix = prefix.cloned().unwrap_or_default();
+        let walk = Walk { view: self.view.clone(), open: None, prefix };
+        let runtime = self.runtime();
+        stream::try_unfold((runtime, walk), |(runtime, mut walk)| async move {
+            let (page, walk) = blocking(&runtime, move || {
+                let page = walk.next_page()?;
+                Ok((page, walk))
+            })
+            .await?;
+            Ok::<_, object_store::Error>(page.map(|page| (page, (runtime, walk))))
+        })
+        .flat_map(|page| match page {
+            Ok(page) => stream::iter(page.into_iter().map(Ok).collect::<Vec<_>>()),
+            Err(error) => stream::iter(vec![Err(error)]),
+        })
+        .boxed()
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> StoreResult<ListResult> {
+        let prefix = prefix.cloned().unwrap_or_default();
+        let view = self.view.clone();
+        blocking(&self.runtime(), move || {
+            let mut result = ListResult { common_prefixes: Vec::new(), objects: Vec::new() };
+            let Some(node) = directory_at(&view, &prefix)? else { return Ok(result) };
+            let mut cursor = 0;
+            while let Some(page) = read_page(&view, &prefix, node, &mut cursor)? {
+                for (location, attr) in page {
+                    match attr.kind {
+                        FileKind::File => result.objects.push(meta(location, &attr)),
+                        FileKind::Directory => result.common_prefixes.push(location),
+                        _ => {}
+                    }
+                }
+            }
+            result.common_prefixes.sort();
+            result.objects.sort_by(|a, b| a.location.cmp(&b.location));
+            Ok(result)
+        })
+        .await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> StoreResult<()> {
+        if options.mode != CopyMode::Overwrite {
+            return Err(self.not_implemented("copy with a condition"));
+        }
+        let to = to.clone();
+        self.on_view(from, move |view, from| {
+            let (attr, file) = open_file(view, from)?;
+            let mut staged = view.stage()?;
+            let mut at = 0;
+            while at < attr.size {
+                let end = attr.size.min(at + CHUNK_BYTES);
+                staged.append(&read_exactly(&file, &attr, at..end)?)?;
+                at = end;
+            }
+            publish(view, to.as_ref(), staged.finish()?).map(drop)
+        })
+        .await
+    }
+
+    async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> StoreResult<()> {
+        let to = to.clone();
+        let no_replace = options.target_mode == RenameTargetMode::Create;
+        self.on_view(from, move |view, from| {
+            stat_file(view, from)?;
+            let (from_parent, from_name) = split_last(from)?;
+            let (to_parent, to_name) = split_last(to.as_ref())?;
+            view.create_dir_all(to_parent)?;
+            let from_parent = view.stat(from_parent)?.node;
+            let to_parent = view.stat(to_parent)?.node;
+            view.rename(from_parent, from_name.as_ref(), to_parent, to_name.as_ref(), no_replace)?;
+            view.sync()
+        })
+        .await
+    }
+}
+
+/// Makes a staged file visible and tells its new tag.
+fn publish(view: &View, path: &str, staged: StagedFile) -> crate::error::Result<PutResult> {
+    view.publish(Publish::new().file(path, staged))?;
+    let e_tag = stat_file(view, path).ok().and_then(|attr| meta(Path::default(), &attr).e_tag);
+    Ok(PutResult { e_tag, version: None })
+}
+
+/// The directory at a prefix; `None` when there is none, which lists as empty.
+fn directory_at(view: &View, prefix: &Path) -> StoreResult<Option<Node>> {
+    match view.stat(prefix.as_ref()) {
+        Ok(attr) => Ok((attr.kind == FileKind::Directory).then_some(attr.node)),
+        Err(Error::NotFound { .. } | Error::NotADirectory { .. }) => Ok(None),
+        Err(error) => Err(store_error(prefix.as_ref(), error)),
+    }
+}
+
+/// The next entries of a directory with their locations; `None` at its end, or when it was removed
+/// meanwhile.
+fn read_page(
+    view: &View,
+    directory: &Path,
+    node: Node,
+    cursor: &mut u64,
+) -> StoreResult<Option<Vec<(Path, Attr)>>> {
+    let entries = match view.readdir_attrs(node, *cursor, ENTRIES_MAX) {
+        Ok(entries) => entries,
+        Err(Error::NotFound { .. } | Error::NotADirectory { .. }) => return Ok(None),
+        Err(error) => return Err(store_error(directory.as_ref(), error)),
+    };
+    let Some((last, _)) = entries.last() else { return Ok(None) };
+    *cursor = last.cursor;
+    let mut page = Vec::with_capacity(entries.len());
+    for (entry, attr) in entries {
+        if entry.name == "." || entry.name == ".." || view.is_snapshots_dir(attr.node) {
+            continue;
+        }
+        let location = entry.name.to_str().map(|name| Path::parse(format!("{directory}/{name}")));
+        match location {
+            Some(Ok(location)) => page.push((location, attr)),
+            // Leaving it out would be a wrong listing.
+            Some(Err(error)) => return Err(error.into()),
+            None => {
+                let reason = format!("{directory}: the name {:?} is not UTF-8", entry.name);
+                return Err(invalid_range(reason));
+            }
+        }
+    }
+    Ok(Some(page))
+}
+
+/// A walk through the files below a directory, one page of entries at a time.
+struct Walk {
+    view: View,
+    /// The directories being read, each inside the one before, with its cursor and the subdirectories
+    /// still to visit; `None` before the start.
+    open: Option<Vec<Level>>,
+    prefix: Path,
+}
+
+struct Level {
+    path: Path,
+    node: Node,
+    cursor: u64,
+    at_end: bool,
+    below: Vec<(Path, Node)>,
+}
+
+impl Level {
+    fn new(path: Path, node: Node) -> Level {
+        Level { path, node, cursor: 0, at_end: false, below: Vec::new() }
+    }
+}
+
+impl Walk {
+    /// The files of the next page of entries, possibly none of them; `None` at the end.
+    fn next_page(&mut self) -> StoreResult<Option<Vec<ObjectMeta>>> {
+        let open = match &mut self.open {
+            Some(open) => open,
+            none => {
+                let root = directory_at(&self.view, &self.prefix)?;
+                let root = root.map(|node| Level::new(self.prefix.clone(), node));
+                none.insert(root.into_iter().collect())
+            }
+        };
+        loop {
+            let depth = open.len();
+            let Some(level) = open.last_mut() else { return Ok(None) };
+            if let Some((path, node)) = level.below.pop() {
+                if depth >= DEPTH_MAX {
+                    let reason = format!("{path}: more than {DEPTH_MAX} directories deep");
+                    return Err(invalid_range(reason));
+                }
+                open.push(Level::new(path, node));
+                continue;
+            }
+            if level.at_end {
+                open.pop();
+                continue;
+            }
+            let page = read_page(&self.view, &level.path, level.node, &mut level.cursor)?;
+            let Some(page) = page else {
+                level.at_end = true;
+                continue;
+            };
+            let mut files = Vec::new();
+            for (location, attr) in page {
+                match attr.kind {
+                    FileKind::File => files.push(meta(location, &attr)),
+                    FileKind::Directory => level.below.push((location, attr.node)),
+                    _ => {}
+                }
+            }
+            return Ok(Some(files));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
