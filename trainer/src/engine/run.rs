@@ -23,9 +23,12 @@ pub(super) trait Compute: Send + Sync {
         &self,
         inputs: &[f32],
         rows: usize,
-        judge: &mut dyn FnMut(&[f32]) -> Result<Vec<f32>, EngineError>,
+        judge: &mut Judge<'_, f32>,
     ) -> Result<Vec<f32>, EngineError>;
 }
+
+/// From the output to the gradient of the loss by the output.
+pub(super) type Judge<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> + 'a;
 
 /// A graph with its constants and parameters as tensors with elements `E`.
 pub(super) struct Interpreter<B: Backend, E> {
@@ -141,7 +144,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         &self,
         inputs: Vec<E>,
         rows: usize,
-        judge: &mut dyn FnMut(&[E]) -> Result<Vec<E>, EngineError>,
+        judge: &mut Judge<'_, E>,
     ) -> Result<Vec<E>, EngineError> {
         let mut trace = self.trace(inputs, rows)?;
         let slope = judge(&self.output(&trace)?)?;
@@ -224,7 +227,7 @@ impl<B: Backend> Compute for Interpreter<B, f32> {
         &self,
         inputs: &[f32],
         rows: usize,
-        judge: &mut dyn FnMut(&[f32]) -> Result<Vec<f32>, EngineError>,
+        judge: &mut Judge<'_, f32>,
     ) -> Result<Vec<f32>, EngineError> {
         self.differentiate(inputs.to_vec(), rows, judge)
     }

@@ -147,7 +147,7 @@ impl Scale {
             // Exact: a 24-bit mantissa times a power of two. Where |scaled| ≥ 2^52 the mantissa ends
             // in zeros, so adding one half rounds back to the value itself.
             let scaled = f64::from(*value) * factor;
-            bad |= !(scaled.abs() <= limit);
+            bad |= beyond(scaled, limit);
             *slot = slot.wrapping_add((scaled + 0.5f64.copysign(scaled)) as i64);
         }
         if bad {
@@ -169,7 +169,7 @@ impl Scale {
         let found = values
             .iter()
             .enumerate()
-            .find(|(_, value)| !(f64::from(**value).abs() <= limit));
+            .find(|(_, value)| beyond(f64::from(**value), limit));
         match found {
             Some((index, value)) if value.is_finite() => FixedError::OutOfRange {
                 index,
@@ -205,6 +205,11 @@ impl Scale {
     }
 }
 
+/// Whether a value is NaN or larger than the limit on either side.
+fn beyond(value: f64, limit: f64) -> bool {
+    value.is_nan() || value.abs() > limit
+}
+
 /// Adds one partial sum to another, element by element.
 ///
 /// Exact while both together hold at most the contributions of their [`Scale`].
@@ -232,7 +237,7 @@ impl Wide {
     /// The fixed-point form of `value`, rounded to a multiple of 2^-40.
     pub fn encode(value: f64) -> Result<Wide, FixedError> {
         let limit = (1u64 << 62) as f64 / f64::from(CONTRIBUTIONS_MAX);
-        if !(value.abs() <= limit) {
+        if beyond(value, limit) {
             return Err(FixedError::Loss { value });
         }
         let whole = value.floor();

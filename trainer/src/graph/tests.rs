@@ -149,8 +149,8 @@ fn initializers_must_match_their_dimensions() {
     refused(&spoiled(|m| weight(m).dims = vec![4, -3]), "negative");
     refused(&spoiled(|m| weight(m).dims = vec![0, 3]), "");
     refused(&spoiled(|m| weight(m).dims = vec![1; 12]), "12 dimensions");
-    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47].into())), "torn");
-    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 44].into())), "holds 11");
+    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47])), "torn");
+    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 44])), "holds 11");
     refused(&spoiled(|m| weight(m).float_data[5] = f32::NAN), "element 5 is NaN");
     refused(&spoiled(|m| weight(m).data_type = Some(11)), "DOUBLE");
     refused(&spoiled(|m| weight(m).data_type = Some(12345)), "type 12345");

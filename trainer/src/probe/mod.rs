@@ -1,6 +1,7 @@
 //! Test support: small ONNX graphs, one per operator form, and ONNX Runtime as the reference.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
+pub(crate) mod digits;
 mod operators;
 
 use millrace_bundle::onnx::{
@@ -53,7 +54,7 @@ pub(crate) fn text(name: &str, value: &str) -> AttributeProto {
     AttributeProto {
         name: Some(name.into()),
         r#type: Some(AttributeType::String as i32),
-        s: Some(value.as_bytes().to_vec().into()),
+        s: Some(value.as_bytes().to_vec()),
         ..Default::default()
     }
 }
