@@ -1,1 +1,62 @@
 //! Model serving: bundles, ONNX Runtime sessions, Open Inference Protocol, topic to topic.
+//!
+//! What is here: the repository that loads model bundles from a volume or a directory, the inference
+//! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
+//! it; health; Prometheus metrics), a client, and the pipe that reads records from one topic and writes
+//! predictions to another.
+//!
+//! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
+//! [`pipe`] knows topics), and any format but ONNX.
+//!
+//! Invariants:
+//! - a version is served only when its manifest is complete, its digests match and ONNX Runtime agrees
+//!   with its signature; a bad version never takes another one down;
+//! - a request is checked against the signature before ONNX Runtime sees it, with checked arithmetic, so
+//!   no request can make it read beyond a buffer;
+//! - a device that was asked for is used or refused, never replaced;
+//! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
+//! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
+//!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so
+//!   a consumer that minds drops doubles by the `source` of a prediction.
+//!
+//! ```no_run
+//! use millrace_serving::{Config, Source, client::Client, serve, tensor::Tensor, wire::Form};
+//! use tokio_util::sync::CancellationToken;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let cancel = CancellationToken::new();
+//! let source = Source::directory("models".as_ref())?;
+//! let serving = serve(&Config::default(), source, cancel.clone()).await?;
+//!
+//! let mut client = Client::connect(&serving.addresses().grpc.to_string()).await?;
+//! let input = Tensor::fp32("input", vec![1, 64], vec![0.0; 64])?;
+//! let prediction = client.infer("digits", None, vec![input], Form::Raw).await?;
+//! println!("{:?} by version {}", prediction.output("logits"), prediction.version);
+//!
+//! cancel.cancel();
+//! serving.join().await?;
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod client;
+pub mod config;
+pub mod error;
+mod grpc;
+pub mod infer;
+pub mod metrics;
+pub mod pipe;
+pub mod record;
+pub mod repository;
+mod rest;
+pub mod runtime;
+mod server;
+mod session;
+pub mod tensor;
+pub mod wire;
+
+pub use config::{Config, Device, Limits, PipeConfig};
+pub use error::{Error, InferError, Result};
+pub use infer::Inference;
+pub use repository::{Repository, Source};
+pub use server::{Addresses, Serving, serve};

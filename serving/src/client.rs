@@ -1,0 +1,204 @@
+//! A gRPC client of the Open Inference Protocol, for `millrace predict` and for tests: it works with any
+//! server that speaks the protocol.
+
+use std::time::Duration;
+
+use millrace_bundle::{Signature, TensorSpec};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use crate::error::InferError;
+use crate::tensor::Tensor;
+use crate::wire::inference as pb;
+use crate::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient;
+use crate::wire::{Form, read_outputs, write_request};
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The address is not one.
+    #[error("{address:?} is not the address of a server (host:port or http://host:port)")]
+    Address {
+        /// The address as given.
+        address: String,
+    },
+    /// Nobody answers there.
+    #[error("no inference server answers at {address}: start one with millrace serve, or name another with --address")]
+    Unreachable {
+        /// The address.
+        address: String,
+        /// The failure.
+        #[source]
+        source: tonic::transport::Error,
+    },
+    /// The server refused.
+    #[error("the server says {code:?}: {message}")]
+    Refused {
+        /// gRPC status code.
+        code: Code,
+        /// The server's message.
+        message: String,
+    },
+    /// The server answered something else than the protocol has.
+    #[error("the server's answer breaks the protocol: {0}")]
+    Protocol(InferError),
+}
+
+impl ClientError {
+    /// True when the same call may succeed later.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            ClientError::Unreachable { .. } => true,
+            ClientError::Refused { code, .. } => *code == Code::Unavailable,
+            ClientError::Address { .. } | ClientError::Protocol(_) => false,
+        }
+    }
+}
+
+impl From<Status> for ClientError {
+    fn from(status: Status) -> Self {
+        ClientError::Refused { code: status.code(), message: status.message().to_owned() }
+    }
+}
+
+/// The outputs of a model and the version that gave them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prediction {
+    /// Model name.
+    pub model: String,
+    /// Version that answered.
+    pub version: String,
+    /// The outputs.
+    pub outputs: Vec<Tensor>,
+}
+
+impl Prediction {
+    /// An output by its name.
+    pub fn output(&self, name: &str) -> Option<&Tensor> {
+        self.outputs.iter().find(|output| output.name == name)
+    }
+}
+
+/// A connection to a server. Cheap to clone; clones share the connection and may call at once.
+#[derive(Debug, Clone)]
+pub struct Client {
+    inner: GrpcInferenceServiceClient<Channel>,
+}
+
+impl Client {
+    /// Connects to `host:port` or `http://host:port`.
+    ///
+    /// # Errors
+    /// [`ClientError::Address`], [`ClientError::Unreachable`].
+    pub async fn connect(address: &str) -> Result<Client, ClientError> {
+        let url = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+        let endpoint = Endpoint::from_shared(url)
+            .map_err(|_| ClientError::Address { address: address.to_owned() })?
+            .connect_timeout(Duration::from_secs(5))
+            .tcp_nodelay(true);
+        let channel = endpoint.connect().await.map_err(|source| ClientError::Unreachable {
+            address: address.to_owned(),
+            source,
+        })?;
+        let inner = GrpcInferenceServiceClient::new(channel)
+            .max_decoding_message_size(usize::MAX)
+            .max_encoding_message_size(usize::MAX);
+        Ok(Client { inner })
+    }
+
+    /// Whether the server runs.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn server_live(&mut self) -> Result<bool, ClientError> {
+        Ok(self.inner.server_live(pb::ServerLiveRequest {}).await?.into_inner().live)
+    }
+
+    /// Whether the server takes requests.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn server_ready(&mut self) -> Result<bool, ClientError> {
+        Ok(self.inner.server_ready(pb::ServerReadyRequest {}).await?.into_inner().ready)
+    }
+
+    /// Whether a model version (the latest when empty) takes requests.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn model_ready(&mut self, model: &str, version: &str) -> Result<bool, ClientError> {
+        let request =
+            pb::ModelReadyRequest { name: model.to_owned(), version: version.to_owned() };
+        Ok(self.inner.model_ready(request).await?.into_inner().ready)
+    }
+
+    /// Name, version and extensions of the server.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn server_metadata(&mut self) -> Result<pb::ServerMetadataResponse, ClientError> {
+        Ok(self.inner.server_metadata(pb::ServerMetadataRequest {}).await?.into_inner())
+    }
+
+    /// Versions, inputs and outputs of a model.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn model_metadata(
+        &mut self,
+        model: &str,
+        version: &str,
+    ) -> Result<pb::ModelMetadataResponse, ClientError> {
+        let request =
+            pb::ModelMetadataRequest { name: model.to_owned(), version: version.to_owned() };
+        Ok(self.inner.model_metadata(request).await?.into_inner())
+    }
+
+    /// Inputs and outputs of a model as a bundle's signature has them.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`], [`ClientError::Protocol`] for a datatype that is not known.
+    pub async fn signature(&mut self, model: &str, version: &str) -> Result<Signature, ClientError> {
+        let metadata = self.model_metadata(model, version).await?;
+        let specs = |tensors: Vec<pb::model_metadata_response::TensorMetadata>| {
+            tensors
+                .into_iter()
+                .map(|tensor| {
+                    let datatype = tensor.datatype.parse().map_err(|error| {
+                        ClientError::Protocol(InferError::invalid(format!("{error}")))
+                    })?;
+                    Ok(TensorSpec { name: tensor.name, datatype, shape: tensor.shape })
+                })
+                .collect::<Result<Vec<_>, ClientError>>()
+        };
+        Ok(Signature { inputs: specs(metadata.inputs)?, outputs: specs(metadata.outputs)? })
+    }
+
+    /// Runs a model, the latest version when `version` is `None`.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`], [`ClientError::Protocol`].
+    pub async fn infer(
+        &mut self,
+        model: &str,
+        version: Option<u64>,
+        inputs: Vec<Tensor>,
+        form: Form,
+    ) -> Result<Prediction, ClientError> {
+        let response = self.infer_message(write_request(model, version, inputs, form)).await?;
+        let (model, version) = (response.model_name.clone(), response.model_version.clone());
+        let outputs = read_outputs(response).map_err(ClientError::Protocol)?;
+        Ok(Prediction { model, version, outputs })
+    }
+
+    /// Sends a request as it is and gives the reply as it came.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`].
+    pub async fn infer_message(
+        &mut self,
+        request: pb::ModelInferRequest,
+    ) -> Result<pb::ModelInferResponse, ClientError> {
+        Ok(self.inner.model_infer(request).await?.into_inner())
+    }
+}

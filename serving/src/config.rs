@@ -1,0 +1,212 @@
+//! The `[serving]` table of `millrace.toml`: where models come from, where the server listens, how
+//! much it takes, and the topic-to-topic pipes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use millrace_datafs::VolumeSpec;
+use serde::{Deserialize, Serialize};
+
+/// Root path of the models inside a volume.
+pub const VOLUME_ROOT: &str = "models";
+
+/// The `[serving]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Address of the gRPC service; port 0 takes a free one.
+    pub grpc: SocketAddr,
+    /// Address of the REST service; port 0 takes a free one.
+    pub http: SocketAddr,
+    /// Address of the Prometheus metrics; port 0 takes a free one.
+    pub metrics: SocketAddr,
+    /// Volume, or snapshot of one, whose `models/` directory is served. Excludes `directory`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume: Option<VolumeSpec>,
+    /// Directory of the local file system that is served. Excludes `volume`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub directory: Option<PathBuf>,
+    /// Where models run: `cpu`, `cuda` or `cuda:1`.
+    pub device: Device,
+    /// Threads that inference may use together; 0 takes what the control group and the CPU affinity
+    /// of the process allow.
+    pub threads_max: usize,
+    /// Sessions per model version, each of which runs one request at a time and holds the weights;
+    /// 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
+    pub sessions_max: usize,
+    /// How often the repository is looked through for new versions, in milliseconds; 0 never does.
+    pub poll_ms: u64,
+    /// How long running requests may take after the server was told to stop, in milliseconds.
+    pub drain_ms_max: u64,
+    /// Bounds on requests and models.
+    pub limits: Limits,
+    /// Topic-to-topic inference.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pipes: Vec<PipeConfig>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        Config {
+            grpc: local(8001),
+            http: local(8000),
+            metrics: local(8002),
+            volume: None,
+            directory: None,
+            device: Device::Cpu,
+            threads_max: 0,
+            sessions_max: 0,
+            poll_ms: 1_000,
+            drain_ms_max: 10_000,
+            limits: Limits::default(),
+            pipes: Vec::new(),
+        }
+    }
+}
+
+impl Config {
+    /// Threads for inference: the configured bound, or what the process is allowed.
+    pub fn threads(&self) -> usize {
+        match self.threads_max {
+            // The standard library reads the affinity mask and the quota of the control group.
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        }
+    }
+}
+
+/// Bounds on what comes from outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Limits {
+    /// Largest request message, in bytes.
+    pub message_bytes_max: usize,
+    /// Largest model version, in bytes.
+    pub model_bytes_max: u64,
+    /// Requests that may wait for one model version; more are refused as UNAVAILABLE.
+    pub requests_waiting_max: usize,
+    /// Newest versions of a model that are loaded.
+    pub versions_max: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            message_bytes_max: 64 << 20,
+            model_bytes_max: 2 << 30,
+            requests_waiting_max: 1024,
+            versions_max: 16,
+        }
+    }
+}
+
+/// Where models run. There is no fallback from one to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Device {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// A CUDA device by its ordinal.
+    Cuda(i32),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(0) => f.write_str("cuda"),
+            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// A device name that is not known.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a device: use cpu, cuda or cuda:N")]
+pub struct UnknownDevice(String);
+
+impl FromStr for Device {
+    type Err = UnknownDevice;
+
+    fn from_str(text: &str) -> Result<Self, UnknownDevice> {
+        let unknown = || UnknownDevice(text.chars().take(40).collect());
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(Device::Cpu),
+            None if text == "cuda" => Ok(Device::Cuda(0)),
+            Some(("cuda", ordinal)) => {
+                ordinal.parse::<u8>().map(|n| Device::Cuda(n.into())).map_err(|_| unknown())
+            }
+            _ => Err(unknown()),
+        }
+    }
+}
+
+impl Serialize for Device {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Device {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// One pipe: records of a topic in, predictions to another topic out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PipeConfig {
+    /// Name of the pipe, part of the keys that hold its progress.
+    pub name: String,
+    /// Topic to read JSON records from.
+    pub input: String,
+    /// Topic to write predictions to; created when missing.
+    pub output: String,
+    /// Topic for records that cannot be predicted, with the reason in a header; `<output>-dead`
+    /// when empty. Created when the first such record comes.
+    pub dead_letter: String,
+    /// Model name.
+    pub model: String,
+    /// Model version; the latest at each batch when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
+    /// Volume whose keys hold the progress; the served volume when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume: Option<VolumeSpec>,
+    /// Which field of a record feeds which model input. A model with one input may be left out when
+    /// the field has the input's name.
+    pub columns: BTreeMap<String, String>,
+    /// Fields of a record that are copied into its prediction.
+    pub carry: Vec<String>,
+    /// Most records in one inference call.
+    pub batch_rows_max: usize,
+}
+
+impl Default for PipeConfig {
+    fn default() -> Self {
+        PipeConfig {
+            name: String::new(),
+            input: String::new(),
+            output: String::new(),
+            dead_letter: String::new(),
+            model: String::new(),
+            version: None,
+            volume: None,
+            columns: BTreeMap::new(),
+            carry: Vec::new(),
+            batch_rows_max: 256,
+        }
+    }
+}
+
+impl PipeConfig {
+    /// The topic for records that cannot be predicted.
+    pub fn dead_letter_topic(&self) -> String {
+        if self.dead_letter.is_empty() { format!("{}-dead", self.output) } else { self.dead_letter.clone() }
+    }
+}

@@ -1,0 +1,145 @@
+//! The gRPC face: the six calls of the Open Inference Protocol, and the one place where errors become
+//! gRPC statuses.
+
+use tonic::{Code, Request, Response, Status};
+
+use crate::error::InferError;
+use crate::infer::{self, Inference, parse_version};
+use crate::repository::Model;
+use crate::wire::inference as pb;
+use crate::wire::inference::grpc_inference_service_server::{
+    GrpcInferenceService, GrpcInferenceServiceServer,
+};
+use crate::wire::{check_output_parameters, check_parameters, read_inputs, write_response};
+
+/// Name of the server in its metadata.
+pub(crate) const SERVER_NAME: &str = "millrace";
+/// Platform of every model, as Triton names it.
+pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
+/// Protocol extensions that the server speaks.
+pub(crate) const EXTENSIONS: [&str; 1] = ["binary_tensor_data"];
+
+impl From<InferError> for Status {
+    fn from(error: InferError) -> Status {
+        let code = match &error {
+            InferError::NotFound { .. } => Code::NotFound,
+            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
+            InferError::TooLarge { .. } => Code::ResourceExhausted,
+            InferError::Unavailable { .. } => Code::Unavailable,
+            InferError::Unsupported { .. } => Code::Unimplemented,
+            InferError::Internal { .. } => Code::Internal,
+        };
+        Status::new(code, error.to_string())
+    }
+}
+
+/// The service for a tonic server. Requests above `message_bytes_max` are refused while they are read.
+pub(crate) fn service(
+    inference: Inference,
+    message_bytes_max: usize,
+) -> GrpcInferenceServiceServer<Service> {
+    GrpcInferenceServiceServer::new(Service { inference })
+        .max_decoding_message_size(message_bytes_max)
+        .max_encoding_message_size(usize::MAX)
+}
+
+#[derive(Debug)]
+pub(crate) struct Service {
+    inference: Inference,
+}
+
+impl Service {
+    fn find(&self, name: &str, version: &str) -> Result<std::sync::Arc<Model>, InferError> {
+        self.inference.find(name, parse_version(version)?)
+    }
+}
+
+#[tonic::async_trait]
+impl GrpcInferenceService for Service {
+    async fn server_live(
+        &self,
+        _: Request<pb::ServerLiveRequest>,
+    ) -> Result<Response<pb::ServerLiveResponse>, Status> {
+        Ok(Response::new(pb::ServerLiveResponse { live: true }))
+    }
+
+    async fn server_ready(
+        &self,
+        _: Request<pb::ServerReadyRequest>,
+    ) -> Result<Response<pb::ServerReadyResponse>, Status> {
+        Ok(Response::new(pb::ServerReadyResponse { ready: self.inference.is_ready() }))
+    }
+
+    async fn model_ready(
+        &self,
+        request: Request<pb::ModelReadyRequest>,
+    ) -> Result<Response<pb::ModelReadyResponse>, Status> {
+        let request = request.into_inner();
+        let version = parse_version(&request.version)?;
+        let found = self.inference.repository().get(&request.name, version).is_ok();
+        Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
+    }
+
+    async fn server_metadata(
+        &self,
+        _: Request<pb::ServerMetadataRequest>,
+    ) -> Result<Response<pb::ServerMetadataResponse>, Status> {
+        Ok(Response::new(pb::ServerMetadataResponse {
+            name: SERVER_NAME.to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            extensions: EXTENSIONS.map(str::to_owned).to_vec(),
+        }))
+    }
+
+    async fn model_metadata(
+        &self,
+        request: Request<pb::ModelMetadataRequest>,
+    ) -> Result<Response<pb::ModelMetadataResponse>, Status> {
+        let request = request.into_inner();
+        let model = self.find(&request.name, &request.version)?;
+        let versions = self.inference.repository().versions(model.name()).unwrap_or_default();
+        let tensors = |specs: &[millrace_bundle::TensorSpec]| {
+            specs
+                .iter()
+                .map(|spec| pb::model_metadata_response::TensorMetadata {
+                    name: spec.name.clone(),
+                    datatype: spec.datatype.as_str().to_owned(),
+                    shape: spec.shape.clone(),
+                })
+                .collect()
+        };
+        Ok(Response::new(pb::ModelMetadataResponse {
+            name: model.name().to_owned(),
+            versions: versions.iter().map(u64::to_string).collect(),
+            platform: PLATFORM.to_owned(),
+            inputs: tensors(&model.signature().inputs),
+            outputs: tensors(&model.signature().outputs),
+        }))
+    }
+
+    async fn model_infer(
+        &self,
+        request: Request<pb::ModelInferRequest>,
+    ) -> Result<Response<pb::ModelInferResponse>, Status> {
+        let mut request = request.into_inner();
+        let _entered = self.inference.enter()?;
+        let id = std::mem::take(&mut request.id);
+        let model = self.find(&request.model_name, &request.model_version)?;
+        let (response, form) = self.inference.answer(&model, || decode(request)).await?;
+        let message =
+            write_response(&response.model, response.version, id, response.outputs, form);
+        Ok(Response::new(message))
+    }
+}
+
+fn decode(
+    mut request: pb::ModelInferRequest,
+) -> Result<(infer::Request, crate::wire::Form), InferError> {
+    check_parameters(request.parameters.keys())?;
+    for output in &request.outputs {
+        check_output_parameters(&output.name, output.parameters.keys())?;
+    }
+    let (inputs, form) = read_inputs(&mut request)?;
+    let outputs = request.outputs.into_iter().map(|output| output.name).collect();
+    Ok((infer::Request { inputs, outputs, ..Default::default() }, form))
+}

@@ -1,0 +1,274 @@
+//! Inference independent of any transport: a typed request is checked against the model's signature,
+//! run, and answered with typed tensors.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use millrace_bundle::TensorSpec;
+use tokio::sync::Notify;
+
+use crate::error::{InferError, quote};
+use crate::metrics::{IN_FLIGHT, REQUESTS};
+use crate::repository::{Model, Repository};
+use crate::tensor::Tensor;
+
+/// Most input or output tensors in a request.
+pub(crate) const TENSORS_MAX: usize = 1024;
+
+/// A request as every transport hands it over.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Request {
+    /// Model name.
+    pub model: String,
+    /// Version; the latest ready one when absent.
+    pub version: Option<u64>,
+    /// The inputs, in any order, each exactly once.
+    pub inputs: Vec<Tensor>,
+    /// Names of the outputs that are wanted; all when empty.
+    pub outputs: Vec<String>,
+}
+
+/// The answer to a [`Request`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Response {
+    /// Model name.
+    pub model: String,
+    /// The version that answered.
+    pub version: u64,
+    /// The outputs, in the order asked for, else in the signature's.
+    pub outputs: Vec<Tensor>,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    draining: AtomicBool,
+    in_flight: AtomicUsize,
+    idle: Notify,
+}
+
+/// The inference service that every transport shares. Cheap to clone; all clones are one.
+#[derive(Debug, Clone)]
+pub struct Inference {
+    repository: Repository,
+    gate: Arc<Gate>,
+}
+
+impl Inference {
+    /// Serves the models of a repository.
+    pub fn new(repository: Repository) -> Inference {
+        Inference { repository, gate: Arc::default() }
+    }
+
+    /// The models.
+    pub fn repository(&self) -> &Repository {
+        &self.repository
+    }
+
+    /// Whether new requests are taken.
+    pub fn is_ready(&self) -> bool {
+        !self.gate.draining.load(Ordering::SeqCst)
+    }
+
+    /// Refuses new requests from now on as [`InferError::Unavailable`]; running ones finish.
+    pub fn drain(&self) {
+        self.gate.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Waits until no request runs. Cancel safe.
+    pub async fn idle(&self) {
+        loop {
+            let idle = self.gate.idle.notified();
+            tokio::pin!(idle);
+            idle.as_mut().enable();
+            if self.gate.in_flight.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    /// Lets a request in and counts it until the guard is dropped. Transports enter before they look
+    /// at a request, so that a draining server says so whatever the request is.
+    ///
+    /// # Errors
+    /// [`InferError::Unavailable`] while draining.
+    pub fn enter(&self) -> Result<Entered, InferError> {
+        self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
+        IN_FLIGHT.inc();
+        let entered = Entered { gate: self.gate.clone() };
+        if self.is_ready() {
+            Ok(entered)
+        } else {
+            Err(InferError::Unavailable { reason: "the server is stopping: send the request to another one".into() })
+        }
+    }
+
+    /// Answers a request. Cancel safe: a dropped call leaves nothing behind.
+    ///
+    /// # Errors
+    /// Every [`InferError`] but the ones of message sizes.
+    pub async fn infer(&self, request: Request) -> Result<Response, InferError> {
+        let model = self.find(&request.model, request.version)?;
+        self.answer(&model, || Ok((request, ()))).await.map(|(response, ())| response)
+    }
+
+    /// Decodes a request for a version and runs it; `extra` is handed through for the reply.
+    pub(crate) async fn answer<X>(
+        &self,
+        model: &Model,
+        decode: impl FnOnce() -> Result<(Request, X), InferError>,
+    ) -> Result<(Response, X), InferError> {
+        let outcome = match decode() {
+            Ok((request, extra)) => {
+                infer_with(model, &request).await.map(|response| (response, extra))
+            }
+            Err(error) => Err(error),
+        };
+        match &outcome {
+            Ok(_) => model.metrics.ok.inc(),
+            Err(error) => count_failure(model, error),
+        }
+        outcome
+    }
+
+    /// A ready version; counts the failure when there is none.
+    ///
+    /// # Errors
+    /// As [`Repository::get`].
+    pub fn find(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
+        self.repository.get(model, version).inspect_err(|error| {
+            REQUESTS.with_label_values(&["", "", error.label()]).inc();
+        })
+    }
+}
+
+/// A request that was let in; leaves when dropped.
+#[derive(Debug)]
+pub struct Entered {
+    gate: Arc<Gate>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        IN_FLIGHT.dec();
+        if self.gate.in_flight.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.gate.idle.notify_waiters();
+        }
+    }
+}
+
+fn count_failure(model: &Model, error: &InferError) {
+    let version = model.version().to_string();
+    REQUESTS.with_label_values(&[model.name(), &version, error.label()]).inc();
+}
+
+/// Checks a request against one version and runs it.
+pub(crate) async fn infer_with(model: &Model, request: &Request) -> Result<Response, InferError> {
+    let signature = model.signature();
+    let outputs = wanted(&signature.outputs, &request.outputs)?;
+    let inputs = ordered(&signature.inputs, &request.inputs)?;
+    let rows = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
+    let start = Instant::now();
+    let (outputs, compute) = model.pool.run(&inputs, &outputs).await?;
+    model.metrics.request_seconds.observe(start.elapsed().as_secs_f64());
+    model.metrics.compute_seconds.observe(compute.as_secs_f64());
+    model.metrics.rows.inc_by(u64::try_from(rows).unwrap_or(0));
+    Ok(Response { model: model.name().to_owned(), version: model.version(), outputs })
+}
+
+/// Checks every input and brings them into the signature's order.
+fn ordered<'a>(specs: &[TensorSpec], inputs: &'a [Tensor]) -> Result<Vec<&'a Tensor>, InferError> {
+    if inputs.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
+    }
+    let mut places: Vec<Option<&Tensor>> = vec![None; specs.len()];
+    for input in inputs {
+        let known = specs.iter().zip(&mut places).find(|(spec, _)| spec.name == input.name);
+        let Some((spec, place)) = known else {
+            let names: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
+            return Err(InferError::invalid(format!(
+                "the model has no input {}, its inputs are {names:?}",
+                quote(&input.name)
+            )));
+        };
+        if place.replace(input).is_some() {
+            return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
+        }
+        check(spec, input)?;
+    }
+    specs
+        .iter()
+        .zip(places)
+        .map(|(spec, place)| {
+            place.ok_or_else(|| InferError::invalid(format!("input {:?} is missing", spec.name)))
+        })
+        .collect()
+}
+
+/// Checks datatype, rank and extents of one input.
+fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
+    let datatype = input.data.datatype();
+    if datatype != spec.datatype {
+        return Err(InferError::invalid(format!(
+            "input {:?} is {datatype}, the model takes {}",
+            spec.name, spec.datatype
+        )));
+    }
+    let fits = input.shape.len() == spec.shape.len()
+        && spec.shape.iter().zip(&input.shape).all(|(expected, found)| match expected {
+            // No graph is required to work on nothing, and some crash on it.
+            -1 => *found >= 1,
+            expected => expected == found,
+        });
+    if !fits {
+        let shown: Vec<_> = input.shape.iter().take(16).collect();
+        return Err(InferError::invalid(format!(
+            "input {:?} has shape {shown:?}, the model takes {:?} (-1: any extent from 1 on)",
+            spec.name, spec.shape
+        )));
+    }
+    let count = crate::tensor::element_count(&input.name, &input.shape)?;
+    if input.data.len() != count {
+        return Err(crate::tensor::wrong_count(&input.name, &input.shape, count, input.data.len()));
+    }
+    Ok(())
+}
+
+/// The specs of the outputs that are wanted.
+fn wanted<'a>(specs: &'a [TensorSpec], names: &[String]) -> Result<Vec<&'a TensorSpec>, InferError> {
+    if names.is_empty() {
+        return Ok(specs.iter().collect());
+    }
+    if names.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!("{} outputs, the limit is {TENSORS_MAX}", names.len())));
+    }
+    let mut outputs: Vec<&TensorSpec> = Vec::with_capacity(names.len());
+    for name in names {
+        let Some(spec) = specs.iter().find(|spec| spec.name == *name) else {
+            let known: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
+            return Err(InferError::invalid(format!(
+                "the model has no output {}, its outputs are {known:?}",
+                quote(name)
+            )));
+        };
+        if outputs.iter().any(|output| output.name == *name) {
+            return Err(InferError::invalid(format!("output {:?} is asked for twice", spec.name)));
+        }
+        outputs.push(spec);
+    }
+    Ok(outputs)
+}
+
+/// Parses a version as protocols write it: empty means the latest.
+///
+/// # Errors
+/// [`InferError::Invalid`] for anything that is not a positive integer.
+pub(crate) fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    text.parse().ok().filter(|version| *version > 0).map(Some).ok_or_else(|| {
+        InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
+    })
+}

@@ -1,0 +1,136 @@
+//! Prometheus metrics of this crate, in the default registry. Labels carry names of loaded models only:
+//! names that a request makes up never become label values.
+
+use std::sync::LazyLock;
+
+use prometheus::{
+    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+};
+
+/// Registers a collector; a second registration of the same name cannot happen, as every static is
+/// made once.
+fn registered<C: prometheus::core::Collector + Clone + 'static>(collector: C) -> C {
+    if let Err(error) = prometheus::register(Box::new(collector.clone())) {
+        tracing::warn!(%error, "a metric is not exported");
+    }
+    collector
+}
+
+fn counter_vec(name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
+    // Names and labels are constants of this file, and a test renders them all.
+    registered(IntCounterVec::new(Opts::new(name, help), labels).expect("a valid metric"))
+}
+
+fn counter(name: &str, help: &str) -> IntCounter {
+    registered(IntCounter::new(name, help).expect("a valid metric"))
+}
+
+fn gauge(name: &str, help: &str) -> IntGauge {
+    registered(IntGauge::new(name, help).expect("a valid metric"))
+}
+
+fn gauge_vec(name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
+    registered(IntGaugeVec::new(Opts::new(name, help), labels).expect("a valid metric"))
+}
+
+fn seconds_vec(name: &str, help: &str, labels: &[&str]) -> HistogramVec {
+    let buckets = vec![
+        0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025,
+        0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+    ];
+    registered(
+        HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), labels)
+            .expect("a valid metric"),
+    )
+}
+
+/// Requests answered, by model, version and outcome (`ok` or the kind of error). Requests for unknown
+/// models count under an empty model name.
+pub static REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_requests_total",
+        "Inference requests answered",
+        &["model", "version", "outcome"],
+    )
+});
+
+/// Rows predicted, by model and version.
+pub static ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec("millrace_serving_rows_total", "Rows predicted", &["model", "version"])
+});
+
+/// Seconds from a checked request to its outputs, waiting for a session included.
+pub static REQUEST_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
+    seconds_vec(
+        "millrace_serving_request_seconds",
+        "Seconds from a checked request to its outputs",
+        &["model", "version"],
+    )
+});
+
+/// Seconds inside ONNX Runtime.
+pub static COMPUTE_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
+    seconds_vec(
+        "millrace_serving_compute_seconds",
+        "Seconds inside ONNX Runtime",
+        &["model", "version"],
+    )
+});
+
+/// Requests that are being answered.
+pub static IN_FLIGHT: LazyLock<IntGauge> =
+    LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
+
+/// Model versions by state, `ready` or `failed`.
+pub static MODELS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
+    gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"])
+});
+
+/// Looks through the repository.
+pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_repository_refreshes_total",
+        "Looks through the model repository",
+        &["outcome"],
+    )
+});
+
+/// Records of a pipe, by outcome: `predicted` or `dead_letter`.
+pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec("millrace_serving_pipe_records_total", "Records of a pipe", &["pipe", "outcome"])
+});
+
+/// Server starts in this process; makes the registry non-empty from the first scrape on.
+pub static STARTS: LazyLock<IntCounter> =
+    LazyLock::new(|| counter("millrace_serving_starts_total", "Server starts in this process"));
+
+/// Metrics of one model version with the labels resolved, so that a request pays no look-up.
+#[derive(Debug)]
+pub(crate) struct ModelMetrics {
+    pub(crate) ok: IntCounter,
+    pub(crate) rows: IntCounter,
+    pub(crate) request_seconds: Histogram,
+    pub(crate) compute_seconds: Histogram,
+}
+
+impl ModelMetrics {
+    pub(crate) fn new(model: &str, version: u64) -> ModelMetrics {
+        let version = version.to_string();
+        let labels = [model, version.as_str()];
+        ModelMetrics {
+            ok: REQUESTS.with_label_values(&[model, &version, "ok"]),
+            rows: ROWS.with_label_values(&labels),
+            request_seconds: REQUEST_SECONDS.with_label_values(&labels),
+            compute_seconds: COMPUTE_SECONDS.with_label_values(&labels),
+        }
+    }
+}
+
+/// Every metric of the process in the Prometheus text format.
+pub(crate) fn render() -> String {
+    let encoder = prometheus::TextEncoder::new();
+    encoder.encode_to_string(&prometheus::gather()).unwrap_or_else(|error| {
+        tracing::warn!(%error, "the metrics cannot be written");
+        String::new()
+    })
+}

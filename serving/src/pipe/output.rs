@@ -1,0 +1,93 @@
+//! The records that a pipe writes: predictions and dead letters.
+
+use bytes::Bytes;
+use millrace_streams::KafkaConfig;
+use millrace_streams::topic::{self, OutRecord, Producer, Records};
+use serde_json::{Map, Value, json};
+
+use crate::config::PipeConfig;
+use crate::error::Result;
+use crate::record::RowOutputs;
+use crate::repository::Model;
+
+/// Header with `topic/partition/offset` of the record that was answered.
+const SOURCE_HEADER: &str = "millrace-source";
+/// Header with `name/version` of the model that answered.
+const MODEL_HEADER: &str = "millrace-model";
+/// Header with the reason why a record is a dead letter.
+const REASON_HEADER: &str = "millrace-reason";
+
+/// Writes both kinds of records.
+pub(super) struct Writer<'a> {
+    pub(super) producer: Producer,
+    pub(super) kafka: KafkaConfig,
+    pub(super) config: &'a PipeConfig,
+    pub(super) output_partitions: usize,
+}
+
+impl Writer<'_> {
+    /// Creates the dead-letter topic when it is missing.
+    pub(super) async fn ensure_dead_letter_topic(&self) -> Result<()> {
+        topic::create_topic(&self.kafka, &self.config.dead_letter_topic(), 1).await?;
+        Ok(())
+    }
+
+    /// A prediction, keyed like its source. Without a key it goes to the source's partition where the
+    /// output has one of that number, so that the order of the source is kept.
+    pub(super) fn prediction(
+        &self,
+        records: &Records<'_>,
+        index: usize,
+        carried: &Map<String, Value>,
+        model: &Model,
+        answer: RowOutputs,
+    ) -> OutRecord {
+        let (partition, offset) = (records.partition(index), records.offset(index));
+        let mut value = json!({
+            "model": model.name(),
+            "version": model.version(),
+            "outputs": answer.outputs,
+            "source": { "topic": records.topic(index), "partition": partition, "offset": offset },
+        });
+        if !answer.argmax.is_empty() {
+            value["argmax"] = json!(answer.argmax);
+        }
+        for (field, carried) in carried {
+            // The prediction's own keys win over carried fields of the same name.
+            if value.get(field).is_none() {
+                value[field] = carried.clone();
+            }
+        }
+        let mut record = OutRecord::new(self.config.output.clone(), value.to_string())
+            .header(SOURCE_HEADER, source(records, index))
+            .header(MODEL_HEADER, format!("{}/{}", model.name(), model.version()));
+        record.timestamp_ms = records.timestamp_ms(index);
+        record.key = records.key(index).map(Bytes::copy_from_slice);
+        let same = usize::try_from(partition).is_ok_and(|number| number < self.output_partitions);
+        if record.key.is_none() && same {
+            record.partition = Some(partition);
+        }
+        record
+    }
+
+    /// The record as it came, with the reason in a header.
+    pub(super) fn dead_letter(&self, records: &Records<'_>, index: usize, reason: &str) -> OutRecord {
+        let reason: String = reason.chars().take(1000).collect();
+        let mut record = OutRecord {
+            topic: self.config.dead_letter_topic(),
+            partition: None,
+            key: records.key(index).map(Bytes::copy_from_slice),
+            payload: records.value(index).map(Bytes::copy_from_slice),
+            headers: Vec::new(),
+            timestamp_ms: records.timestamp_ms(index),
+        };
+        for (name, value) in records.headers(index) {
+            record.headers.push((name.to_owned(), value.map(Bytes::copy_from_slice)));
+        }
+        record.header(SOURCE_HEADER, source(records, index)).header(REASON_HEADER, reason)
+    }
+}
+
+fn source(records: &Records<'_>, index: usize) -> String {
+    format!("{}/{}/{}", records.topic(index), records.partition(index), records.offset(index))
+}

@@ -1,0 +1,259 @@
+//! JSON records and tensors: which field feeds which input, how rows become a batch, and how a row of
+//! the outputs becomes JSON again. Used by the pipe and by `millrace predict`.
+
+use std::collections::BTreeMap;
+
+use millrace_bundle::{Signature, TensorSpec};
+use serde::Deserialize;
+use serde_json::{Map, Number, Value};
+
+use crate::error::{Error, InferError, Result, quote};
+use crate::rest::Elements;
+use crate::tensor::{Data, Tensor};
+
+/// Which field of a record feeds which input of a model, checked against its signature.
+#[derive(Debug, Clone)]
+pub struct Mapping {
+    /// Input and field, in the signature's order.
+    inputs: Vec<(TensorSpec, String)>,
+    /// Whether several records fit into one call.
+    batched: bool,
+}
+
+/// The inputs of one record.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    /// Shape without the batch dimension and elements, in the signature's order.
+    inputs: Vec<(Vec<i64>, Data)>,
+}
+
+impl Mapping {
+    /// A mapping for a model. `columns` names the field of each input; an input that is left out takes
+    /// the field of its own name.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `columns` names an input that the model lacks, or an input has no batch
+    /// dimension (first extent -1 or 1).
+    pub fn new(signature: &Signature, columns: &BTreeMap<String, String>) -> Result<Mapping> {
+        let config = |reason: String| Error::Config { reason };
+        let names: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
+        if let Some(unknown) = columns.keys().find(|input| !names.contains(&input.as_str())) {
+            return Err(config(format!(
+                "columns names input {unknown:?}, the model's inputs are {names:?}"
+            )));
+        }
+        for spec in &signature.inputs {
+            if !matches!(spec.shape.first(), Some(-1 | 1)) {
+                return Err(config(format!(
+                    "input {:?} has shape {:?}: records need a first extent of -1 or 1",
+                    spec.name, spec.shape
+                )));
+            }
+        }
+        let batched = signature.inputs.iter().all(|spec| spec.shape.first() == Some(&-1));
+        let column = |spec: &TensorSpec| columns.get(&spec.name).unwrap_or(&spec.name).clone();
+        let inputs =
+            signature.inputs.iter().map(|spec| (spec.clone(), column(spec))).collect();
+        Ok(Mapping { inputs, batched })
+    }
+
+    /// Reads the inputs of one record.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when a field is missing, or is not what the input takes.
+    pub fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
+        let read = |(spec, column): &(TensorSpec, String)| {
+            let value = record
+                .get(column)
+                .ok_or_else(|| InferError::invalid(format!("the record has no field {column:?}")))?;
+            row_of(spec, column, value)
+        };
+        Ok(Row { inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()? })
+    }
+
+    /// How many of the first rows fit into one call: those of one shape, at most `rows_max`.
+    pub fn fitting(&self, rows: &[Row], rows_max: usize) -> usize {
+        let Some(first) = rows.first() else { return 0 };
+        if !self.batched {
+            return 1;
+        }
+        let alike = |row: &&Row| {
+            row.inputs.iter().zip(&first.inputs).all(|((a, _), (b, _))| a == b)
+        };
+        rows.iter().take(rows_max.max(1)).take_while(alike).count()
+    }
+
+    /// Stacks rows of one shape into the inputs of one call.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when there are none or their shapes differ.
+    pub fn batch(&self, rows: &[Row]) -> Result<Vec<Tensor>, InferError> {
+        let uneven = || InferError::invalid("the rows of a batch differ in shape");
+        let first = rows.first().ok_or_else(|| InferError::invalid("a batch of no rows"))?;
+        let mut tensors = Vec::with_capacity(self.inputs.len());
+        for (index, (spec, _)) in self.inputs.iter().enumerate() {
+            let (row_shape, data) = first.inputs.get(index).ok_or_else(uneven)?;
+            let mut stacked = data.clone();
+            for row in &rows[1..] {
+                let (shape, data) = row.inputs.get(index).ok_or_else(uneven)?;
+                if shape != row_shape || !stacked.append(data) {
+                    return Err(uneven());
+                }
+            }
+            let mut shape = vec![rows.len() as i64];
+            shape.extend(row_shape);
+            tensors.push(Tensor { name: spec.name.clone(), shape, data: stacked });
+        }
+        Ok(tensors)
+    }
+}
+
+fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, Data), InferError> {
+    let invalid = |reason: String| InferError::invalid(format!("field {column:?}: {reason}"));
+    let elements = match value {
+        Value::Array(_) => Elements::deserialize(value),
+        // A lone value is a list of one.
+        scalar => Elements::deserialize(Value::Array(vec![scalar.clone()])),
+    }
+    .map_err(|error| invalid(error.to_string()))?;
+    let declared = spec.shape.get(1..).unwrap_or_default();
+    let shape: Vec<i64> = if declared.contains(&-1) {
+        let extents: Vec<i64> = elements.extents().iter().map(|extent| *extent as i64).collect();
+        let fits = extents.len() == declared.len()
+            && declared.iter().zip(&extents).all(|(want, found)| *want == -1 || want == found);
+        if !fits {
+            return Err(invalid(format!("it has shape {extents:?}, the model takes {declared:?}")));
+        }
+        extents
+    } else {
+        declared.to_vec()
+    };
+    let data = elements.into_data(&spec.name, spec.datatype, &shape)?;
+    Ok((shape, data))
+}
+
+/// Parses a record.
+///
+/// # Errors
+/// [`InferError::Invalid`] when the bytes are not one JSON object.
+pub fn parse(bytes: &[u8]) -> Result<Map<String, Value>, InferError> {
+    serde_json::from_slice(bytes)
+        .map_err(|error| InferError::invalid(format!("the record is not a JSON object: {error}")))
+}
+
+/// One row of the outputs of a call of `rows` rows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RowOutputs {
+    /// Elements of the row by output, flat. Numbers that are not finite become null, byte strings that
+    /// are not UTF-8 lose what is not.
+    pub outputs: Map<String, Value>,
+    /// Index of the largest element of the row, for every output of floats with at least two elements.
+    pub argmax: BTreeMap<String, usize>,
+}
+
+/// Takes one row out of the outputs of a call of `rows` rows.
+///
+/// # Errors
+/// [`InferError::Internal`] when an output does not have one row per input row.
+pub fn row_outputs(outputs: &[Tensor], row: usize, rows: usize) -> Result<RowOutputs, InferError> {
+    let mut taken = RowOutputs { outputs: Map::new(), argmax: BTreeMap::new() };
+    for tensor in outputs {
+        let per_row = tensor.shape.first() == Some(&(rows as i64));
+        let width = if per_row { tensor.data.len() / rows.max(1) } else { tensor.data.len() };
+        if !per_row && rows != 1 {
+            return Err(InferError::internal(format!(
+                "output {} has shape {:?}, not one row for each of {rows}",
+                quote(&tensor.name),
+                tensor.shape
+            )));
+        }
+        let (start, end) = if per_row { (row * width, (row + 1) * width) } else { (0, width) };
+        let values = tensor.data.json(start, end);
+        if let Some(index) = tensor.data.argmax(start, end) {
+            taken.argmax.insert(tensor.name.clone(), index);
+        }
+        taken.outputs.insert(tensor.name.clone(), Value::Array(values));
+    }
+    Ok(taken)
+}
+
+impl Data {
+    /// Appends elements of the same datatype; `false` and nothing done when it is another one.
+    fn append(&mut self, other: &Data) -> bool {
+        match (self, other) {
+            (Data::Bool(a), Data::Bool(b)) => a.extend_from_slice(b),
+            (Data::Uint8(a), Data::Uint8(b)) => a.extend_from_slice(b),
+            (Data::Uint16(a), Data::Uint16(b)) => a.extend_from_slice(b),
+            (Data::Uint32(a), Data::Uint32(b)) => a.extend_from_slice(b),
+            (Data::Uint64(a), Data::Uint64(b)) => a.extend_from_slice(b),
+            (Data::Int8(a), Data::Int8(b)) => a.extend_from_slice(b),
+            (Data::Int16(a), Data::Int16(b)) => a.extend_from_slice(b),
+            (Data::Int32(a), Data::Int32(b)) => a.extend_from_slice(b),
+            (Data::Int64(a), Data::Int64(b)) => a.extend_from_slice(b),
+            (Data::Fp16(a), Data::Fp16(b)) => a.extend_from_slice(b),
+            (Data::Bf16(a), Data::Bf16(b)) => a.extend_from_slice(b),
+            (Data::Fp32(a), Data::Fp32(b)) => a.extend_from_slice(b),
+            (Data::Fp64(a), Data::Fp64(b)) => a.extend_from_slice(b),
+            (Data::Bytes(a), Data::Bytes(b)) => a.extend_from_slice(b),
+            _ => return false,
+        }
+        true
+    }
+
+    /// Elements `start..end` as JSON.
+    fn json(&self, start: usize, end: usize) -> Vec<Value> {
+        fn shortest(value: f32) -> Value {
+            // Through the text of the 32-bit number, so that 0.1 stays 0.1.
+            value.to_string().parse::<f64>().ok().and_then(Number::from_f64).into()
+        }
+        let range = start..end;
+        macro_rules! all {
+            ($values:expr, $convert:expr) => {
+                $values.get(range).unwrap_or_default().iter().map($convert).collect()
+            };
+        }
+        match self {
+            Data::Fp16(values) => all!(values, |value| shortest(value.to_f32())),
+            Data::Bf16(values) => all!(values, |value| shortest(value.to_f32())),
+            Data::Fp32(values) => all!(values, |value| shortest(*value)),
+            Data::Fp64(values) => all!(values, |value| Number::from_f64(*value).into()),
+            Data::Bytes(values) => {
+                all!(values, |value| String::from_utf8_lossy(value).into_owned().into())
+            }
+            Data::Bool(values) => all!(values, |value| (*value).into()),
+            Data::Uint8(values) => all!(values, |value| (*value).into()),
+            Data::Uint16(values) => all!(values, |value| (*value).into()),
+            Data::Uint32(values) => all!(values, |value| (*value).into()),
+            Data::Uint64(values) => all!(values, |value| (*value).into()),
+            Data::Int8(values) => all!(values, |value| (*value).into()),
+            Data::Int16(values) => all!(values, |value| (*value).into()),
+            Data::Int32(values) => all!(values, |value| (*value).into()),
+            Data::Int64(values) => all!(values, |value| (*value).into()),
+        }
+    }
+
+    /// Index of the largest of the floats `start..end`; the first of equals. `None` for other
+    /// datatypes, fewer than two elements, and when one is not a number.
+    fn argmax(&self, start: usize, end: usize) -> Option<usize> {
+        let values: Vec<f64> = match self {
+            Data::Fp16(values) => values.get(start..end)?.iter().map(|v| v.to_f64()).collect(),
+            Data::Bf16(values) => values.get(start..end)?.iter().map(|v| v.to_f64()).collect(),
+            Data::Fp32(values) => values.get(start..end)?.iter().map(|v| f64::from(*v)).collect(),
+            Data::Fp64(values) => values.get(start..end)?.to_vec(),
+            _ => return None,
+        };
+        if values.len() < 2 || values.iter().any(|value| value.is_nan()) {
+            return None;
+        }
+        let mut best = 0;
+        for (index, value) in values.iter().enumerate() {
+            if *value > values[best] {
+                best = index;
+            }
+        }
+        Some(best)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,220 @@
+//! The server: binds the three addresses, runs the transports, drains when told to stop.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::Router;
+use axum::http::header;
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::server::TcpIncoming;
+use tonic_health::ServingStatus;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::infer::Inference;
+use crate::repository::{Repository, Source};
+use crate::{grpc, metrics, rest};
+
+/// Full name of the inference service, for health checks.
+const SERVICE_NAME: &str = "inference.GRPCInferenceService";
+
+/// Where a server listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Addresses {
+    /// gRPC: inference and health.
+    pub grpc: SocketAddr,
+    /// REST.
+    pub http: SocketAddr,
+    /// Prometheus metrics at `/metrics`.
+    pub metrics: SocketAddr,
+}
+
+/// A running server.
+#[derive(Debug)]
+pub struct Serving {
+    addresses: Addresses,
+    inference: Inference,
+    task: tokio::task::JoinHandle<Result<()>>,
+}
+
+impl Serving {
+    /// Where it listens; ports that were 0 are the real ones.
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// The models.
+    pub fn repository(&self) -> &Repository {
+        self.inference.repository()
+    }
+
+    /// The inference service, for pipes in the same process.
+    pub fn inference(&self) -> &Inference {
+        &self.inference
+    }
+
+    /// Waits until the server has stopped after its token was cancelled, or failed. Not cancel safe: a
+    /// dropped call leaves the server running.
+    ///
+    /// # Errors
+    /// [`Error::Service`] when a transport failed.
+    pub async fn join(self) -> Result<()> {
+        match self.task.await {
+            Ok(result) => result,
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => Ok(()),
+            },
+        }
+    }
+}
+
+/// Starts a server: binds, loads the models, then answers. Returns once every version that can be loaded
+/// is ready and the addresses accept connections.
+///
+/// When `cancel` fires: readiness goes off, new requests are refused as UNAVAILABLE, running ones finish
+/// (at most `drain_ms_max`), then the listeners close and [`Serving::join`] returns.
+///
+/// # Errors
+/// [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on afterwards.
+pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
+    let grpc = bind(config.grpc, "gRPC", "grpc").await?;
+    let http = bind(config.http, "REST", "http").await?;
+    let scrape = bind(config.metrics, "metrics", "metrics").await?;
+    let repository = Repository::open(source, config).await?;
+    serve_on(config, Inference::new(repository), [grpc, http, scrape], cancel)
+}
+
+async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|error| Error::Bind {
+        address,
+        service,
+        flag,
+        reason: match error.kind() {
+            std::io::ErrorKind::AddrInUse => "the port is taken by another process".into(),
+            _ => error.to_string(),
+        },
+    })
+}
+
+fn serve_on(
+    config: &Config,
+    inference: Inference,
+    [grpc, http, scrape]: [TcpListener; 3],
+    cancel: CancellationToken,
+) -> Result<Serving> {
+    let address = |listener: &TcpListener, service| {
+        listener
+            .local_addr()
+            .map_err(|error| Error::Service { service, reason: error.to_string() })
+    };
+    let addresses = Addresses {
+        grpc: address(&grpc, "gRPC")?,
+        http: address(&http, "REST")?,
+        metrics: address(&scrape, "metrics")?,
+    };
+    metrics::STARTS.inc();
+    let (health, health_service) = tonic_health::server::health_reporter();
+    let message_bytes_max = config.limits.message_bytes_max;
+    // Closes the inference listeners once running requests are done; the metrics stay until the end.
+    let closing = CancellationToken::new();
+    let ending = CancellationToken::new();
+
+    let mut transports: JoinSet<Result<()>> = JoinSet::new();
+    let router = tonic::transport::Server::builder()
+        .add_service(health_service)
+        .add_service(grpc::service(inference.clone(), message_bytes_max));
+    let incoming = TcpIncoming::from(grpc).with_nodelay(Some(true));
+    let closed = closing.clone();
+    transports.spawn(async move {
+        router
+            .serve_with_incoming_shutdown(incoming, closed.cancelled_owned())
+            .await
+            .map_err(|error| Error::Service {
+                service: "gRPC",
+                reason: crate::repository::chain(&error),
+            })
+    });
+    let routes = rest::router(inference.clone(), message_bytes_max);
+    transports.spawn(serve_http("REST", http, routes, closing.clone()));
+    let mut scraping = JoinSet::new();
+    let routes = Router::new().route("/metrics", get(scrape_metrics));
+    scraping.spawn(serve_http("metrics", scrape, routes, ending.clone()));
+
+    let polling = tokio::spawn({
+        let (repository, cancel) = (inference.repository().clone(), cancel.clone());
+        async move { repository.poll(cancel).await }
+    });
+    let drain = Duration::from_millis(config.drain_ms_max);
+    let served = inference.clone();
+    let task = tokio::spawn(async move {
+        // A service name of its own and the empty one of the whole server, as the health protocol has it.
+        health.set_service_status(SERVICE_NAME, ServingStatus::Serving).await;
+        let failed = tokio::select! {
+            () = cancel.cancelled() => None,
+            ended = transports.join_next() => ended,
+        };
+        served.drain();
+        for name in ["", SERVICE_NAME] {
+            health.set_service_status(name, ServingStatus::NotServing).await;
+        }
+        tracing::info!("the server takes no more requests");
+        if tokio::time::timeout(drain, served.idle()).await.is_err() {
+            tracing::warn!(drain_ms_max = drain.as_millis() as u64, "requests still run, closing anyway");
+        }
+        closing.cancel();
+        let mut outcome = failed.map_or(Ok(()), flatten);
+        let finish = async {
+            while let Some(ended) = transports.join_next().await {
+                outcome = std::mem::replace(&mut outcome, Ok(())).and(flatten(ended));
+            }
+        };
+        // Connections that a client keeps open without a request do not hold the server up for ever.
+        if tokio::time::timeout(drain.max(Duration::from_millis(100)), finish).await.is_err() {
+            tracing::debug!("connections stayed open and were cut");
+        }
+        transports.shutdown().await;
+        ending.cancel();
+        scraping.shutdown().await;
+        polling.abort();
+        tracing::info!("the server has stopped");
+        outcome
+    });
+    tracing::info!(
+        grpc = %addresses.grpc, http = %addresses.http, metrics = %addresses.metrics,
+        "serving models"
+    );
+    Ok(Serving { addresses, inference, task })
+}
+
+fn flatten(ended: std::result::Result<Result<()>, tokio::task::JoinError>) -> Result<()> {
+    match ended {
+        Ok(result) => result,
+        Err(error) => Err(Error::Service { service: "transport", reason: error.to_string() }),
+    }
+}
+
+async fn serve_http(
+    service: &'static str,
+    listener: TcpListener,
+    routes: Router,
+    closed: CancellationToken,
+) -> Result<()> {
+    use axum::serve::ListenerExt;
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "a connection keeps small packets back");
+        }
+    });
+    axum::serve(listener, routes)
+        .with_graceful_shutdown(closed.cancelled_owned())
+        .await
+        .map_err(|error| Error::Service { service, reason: error.to_string() })
+}
+
+async fn scrape_metrics() -> impl axum::response::IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics::render())
+}

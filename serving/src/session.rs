@@ -1,0 +1,377 @@
+//! Sessions of one model version: a pool in which each session runs one request at a time.
+//!
+//! A request takes a free session and runs on the thread that it came in on: a hop to another thread
+//! costs more than a small model takes. Only when every session is busy does it wait, in order.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use millrace_bundle::{Bundle, Datatype, Signature, TensorSpec};
+use ort::session::builder::SessionBuilder;
+use ort::session::{Session, SessionInputValue, SessionOutputs};
+use ort::value::{DynValue, TensorElementType, TensorRef, ValueType};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+use crate::config::{Config, Device};
+use crate::error::{Error, InferError, Result};
+use crate::runtime::Runtime;
+use crate::tensor::{Data, Tensor, for_numbers};
+
+/// Models up to this size get one session per thread, each with its own copy of the weights.
+const REPLICATED_BYTES_MAX: usize = 64 << 20;
+/// Runs that take longer give their worker thread's other tasks away first.
+const INLINE_MICROS_MAX: usize = 500;
+
+/// Sessions of one model version.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    free: Mutex<Vec<Session>>,
+    permits: Semaphore,
+    waiting: AtomicUsize,
+    waiting_max: usize,
+    /// Moving average of a run, in microseconds.
+    run_micros: AtomicUsize,
+}
+
+impl Pool {
+    /// Builds the sessions and checks them against the manifest. Blocks while ONNX Runtime optimises
+    /// the graph.
+    pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
+        let manifest = bundle.manifest();
+        let failed = |reason: String| Error::Model {
+            model: manifest.name.clone(),
+            version: manifest.version,
+            reason,
+        };
+        let runtime = Runtime::load()?;
+        let threads = config.threads().max(1);
+        let replicated = bundle.model_onnx().len() <= REPLICATED_BYTES_MAX;
+        let sessions = match config.sessions_max {
+            0 if replicated && config.device == Device::Cpu => threads,
+            0 => 1,
+            sessions => sessions,
+        };
+        let mut builder = builder(runtime, config.device, (threads / sessions).max(1))?;
+        let mut free = Vec::with_capacity(sessions);
+        for _ in 0..sessions {
+            let session = builder
+                .commit_from_memory(bundle.model_onnx())
+                .map_err(|error| failed(format!("ONNX Runtime refuses it: {}", one_line(&error))))?;
+            check_signature(&manifest.signature, &session).map_err(&failed)?;
+            free.push(session);
+        }
+        let pool = Pool {
+            permits: Semaphore::new(sessions),
+            free: Mutex::new(free),
+            waiting: AtomicUsize::new(0),
+            waiting_max: config.limits.requests_waiting_max,
+            run_micros: AtomicUsize::new(0),
+        };
+        pool.warm_up(&manifest.signature);
+        Ok(pool)
+    }
+
+    /// Runs the model on checked inputs, which are in the signature's order; gives the wanted outputs
+    /// and the time inside ONNX Runtime. Cancel safe while it waits for a session.
+    pub(crate) async fn run(
+        &self,
+        inputs: &[&Tensor],
+        outputs: &[&TensorSpec],
+    ) -> Result<(Vec<Tensor>, Duration), InferError> {
+        let _permit = match self.permits.try_acquire() {
+            Ok(permit) => permit,
+            Err(_) => self.wait().await?,
+        };
+        let mut lease = Lease::take(self)?;
+        let slow = self.run_micros.load(Ordering::Relaxed) > INLINE_MICROS_MAX;
+        let many_threads = || {
+            tokio::runtime::Handle::try_current().is_ok_and(|handle| {
+                handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread
+            })
+        };
+        if slow && many_threads() {
+            tokio::task::block_in_place(|| self.run_timed(lease.session()?, inputs, outputs))
+        } else {
+            self.run_timed(lease.session()?, inputs, outputs)
+        }
+    }
+
+    async fn wait(&self) -> Result<tokio::sync::SemaphorePermit<'_>, InferError> {
+        struct Waiting<'a>(&'a AtomicUsize);
+        impl Drop for Waiting<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        let before = self.waiting.fetch_add(1, Ordering::Relaxed);
+        let _waiting = Waiting(&self.waiting);
+        if before >= self.waiting_max {
+            return Err(InferError::Unavailable {
+                reason: format!(
+                    "{before} requests wait for this model already, the limit is {} (limits.requests_waiting_max)",
+                    self.waiting_max
+                ),
+            });
+        }
+        self.permits.acquire().await.map_err(|_| InferError::internal("the sessions are gone"))
+    }
+
+    fn run_timed(
+        &self,
+        session: &mut Session,
+        inputs: &[&Tensor],
+        outputs: &[&TensorSpec],
+    ) -> Result<(Vec<Tensor>, Duration), InferError> {
+        let start = Instant::now();
+        let tensors = run(session, inputs, outputs)?;
+        let elapsed = start.elapsed();
+        let micros = usize::try_from(elapsed.as_micros()).unwrap_or(usize::MAX);
+        let average = self.run_micros.load(Ordering::Relaxed);
+        let next = if average == 0 { micros } else { average - average / 8 + micros / 8 };
+        self.run_micros.store(next, Ordering::Relaxed);
+        Ok((tensors, elapsed))
+    }
+
+    /// One run per session on a row of zeros, so that the first request does not pay for lazily made
+    /// buffers. A graph may well refuse zeros or a batch of one, which is no reason not to serve it.
+    fn warm_up(&self, signature: &Signature) {
+        let inputs: Option<Vec<Tensor>> = signature
+            .inputs
+            .iter()
+            .map(|spec| {
+                let shape: Vec<i64> =
+                    spec.shape.iter().map(|extent| if *extent < 0 { 1 } else { *extent }).collect();
+                let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
+                let small = count <= 1 << 24;
+                small.then(|| Tensor {
+                    name: spec.name.clone(),
+                    shape,
+                    data: Data::zeros(spec.datatype, count),
+                })
+            })
+            .collect();
+        let Some(inputs) = inputs else { return };
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
+        for session in self.free.lock().iter_mut() {
+            if let Err(error) = self.run_timed(session, &inputs, &outputs) {
+                tracing::debug!(%error, "the warm-up run failed");
+                return;
+            }
+        }
+    }
+}
+
+/// A session taken out of the pool; goes back when dropped, also when the run panics.
+struct Lease<'a> {
+    pool: &'a Pool,
+    session: Option<Session>,
+}
+
+impl<'a> Lease<'a> {
+    fn take(pool: &'a Pool) -> Result<Lease<'a>, InferError> {
+        let session = pool.free.lock().pop();
+        Ok(Lease { pool, session })
+    }
+
+    fn session(&mut self) -> Result<&mut Session, InferError> {
+        self.session.as_mut().ok_or_else(|| InferError::internal("the sessions are gone"))
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.pool.free.lock().push(session);
+        }
+    }
+}
+
+/// Session options for a device; the builder can commit any number of sessions.
+fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<SessionBuilder> {
+    let options = |error: ort::Error<SessionBuilder>| Error::Config {
+        reason: format!("ONNX Runtime refuses a session option: {error}"),
+    };
+    let builder = SessionBuilder::new(runtime.environment())
+        .map_err(|error| Error::Config { reason: format!("ONNX Runtime gives no options: {error}") })?
+        .with_log_level(ort::logging::LogLevel::Warning)
+        .map_err(options)?
+        .with_intra_threads(intra_threads)
+        .map_err(options)?
+        .with_inter_threads(1)
+        .map_err(options)?
+        // Spinning threads take the processor from the other sessions and from the transports.
+        .with_intra_op_spinning(false)
+        .map_err(options)?;
+    match device {
+        Device::Cpu => Ok(builder),
+        Device::Cuda(ordinal) => with_cuda(builder, ordinal),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
+    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
+    builder.with_execution_providers([provider]).map_err(|error| Error::DeviceUnavailable {
+        device: Device::Cuda(ordinal),
+        reason: one_line(&error),
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn with_cuda(_builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
+    Err(Error::DeviceUnavailable {
+        device: Device::Cuda(ordinal),
+        reason: "this build has no CUDA support (build with --features cuda)".into(),
+    })
+}
+
+/// Fails when the device cannot be used, before any model is loaded.
+pub(crate) fn check_device(device: Device) -> Result<()> {
+    builder(Runtime::load()?, device, 1).map(drop)
+}
+
+fn one_line(error: &dyn std::fmt::Display) -> String {
+    let text = error.to_string();
+    let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((cut, _)) = line.char_indices().nth(600) {
+        line.truncate(cut);
+    }
+    line
+}
+
+/// Compares names, datatypes and input shapes of a session with the manifest.
+fn check_signature(signature: &Signature, session: &Session) -> std::result::Result<(), String> {
+    let sides = [
+        ("input", &signature.inputs, session.inputs(), true),
+        ("output", &signature.outputs, session.outputs(), false),
+    ];
+    for (side, specs, outlets, shapes) in sides {
+        let found: Vec<&str> = outlets.iter().map(|outlet| outlet.name()).collect();
+        let expected: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        if found != expected {
+            return Err(format!("the graph has {side}s {found:?}, the manifest {expected:?}"));
+        }
+        for (spec, outlet) in specs.iter().zip(outlets) {
+            let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else {
+                return Err(format!("{side} {:?} of the graph is not a tensor", spec.name));
+            };
+            if datatype(*ty) != Some(spec.datatype) {
+                return Err(format!(
+                    "{side} {:?} is {ty} in the graph and {} in the manifest",
+                    spec.name, spec.datatype
+                ));
+            }
+            if shapes && **shape != *spec.shape {
+                return Err(format!(
+                    "{side} {:?} has shape {shape} in the graph and {:?} in the manifest",
+                    spec.name, spec.shape
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn datatype(ty: TensorElementType) -> Option<Datatype> {
+    use TensorElementType as T;
+    Some(match ty {
+        T::Bool => Datatype::Bool,
+        T::Uint8 => Datatype::Uint8,
+        T::Uint16 => Datatype::Uint16,
+        T::Uint32 => Datatype::Uint32,
+        T::Uint64 => Datatype::Uint64,
+        T::Int8 => Datatype::Int8,
+        T::Int16 => Datatype::Int16,
+        T::Int32 => Datatype::Int32,
+        T::Int64 => Datatype::Int64,
+        T::Float16 => Datatype::Fp16,
+        T::Bfloat16 => Datatype::Bf16,
+        T::Float32 => Datatype::Fp32,
+        T::Float64 => Datatype::Fp64,
+        T::String => Datatype::Bytes,
+        _ => return None,
+    })
+}
+
+fn run(
+    session: &mut Session,
+    inputs: &[&Tensor],
+    outputs: &[&TensorSpec],
+) -> Result<Vec<Tensor>, InferError> {
+    let failed =
+        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    // At most one input and output are the rule, so the array form spares a map.
+    let values = match inputs {
+        [input] => session.run([value(input)?]).map_err(failed)?,
+        _ => {
+            let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
+            session.run(values.as_slice()).map_err(failed)?
+        }
+    };
+    outputs.iter().map(|spec| output(&values, spec)).collect()
+}
+
+/// A view of the tensor's elements; only strings are copied.
+fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
+    let failed =
+        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let shape = tensor.shape.as_slice();
+    Ok(for_numbers!(
+        &tensor.data,
+        values => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
+        bool => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
+        bytes => {
+            let texts = values
+                .iter()
+                .map(|value| match std::str::from_utf8(value) {
+                    Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
+                    _ => Err(InferError::invalid(format!(
+                        "input {:?}: a BYTES element is not UTF-8 text without NUL, which ONNX strings are",
+                        tensor.name
+                    ))),
+                })
+                .collect::<Result<Vec<String>, _>>()?;
+            ort::value::Tensor::from_string_array((shape, texts.as_slice())).map_err(failed)?.into()
+        }
+    ))
+}
+
+fn output(values: &SessionOutputs<'_>, spec: &TensorSpec) -> Result<Tensor, InferError> {
+    let value = values
+        .get(&spec.name)
+        .ok_or_else(|| InferError::internal(format!("the model gave no output {:?}", spec.name)))?;
+    let (shape, data) = extract(value, spec.datatype).map_err(|error| {
+        InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error)))
+    })?;
+    Ok(Tensor { name: spec.name.clone(), shape, data })
+}
+
+fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)> {
+    macro_rules! numbers {
+        ($variant:ident, $number:ty) => {{
+            let (shape, values) = value.try_extract_tensor::<$number>()?;
+            (shape.to_vec(), Data::$variant(values.to_vec()))
+        }};
+    }
+    Ok(match datatype {
+        Datatype::Bool => numbers!(Bool, bool),
+        Datatype::Uint8 => numbers!(Uint8, u8),
+        Datatype::Uint16 => numbers!(Uint16, u16),
+        Datatype::Uint32 => numbers!(Uint32, u32),
+        Datatype::Uint64 => numbers!(Uint64, u64),
+        Datatype::Int8 => numbers!(Int8, i8),
+        Datatype::Int16 => numbers!(Int16, i16),
+        Datatype::Int32 => numbers!(Int32, i32),
+        Datatype::Int64 => numbers!(Int64, i64),
+        Datatype::Fp16 => numbers!(Fp16, half::f16),
+        Datatype::Bf16 => numbers!(Bf16, half::bf16),
+        Datatype::Fp32 => numbers!(Fp32, f32),
+        Datatype::Fp64 => numbers!(Fp64, f64),
+        Datatype::Bytes => {
+            let (shape, texts) = value.try_extract_strings()?;
+            (shape.to_vec(), Data::Bytes(texts.into_iter().map(Into::into).collect()))
+        }
+    })
+}

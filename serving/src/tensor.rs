@@ -1,0 +1,295 @@
+//! Typed tensors, the common currency of transports and sessions, and their raw little-endian form.
+
+use bytes::{Bytes, BytesMut};
+use half::{bf16, f16};
+use millrace_bundle::Datatype;
+
+use crate::error::{InferError, quote};
+
+/// Elements of a tensor, row major.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs, reason = "the names are the protocol's datatypes")]
+pub enum Data {
+    Bool(Vec<bool>),
+    Uint8(Vec<u8>),
+    Uint16(Vec<u16>),
+    Uint32(Vec<u32>),
+    Uint64(Vec<u64>),
+    Int8(Vec<i8>),
+    Int16(Vec<i16>),
+    Int32(Vec<i32>),
+    Int64(Vec<i64>),
+    Fp16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    Fp32(Vec<f32>),
+    Fp64(Vec<f64>),
+    Bytes(Vec<Bytes>),
+}
+
+/// A named tensor: `data` holds exactly the product of `shape` elements.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    /// Name of the model's input or output.
+    pub name: String,
+    /// Extent of every dimension, none negative.
+    pub shape: Vec<i64>,
+    /// The elements.
+    pub data: Data,
+}
+
+/// Runs an expression for whichever vector of fixed-width numbers a [`Data`] holds.
+macro_rules! for_numbers {
+    ($data:expr, $values:ident => $numbers:expr, bool => $bools:expr, bytes => $bytes:expr) => {
+        match $data {
+            $crate::tensor::Data::Bool($values) => $bools,
+            $crate::tensor::Data::Uint8($values) => $numbers,
+            $crate::tensor::Data::Uint16($values) => $numbers,
+            $crate::tensor::Data::Uint32($values) => $numbers,
+            $crate::tensor::Data::Uint64($values) => $numbers,
+            $crate::tensor::Data::Int8($values) => $numbers,
+            $crate::tensor::Data::Int16($values) => $numbers,
+            $crate::tensor::Data::Int32($values) => $numbers,
+            $crate::tensor::Data::Int64($values) => $numbers,
+            $crate::tensor::Data::Fp16($values) => $numbers,
+            $crate::tensor::Data::Bf16($values) => $numbers,
+            $crate::tensor::Data::Fp32($values) => $numbers,
+            $crate::tensor::Data::Fp64($values) => $numbers,
+            $crate::tensor::Data::Bytes($values) => $bytes,
+        }
+    };
+}
+pub(crate) use for_numbers;
+
+impl Tensor {
+    /// A tensor of 32-bit floats.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the shape does not fit the number of values.
+    pub fn fp32(name: &str, shape: Vec<i64>, values: Vec<f32>) -> Result<Tensor, InferError> {
+        Tensor::new(name, shape, Data::Fp32(values))
+    }
+
+    /// A tensor of any datatype.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the shape does not fit the number of elements.
+    pub fn new(name: &str, shape: Vec<i64>, data: Data) -> Result<Tensor, InferError> {
+        let count = element_count(name, &shape)?;
+        if count != data.len() {
+            return Err(wrong_count(name, &shape, count, data.len()));
+        }
+        Ok(Tensor { name: name.to_owned(), shape, data })
+    }
+
+    /// A tensor from its raw form: little-endian elements, for BYTES a 4-byte length before each.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the bytes are not exactly the elements of the shape.
+    pub fn from_raw(
+        name: &str,
+        datatype: Datatype,
+        shape: Vec<i64>,
+        raw: &Bytes,
+    ) -> Result<Tensor, InferError> {
+        let count = element_count(name, &shape)?;
+        if let Some(width) = datatype.element_bytes() {
+            if count.checked_mul(width) != Some(raw.len()) {
+                return Err(InferError::invalid(format!(
+                    "input {}: {} bytes of raw data, shape {shape:?} of {datatype} takes {}",
+                    quote(name),
+                    raw.len(),
+                    count.saturating_mul(width)
+                )));
+            }
+        }
+        let data = Data::from_raw(name, datatype, count, raw)?;
+        Ok(Tensor { name: name.to_owned(), shape, data })
+    }
+}
+
+/// Number of elements of a shape.
+///
+/// # Errors
+/// [`InferError::Invalid`] for a negative extent and for a product beyond the address space.
+pub(crate) fn element_count(name: &str, shape: &[i64]) -> Result<usize, InferError> {
+    let product = shape.iter().try_fold(1usize, |product, extent| {
+        usize::try_from(*extent).ok().and_then(|extent| product.checked_mul(extent))
+    });
+    product.filter(|count| *count <= isize::MAX as usize).ok_or_else(|| {
+        let shown: Vec<_> = shape.iter().take(16).collect();
+        InferError::invalid(format!("input {}: shape {shown:?} is negative or too large", quote(name)))
+    })
+}
+
+pub(crate) fn wrong_count(name: &str, shape: &[i64], expected: usize, found: usize) -> InferError {
+    InferError::invalid(format!(
+        "input {}: {found} elements, shape {shape:?} takes {expected}",
+        quote(name)
+    ))
+}
+
+impl Data {
+    /// The datatype of the elements.
+    pub fn datatype(&self) -> Datatype {
+        match self {
+            Data::Bool(_) => Datatype::Bool,
+            Data::Uint8(_) => Datatype::Uint8,
+            Data::Uint16(_) => Datatype::Uint16,
+            Data::Uint32(_) => Datatype::Uint32,
+            Data::Uint64(_) => Datatype::Uint64,
+            Data::Int8(_) => Datatype::Int8,
+            Data::Int16(_) => Datatype::Int16,
+            Data::Int32(_) => Datatype::Int32,
+            Data::Int64(_) => Datatype::Int64,
+            Data::Fp16(_) => Datatype::Fp16,
+            Data::Bf16(_) => Datatype::Bf16,
+            Data::Fp32(_) => Datatype::Fp32,
+            Data::Fp64(_) => Datatype::Fp64,
+            Data::Bytes(_) => Datatype::Bytes,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        for_numbers!(self, values => values.len(), bool => values.len(), bytes => values.len())
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// `count` zeros (empty byte strings for BYTES).
+    pub(crate) fn zeros(datatype: Datatype, count: usize) -> Data {
+        match datatype {
+            Datatype::Bool => Data::Bool(vec![false; count]),
+            Datatype::Uint8 => Data::Uint8(vec![0; count]),
+            Datatype::Uint16 => Data::Uint16(vec![0; count]),
+            Datatype::Uint32 => Data::Uint32(vec![0; count]),
+            Datatype::Uint64 => Data::Uint64(vec![0; count]),
+            Datatype::Int8 => Data::Int8(vec![0; count]),
+            Datatype::Int16 => Data::Int16(vec![0; count]),
+            Datatype::Int32 => Data::Int32(vec![0; count]),
+            Datatype::Int64 => Data::Int64(vec![0; count]),
+            Datatype::Fp16 => Data::Fp16(vec![f16::ZERO; count]),
+            Datatype::Bf16 => Data::Bf16(vec![bf16::ZERO; count]),
+            Datatype::Fp32 => Data::Fp32(vec![0.0; count]),
+            Datatype::Fp64 => Data::Fp64(vec![0.0; count]),
+            Datatype::Bytes => Data::Bytes(vec![Bytes::new(); count]),
+        }
+    }
+
+    /// The raw form: little-endian elements, for BYTES a 4-byte length before each.
+    pub fn to_raw(&self) -> Bytes {
+        let mut raw = BytesMut::with_capacity(self.raw_len());
+        for_numbers!(
+            self,
+            values => for value in values {
+                raw.extend_from_slice(&value.to_le_bytes());
+            },
+            bool => raw.extend(values.iter().map(|value| u8::from(*value))),
+            bytes => for value in values {
+                // Elements came in with such a prefix or out of a string tensor of the same size.
+                raw.extend_from_slice(&(value.len() as u32).to_le_bytes());
+                raw.extend_from_slice(value);
+            }
+        );
+        raw.freeze()
+    }
+
+    /// Size of the raw form in bytes.
+    pub fn raw_len(&self) -> usize {
+        match (self, self.datatype().element_bytes()) {
+            (Data::Bytes(values), _) => values.iter().map(|value| value.len() + 4).sum(),
+            (_, width) => self.len() * width.unwrap_or(0),
+        }
+    }
+
+    fn from_raw(
+        name: &str,
+        datatype: Datatype,
+        count: usize,
+        raw: &Bytes,
+    ) -> Result<Data, InferError> {
+        macro_rules! numbers {
+            ($number:ty) => {
+                raw.as_chunks::<{ size_of::<$number>() }>()
+                    .0
+                    .iter()
+                    .map(|bytes| <$number>::from_le_bytes(*bytes))
+                    .collect()
+            };
+        }
+        Ok(match datatype {
+            Datatype::Bool => {
+                if raw.iter().any(|byte| *byte > 1) {
+                    return Err(InferError::invalid(format!(
+                        "input {}: a BOOL element is neither 0 nor 1",
+                        quote(name)
+                    )));
+                }
+                Data::Bool(raw.iter().map(|byte| *byte == 1).collect())
+            }
+            Datatype::Uint8 => Data::Uint8(raw.to_vec()),
+            Datatype::Int8 => Data::Int8(raw.iter().map(|byte| *byte as i8).collect()),
+            Datatype::Uint16 => Data::Uint16(numbers!(u16)),
+            Datatype::Uint32 => Data::Uint32(numbers!(u32)),
+            Datatype::Uint64 => Data::Uint64(numbers!(u64)),
+            Datatype::Int16 => Data::Int16(numbers!(i16)),
+            Datatype::Int32 => Data::Int32(numbers!(i32)),
+            Datatype::Int64 => Data::Int64(numbers!(i64)),
+            Datatype::Fp16 => Data::Fp16(numbers!(f16)),
+            Datatype::Bf16 => Data::Bf16(numbers!(bf16)),
+            Datatype::Fp32 => Data::Fp32(numbers!(f32)),
+            Datatype::Fp64 => Data::Fp64(numbers!(f64)),
+            Datatype::Bytes => Data::Bytes(split_bytes(name, count, raw)?),
+        })
+    }
+}
+
+/// Splits length-prefixed elements without copying them.
+fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, InferError> {
+    // Every element takes at least its prefix, so the raw size bounds the allocation.
+    if count > raw.len() / 4 {
+        return Err(InferError::invalid(format!(
+            "input {}: {} bytes of raw data cannot hold {count} BYTES elements",
+            quote(name),
+            raw.len()
+        )));
+    }
+    let mut elements = Vec::with_capacity(count);
+    let mut rest = raw.clone();
+    while !rest.is_empty() {
+        let torn = || {
+            InferError::invalid(format!(
+                "input {}: BYTES element {} is cut off",
+                quote(name),
+                elements.len()
+            ))
+        };
+        let prefix: [u8; 4] = rest.get(..4).and_then(|p| p.try_into().ok()).ok_or_else(torn)?;
+        let len = u32::from_le_bytes(prefix) as usize;
+        if rest.len() - 4 < len {
+            return Err(torn());
+        }
+        if elements.len() == count {
+            return Err(InferError::invalid(format!(
+                "input {}: more than {count} BYTES elements",
+                quote(name)
+            )));
+        }
+        elements.push(rest.slice(4..4 + len));
+        rest = rest.slice(4 + len..);
+    }
+    if elements.len() != count {
+        return Err(InferError::invalid(format!(
+            "input {}: {} BYTES elements, the shape takes {count}",
+            quote(name),
+            elements.len()
+        )));
+    }
+    Ok(elements)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,269 @@
+//! Messages and services of the Open Inference Protocol, generated from `proto/inference.proto`, and
+//! their translation from and to typed tensors.
+
+use bytes::Bytes;
+use millrace_bundle::Datatype;
+
+use crate::error::{InferError, quote};
+use crate::infer::TENSORS_MAX;
+use crate::tensor::{Data, Tensor, element_count, wrong_count};
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub mod inference {
+    //! The generated types.
+    tonic::include_proto!("inference");
+}
+
+use inference::model_infer_request::InferInputTensor;
+use inference::model_infer_response::InferOutputTensor;
+use inference::{InferTensorContents, ModelInferRequest, ModelInferResponse};
+
+/// How tensors travel: as raw little-endian bytes beside the message's tensors, or as typed fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// `raw_input_contents`, one entry per tensor.
+    Raw,
+    /// `contents` of each tensor. FP16 and BF16 have no typed field.
+    Typed,
+}
+
+/// Reads the inputs of a request.
+///
+/// # Errors
+/// [`InferError::Invalid`] and [`InferError::Unsupported`].
+pub(crate) fn read_inputs(request: &mut ModelInferRequest) -> Result<(Vec<Tensor>, Form), InferError> {
+    let inputs = std::mem::take(&mut request.inputs);
+    let raw = std::mem::take(&mut request.raw_input_contents);
+    if inputs.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
+    }
+    let form = if raw.is_empty() { Form::Typed } else { Form::Raw };
+    if form == Form::Raw && raw.len() != inputs.len() {
+        return Err(InferError::invalid(format!(
+            "{} entries in raw_input_contents for {} inputs",
+            raw.len(),
+            inputs.len()
+        )));
+    }
+    let mut raw = raw.into_iter();
+    let mut tensors = Vec::with_capacity(inputs.len());
+    for input in inputs {
+        if input.parameters.contains_key("shared_memory_region") {
+            return Err(InferError::Unsupported {
+                reason: format!("input {}: shared memory is not supported", quote(&input.name)),
+            });
+        }
+        tensors.push(match raw.next() {
+            Some(raw) => read_raw(input, &raw)?,
+            None => read_typed(input)?,
+        });
+    }
+    Ok((tensors, form))
+}
+
+fn read_datatype(input: &InferInputTensor) -> Result<Datatype, InferError> {
+    input
+        .datatype
+        .parse()
+        .map_err(|error| InferError::invalid(format!("input {}: {error}", quote(&input.name))))
+}
+
+fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> {
+    let datatype = read_datatype(&input)?;
+    if input.contents.as_ref().is_some_and(|contents| *contents != InferTensorContents::default()) {
+        return Err(InferError::invalid(format!(
+            "input {} has typed contents in a request with raw_input_contents",
+            quote(&input.name)
+        )));
+    }
+    Tensor::from_raw(&input.name, datatype, input.shape, raw)
+}
+
+fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
+    let datatype = read_datatype(&input)?;
+    let InferInputTensor { name, shape, contents, .. } = input;
+    let mut contents = contents.unwrap_or_default();
+    let count = element_count(&name, &shape)?;
+    macro_rules! take {
+        ($field:ident) => {
+            std::mem::take(&mut contents.$field)
+        };
+    }
+    macro_rules! narrow {
+        ($variant:ident, $field:ident, $number:ty) => {
+            Data::$variant(
+                take!($field)
+                    .into_iter()
+                    .map(|value| {
+                        <$number>::try_from(value).map_err(|_| {
+                            InferError::invalid(format!(
+                                "input {}: {value} does not fit {datatype}",
+                                quote(&name)
+                            ))
+                        })
+                    })
+                    .collect::<Result<_, _>>()?,
+            )
+        };
+    }
+    let data = match datatype {
+        Datatype::Bool => Data::Bool(take!(bool_contents)),
+        Datatype::Int8 => narrow!(Int8, int_contents, i8),
+        Datatype::Int16 => narrow!(Int16, int_contents, i16),
+        Datatype::Int32 => Data::Int32(take!(int_contents)),
+        Datatype::Int64 => Data::Int64(take!(int64_contents)),
+        Datatype::Uint8 => narrow!(Uint8, uint_contents, u8),
+        Datatype::Uint16 => narrow!(Uint16, uint_contents, u16),
+        Datatype::Uint32 => Data::Uint32(take!(uint_contents)),
+        Datatype::Uint64 => Data::Uint64(take!(uint64_contents)),
+        Datatype::Fp32 => Data::Fp32(take!(fp32_contents)),
+        Datatype::Fp64 => Data::Fp64(take!(fp64_contents)),
+        Datatype::Bytes => Data::Bytes(take!(bytes_contents)),
+        Datatype::Fp16 | Datatype::Bf16 => {
+            return Err(InferError::invalid(format!(
+                "input {}: {datatype} has no typed contents, send it in raw_input_contents",
+                quote(&name)
+            )));
+        }
+    };
+    if contents != InferTensorContents::default() {
+        return Err(InferError::invalid(format!(
+            "input {} is {datatype} and has contents of another datatype",
+            quote(&name)
+        )));
+    }
+    if data.len() != count {
+        return Err(wrong_count(&name, &shape, count, data.len()));
+    }
+    Ok(Tensor { name, shape, data })
+}
+
+/// Refuses request parameters that would change the answer and that this server does not honour.
+pub(crate) fn check_parameters<'a>(
+    mut names: impl Iterator<Item = &'a String>,
+) -> Result<(), InferError> {
+    let refused = ["sequence_id", "sequence_start", "sequence_end"];
+    match names.find(|name| refused.contains(&name.as_str())) {
+        Some(name) => {
+            Err(InferError::Unsupported { reason: format!("parameter {name:?} is not supported") })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses output parameters that ask for something else than the tensor.
+pub(crate) fn check_output_parameters<'a>(
+    output: &str,
+    mut names: impl Iterator<Item = &'a String>,
+) -> Result<(), InferError> {
+    let refused = ["classification", "shared_memory_region"];
+    match names.find(|name| refused.contains(&name.as_str())) {
+        Some(name) => Err(InferError::Unsupported {
+            reason: format!("output {}: parameter {name:?} is not supported", quote(output)),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Writes a reply. FP16 and BF16 make a typed reply a raw one, because they have no typed field.
+pub(crate) fn write_response(
+    model: &str,
+    version: u64,
+    id: String,
+    outputs: Vec<Tensor>,
+    form: Form,
+) -> ModelInferResponse {
+    let halves = |tensor: &Tensor| matches!(tensor.data, Data::Fp16(_) | Data::Bf16(_));
+    let raw = form == Form::Raw || outputs.iter().any(halves);
+    let raw_output_contents =
+        if raw { outputs.iter().map(|tensor| tensor.data.to_raw()).collect() } else { Vec::new() };
+    let outputs = outputs
+        .into_iter()
+        .map(|tensor| InferOutputTensor {
+            name: tensor.name,
+            datatype: tensor.data.datatype().as_str().to_owned(),
+            shape: tensor.shape,
+            parameters: Default::default(),
+            contents: (!raw).then(|| write_contents(tensor.data)),
+        })
+        .collect();
+    ModelInferResponse {
+        model_name: model.to_owned(),
+        model_version: version.to_string(),
+        id,
+        parameters: Default::default(),
+        outputs,
+        raw_output_contents,
+    }
+}
+
+/// Writes a request, for clients.
+pub(crate) fn write_request(
+    model: &str,
+    version: Option<u64>,
+    inputs: Vec<Tensor>,
+    form: Form,
+) -> ModelInferRequest {
+    let raw_input_contents = match form {
+        Form::Raw => inputs.iter().map(|tensor| tensor.data.to_raw()).collect(),
+        Form::Typed => Vec::new(),
+    };
+    let inputs = inputs
+        .into_iter()
+        .map(|tensor| InferInputTensor {
+            name: tensor.name,
+            datatype: tensor.data.datatype().as_str().to_owned(),
+            shape: tensor.shape,
+            parameters: Default::default(),
+            contents: (form == Form::Typed).then(|| write_contents(tensor.data)),
+        })
+        .collect();
+    ModelInferRequest {
+        model_name: model.to_owned(),
+        model_version: version.map(|version| version.to_string()).unwrap_or_default(),
+        inputs,
+        raw_input_contents,
+        ..Default::default()
+    }
+}
+
+/// Reads the outputs of a reply, for clients.
+///
+/// # Errors
+/// [`InferError::Invalid`] when the reply breaks the protocol.
+pub(crate) fn read_outputs(response: ModelInferResponse) -> Result<Vec<Tensor>, InferError> {
+    let as_input = |output: InferOutputTensor| InferInputTensor {
+        name: output.name,
+        datatype: output.datatype,
+        shape: output.shape,
+        parameters: Default::default(),
+        contents: output.contents,
+    };
+    let mut mirror = ModelInferRequest {
+        inputs: response.outputs.into_iter().map(as_input).collect(),
+        raw_input_contents: response.raw_output_contents,
+        ..Default::default()
+    };
+    read_inputs(&mut mirror).map(|(tensors, _)| tensors)
+}
+
+fn write_contents(data: Data) -> InferTensorContents {
+    let mut contents = InferTensorContents::default();
+    match data {
+        Data::Bool(values) => contents.bool_contents = values,
+        Data::Int8(values) => contents.int_contents = values.into_iter().map(i32::from).collect(),
+        Data::Int16(values) => contents.int_contents = values.into_iter().map(i32::from).collect(),
+        Data::Int32(values) => contents.int_contents = values,
+        Data::Int64(values) => contents.int64_contents = values,
+        Data::Uint8(values) => contents.uint_contents = values.into_iter().map(u32::from).collect(),
+        Data::Uint16(values) => contents.uint_contents = values.into_iter().map(u32::from).collect(),
+        Data::Uint32(values) => contents.uint_contents = values,
+        Data::Uint64(values) => contents.uint64_contents = values,
+        Data::Fp32(values) => contents.fp32_contents = values,
+        Data::Fp64(values) => contents.fp64_contents = values,
+        Data::Bytes(values) => contents.bytes_contents = values,
+        // Both callers send these raw; a client that asks for the typed form gets the server's refusal.
+        Data::Fp16(_) | Data::Bf16(_) => {}
+    }
+    contents
+}
