@@ -39,6 +39,9 @@ pub(crate) fn inquirer(kafka: &KafkaConfig, context: &Context) -> Result<BaseCon
 /// # Errors
 /// [`Error::InvalidTopic`], [`Error::Unreachable`], [`Error::Client`].
 pub async fn create_topic(kafka: &KafkaConfig, name: &str, partitions: i32) -> Result<bool> {
+    if exists(kafka, name).await? {
+        return Ok(false);
+    }
     let context = Context::default();
     let client = admin(kafka, &context)?;
     // -1 leaves the replication to the brokers.
@@ -70,6 +73,9 @@ pub async fn create_topic(kafka: &KafkaConfig, name: &str, partitions: i32) -> R
 /// # Errors
 /// [`Error::Unreachable`], [`Error::Client`].
 pub async fn delete_topic(kafka: &KafkaConfig, name: &str) -> Result<bool> {
+    if !exists(kafka, name).await? {
+        return Ok(false);
+    }
     let context = Context::default();
     let client = admin(kafka, &context)?;
     let started = Instant::now();
@@ -88,6 +94,19 @@ pub async fn delete_topic(kafka: &KafkaConfig, name: &str) -> Result<bool> {
             KafkaError::AdminOp(code),
         )),
     }
+}
+
+/// Whether a topic exists. Asked before a change, since an admin client that reaches nobody cannot
+/// say why, and this can.
+async fn exists(kafka: &KafkaConfig, name: &str) -> Result<bool> {
+    let (kafka, name) = (kafka.clone(), name.to_string());
+    blocking(move || {
+        let context = Context::default();
+        let client = inquirer(&kafka, &context)?;
+        let found = partitions(&kafka, &context, client.client(), Some(&name));
+        Ok(!found.map_err(|error| heard(error, &context, &client))?.is_empty())
+    })
+    .await
 }
 
 /// Creates what is missing of `topics`.

@@ -283,7 +283,7 @@ fn producers_are_judged_as_kafka_does() {
     assert_eq!(refusal(producers.judge(&header(0, 14, 1))), code::INVALID_PRODUCER_EPOCH);
     // Sequence numbers wrap to 0.
     producers.note(&Header { base_sequence: i32::MAX - 1, ..header(1, 0, 2) }, offset + 1);
-    assert_eq!(producers.judge(&header(1, 0, 1)), Verdict::Append);
+    assert_eq!(producers.judge(&header(1, 0, 2)), Verdict::Append);
     assert_eq!(refusal(producers.judge(&header(1, 5, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
 }
 

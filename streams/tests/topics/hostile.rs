@@ -1,0 +1,114 @@
+//! Whatever comes over the port, the broker closes that connection and serves the others.
+
+use std::io::Write;
+use std::net::{Shutdown, SocketAddr};
+
+use bytes::{BufMut, BytesMut};
+use kafka_protocol::messages::{ApiKey, ApiVersionsRequest, ApiVersionsResponse};
+use millrace_streams::broker;
+use tempfile::TempDir;
+
+use super::wire::Wire;
+use super::{broker_in, broker_with};
+
+fn serves(address: SocketAddr) {
+    let mut wire = Wire::connect(address);
+    let answer: ApiVersionsResponse = wire.ask(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
+    assert_eq!(answer.error_code, 0);
+}
+
+fn frame(length: i32, body: &[u8]) -> Vec<u8> {
+    [&length.to_be_bytes()[..], body].concat()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn garbage_closes_its_connection_only() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let address = broker.addr();
+    let mut kept = Wire::connect(address);
+    // Key 3 (metadata), version 4, correlation id, no client id, then a count of two billion.
+    let liar = [&[0, 3, 0, 4, 0, 0, 0, 1, 0xff, 0xff][..], &i32::MAX.to_be_bytes(), &[1]].concat();
+    let cases: Vec<Vec<u8>> = vec![
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        vec![0x16, 0x03, 0x01, 0x02, 0x00, 0x01, 0x00],
+        b"SSH-2.0-OpenSSH_9.9\r\n".to_vec(),
+        vec![0xff; 1_000],
+        vec![0; 1_000],
+        frame(-1, &[]),
+        frame(i32::MIN, &[1; 100]),
+        frame(i32::MAX, &[1; 100]),
+        frame(7, &[0, 18, 0, 0, 0, 0, 0]),
+        frame(8, &[0, 99, 0, 0, 0, 0, 0, 1]),
+        frame(8, &[0x80, 0, 0, 0, 0, 0, 0, 1]),
+        frame(8, &[0, 1, 0, 17, 0, 0, 0, 1]),
+        frame(liar.len() as i32, &liar),
+        // A client id longer than its frame, and a negative one.
+        frame(12, &[0, 3, 0, 4, 0, 0, 0, 1, 0x7f, 0xff, b'x', b'y']),
+        frame(10, &[0, 3, 0, 4, 0, 0, 0, 1, 0x80, 0x00]),
+    ];
+    for case in cases {
+        let mut wire = Wire::connect(address);
+        // The broker may close before everything is written.
+        let _ = wire.0.write_all(&case);
+        assert!(wire.is_closed(), "{case:?}");
+    }
+    serves(address);
+    let answer: ApiVersionsResponse = kept.ask(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
+    assert_eq!(answer.error_code, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_end_early_are_dropped_at_every_byte() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let mut whole = BytesMut::new();
+    whole.put_slice(&[0, 3, 0, 4, 0, 0, 0, 1, 0xff, 0xff]);
+    whole.put_slice(&[0, 0, 0, 1, 0, 3]);
+    whole.put_slice(b"abc");
+    whole.put_u8(1);
+    for cut in 0..whole.len() {
+        let mut wire = Wire::connect(broker.addr());
+        wire.0.write_all(&frame(whole.len() as i32, &whole[..cut])).unwrap();
+        wire.0.shutdown(Shutdown::Write).unwrap();
+        assert!(wire.is_closed());
+        // The same bytes under their true length: a proper frame with half a request inside.
+        if cut >= 8 {
+            let mut wire = Wire::connect(broker.addr());
+            wire.0.write_all(&frame(cut as i32, &whole[..cut])).unwrap();
+            assert!(wire.is_closed(), "{cut} bytes");
+        }
+    }
+    serves(broker.addr());
+    assert!(!dir.path().join("topics/abc").exists(), "half a request did something");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_and_sizes_have_limits() {
+    let dir = TempDir::new().unwrap();
+    let config = broker::Config {
+        connections_max: 4,
+        request_bytes_max: 2_000,
+        message_bytes_max: 1_000,
+        memory_bytes_max: 4_000,
+        ..broker::Config::default()
+    };
+    let broker = broker_with(dir.path(), config).await;
+    let mut wires: Vec<Wire> = (0..4).map(|_| Wire::connect(broker.addr())).collect();
+    for wire in &mut wires {
+        let _: ApiVersionsResponse = wire.ask(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
+    }
+    assert!(Wire::connect(broker.addr()).is_closed());
+    wires[0].0.write_all(&frame(2_001, &[])).unwrap();
+    assert!(wires.remove(0).is_closed());
+    // Its place is free again.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    loop {
+        let mut wire = Wire::connect(broker.addr());
+        wire.send(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
+        if !wire.is_closed() {
+            break;
+        }
+        assert!(std::time::Instant::now() < deadline);
+    }
+}
