@@ -7,15 +7,15 @@
 mod cache;
 mod listing;
 mod schema;
-#[cfg(any())]
 mod spec;
+mod volume;
 
 #[cfg(test)]
 mod tests;
 
 pub use cache::DatasetCache;
-#[cfg(any())]
 pub use spec::DatasetSpec;
+pub use volume::OpenDataset;
 
 pub(crate) use schema::{conform, decode_schema, encode_schema};
 

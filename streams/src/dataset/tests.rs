@@ -59,7 +59,6 @@ fn columns_are_brought_into_the_common_schema() {
     assert_eq!(batch.column(2).len(), 2);
 }
 
-#[cfg(any())]
 #[test]
 fn specifications_are_parsed_strictly() {
     for (text, shown) in [

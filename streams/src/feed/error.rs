@@ -112,6 +112,15 @@ pub enum FeedError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The volume or its snapshot cannot be opened.
+    #[error("open dataset {spec}")]
+    Volume {
+        /// The dataset as asked for.
+        spec: String,
+        /// Why not.
+        #[source]
+        source: Arc<millrace_datafs::Error>,
+    },
     /// A cursor of another plan: resuming from it would repeat and skip rows.
     #[error("cursor belongs to plan {cursor}, this feed runs plan {plan}; resume with the same snapshot, seed, lanes, window and batch size, or start a new run")]
     OtherPlan {
