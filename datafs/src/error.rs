@@ -158,7 +158,7 @@ pub enum Error {
     },
     /// The object store failed (EIO).
     #[error("file data")]
-    Object(#[source] ObjectError),
+    Object(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The metadata engine failed (EIO). Of a commit it is not known whether it took place.
     #[error("metadata at {place}")]
     Metadata {
@@ -223,7 +223,7 @@ impl From<ObjectError> for Error {
             ObjectError::Corrupt { id, byte, reason } => {
                 Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
             }
-            other => Self::Object(other),
+            other => Self::Object(Box::new(other)),
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::meta::codec::Encoder;
@@ -28,7 +29,8 @@ pub(crate) struct Session {
     id: u64,
     directory: PathBuf,
     /// Held until the process ends.
-    _lock: Flock<File>,
+    #[cfg_attr(not(test), expect(dead_code))]
+    lock: Mutex<Option<Flock<File>>>,
     /// Something was left behind that the next process has to remove.
     unclean: AtomicBool,
 }
@@ -52,7 +54,7 @@ impl Session {
             return Ok(Session {
                 id,
                 directory: directory.to_owned(),
-                _lock: lock,
+                lock: Mutex::new(Some(lock)),
                 unclean: AtomicBool::new(false),
             });
         }
@@ -67,6 +69,12 @@ impl Session {
     /// Notes that an object may be left behind, so that the row must outlive the process.
     pub(crate) fn leave_unclean(&self) {
         self.unclean.store(true, Ordering::Release);
+    }
+
+    /// What a kill does to a session, for tests.
+    #[cfg(test)]
+    pub(crate) fn lose_lock(&self) {
+        drop(self.lock.lock().take());
     }
 
     /// Ends the session. An unclean one is left for another process to clean up.

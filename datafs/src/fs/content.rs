@@ -4,7 +4,7 @@
 //! up to the file's size, is zeroes. So a small file costs no object, and growing it rewrites nothing.
 
 use super::dirty::slice;
-use crate::data::{Extent, ObjectId, ObjectPool};
+use crate::data::{Extent, ObjectError, ObjectId, ObjectPool};
 use crate::error::{Error, Result};
 use crate::meta::engine::Order;
 use crate::meta::inode::{Inode, decode_extent, encode_extent};
@@ -70,7 +70,12 @@ impl Layout {
 
     /// Fills `buffer`, which is zeroed, with the file's bytes from `offset` on; the range lies in that
     /// of the layout.
-    pub(crate) fn read(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    pub(crate) fn read(
+        &self,
+        pool: &ObjectPool,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
         if offset < head_end {

@@ -130,8 +130,8 @@ impl OpenFile {
             attempts -= 1;
             match layout.read(&self.view.shared.pool, offset, &mut buffer) {
                 // Overwritten by somebody and collected since the lookup: look again.
-                Err(Error::Object(ObjectError::Missing { .. })) if attempts > 0 => {}
-                Err(error) => return Err(error),
+                Err(ObjectError::Missing { .. }) if attempts > 0 => {}
+                Err(error) => return Err(error.into()),
                 Ok(()) => return Ok(buffer),
             }
         }
@@ -154,7 +154,7 @@ impl OpenFile {
             return Ok(None);
         };
         let Some(image) = self.view.shared.pool.image(object)? else { return Ok(None) };
-        let len = image.metadata().map_err(|e| Error::io("open the object of", "file", e))?.len();
+        let len = image.metadata().map_err(|e| Error::io("open the object of", "a file", e))?.len();
         Ok((len == layout.size).then_some(image))
     }
 

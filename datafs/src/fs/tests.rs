@@ -1,0 +1,58 @@
+//! Tests of the file-system semantics through the library.
+#![allow(clippy::unwrap_used)]
+
+mod model;
+mod semantics;
+
+use std::path::Path;
+
+use crate::config::Config;
+use crate::datafs::Datafs;
+use crate::fs::Owner;
+use crate::meta::engine::Order;
+use crate::view::View;
+
+/// Small buffers, no background work: everything happens when a test says so.
+pub(super) fn config() -> Config {
+    Config {
+        write_buffer_bytes_max: 6_000,
+        garbage_grace_ms: 0,
+        gc_interval_ms: 0,
+        ..Config::default()
+    }
+}
+
+pub(super) fn open(home: &Path) -> Datafs {
+    Datafs::open(home, &config()).unwrap()
+}
+
+pub(super) fn owner() -> Owner {
+    Owner { uid: 1000, gid: 100 }
+}
+
+/// A fresh volume `v`, live.
+pub(super) fn volume(datafs: &Datafs) -> View {
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    datafs.view(&"v".parse().unwrap()).unwrap()
+}
+
+/// How many metadata rows a table (first byte of the key) has.
+pub(super) fn rows(datafs: &Datafs, table: u8) -> usize {
+    datafs
+        .shared
+        .meta
+        .view(|txn| Ok(txn.scan(&[table], &[table + 1], Order::Ascending, usize::MAX)?.len()))
+        .unwrap()
+}
+
+/// How many objects are on the store.
+pub(super) fn objects(home: &Path) -> usize {
+    let mut count = 0;
+    for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+            let name = file.unwrap().file_name().into_string().unwrap();
+            count += usize::from(!name.ends_with(".sums"));
+        }
+    }
+    count
+}
