@@ -60,7 +60,7 @@ mod publish;
 mod replica;
 mod source;
 mod state;
-mod train;
+pub mod train;
 pub mod worker;
 
 pub use checkpoint::Finish;

@@ -106,3 +106,17 @@ fn unusable_scales_and_lengths_are_refused() {
     assert!(merge(&mut [0], &[1, 2]).is_err());
     assert!(scale().mean_into(&[1], 1, &mut [0.0, 0.0]).is_err());
 }
+
+#[test]
+fn rounding_does_not_depend_on_the_neighbours() {
+    let scale = Scale::new(40, 12).unwrap();
+    let unit = 2f32.powi(-40);
+    let small = [unit, 1.5 * unit, 2.5 * unit, -1.5 * unit, 0.5 * unit, 1.0, -4000.125];
+    let alone = scale.encode(&small).unwrap();
+    assert_eq!(alone[..5], [1, 2, 2, -2, 0]);
+    let mut mixed = small.to_vec();
+    mixed.extend([6e5, -6e5, 3000.0]);
+    let mixed = scale.encode(&mixed).unwrap();
+    assert_eq!(mixed[..7], alone);
+    assert_eq!(mixed[7..], [600_000 << 40, -600_000 << 40, 3000 << 40]);
+}

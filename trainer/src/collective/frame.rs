@@ -1,0 +1,159 @@
+//! The frame of the ring protocol: a fixed header of 44 bytes, then the payload.
+//!
+//! Little-endian: magic `MRR1`, kind u8, version u8, sender rank u16, epoch u64, step u64,
+//! bucket u32, phase u32, payload bytes u32, payload crc32c u32, crc32c u32 of the 40 bytes
+//! before it.
+use std::io;
+
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+pub(crate) const HEADER_BYTES: usize = 44;
+/// A payload is never longer; longer data is cut.
+pub(crate) const PAYLOAD_BYTES_MAX: usize = 64 << 20;
+/// The rank in an abort frame when nobody is to blame.
+pub(crate) const NOBODY: u32 = u32::MAX;
+
+const MAGIC: [u8; 4] = *b"MRR1";
+const VERSION: u8 = 1;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// The first frame of a connection; the bucket is the rank it is meant for.
+    Hello = 1,
+    /// The answer to it.
+    Welcome = 2,
+    /// A partial sum.
+    Reduce = 3,
+    /// A complete sum.
+    Gather = 4,
+    /// A piece of a state.
+    State = 5,
+    /// The ring is broken; the bucket is the missing rank or [`NOBODY`].
+    Abort = 6,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Kind> {
+        Some(match byte {
+            1 => Kind::Hello,
+            2 => Kind::Welcome,
+            3 => Kind::Reduce,
+            4 => Kind::Gather,
+            5 => Kind::State,
+            6 => Kind::Abort,
+            _ => return None,
+        })
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: Kind,
+    pub(crate) rank: u16,
+    pub(crate) epoch: u64,
+    pub(crate) step: u64,
+    pub(crate) bucket: u32,
+    pub(crate) phase: u32,
+}
+
+/// A header as it came from the wire.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Received {
+    pub(crate) header: Header,
+    pub(crate) bytes: usize,
+    pub(crate) checksum: u32,
+}
+
+/// Why a frame could not be read.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    Closed(io::Error),
+    Malformed(String),
+}
+
+impl Header {
+    pub(crate) fn encode(&self, payload: &[u8]) -> [u8; HEADER_BYTES] {
+        let mut out = [0u8; HEADER_BYTES];
+        let mut at = 0;
+        let mut put = |bytes: &[u8]| {
+            out[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&MAGIC);
+        put(&[self.kind as u8, VERSION]);
+        put(&self.rank.to_le_bytes());
+        put(&self.epoch.to_le_bytes());
+        put(&self.step.to_le_bytes());
+        put(&self.bucket.to_le_bytes());
+        put(&self.phase.to_le_bytes());
+        // Senders cut at PAYLOAD_BYTES_MAX, far below u32::MAX.
+        put(&(payload.len() as u32).to_le_bytes());
+        put(&crc32c::crc32c(payload).to_le_bytes());
+        let checksum = crc32c::crc32c(&out[..HEADER_BYTES - 4]);
+        out[HEADER_BYTES - 4..].copy_from_slice(&checksum.to_le_bytes());
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Received, String> {
+        if bytes[..4] != MAGIC {
+            return Err("not a ring frame".to_owned());
+        }
+        if bytes[5] != VERSION {
+            return Err(format!("ring protocol version {} (this is {VERSION})", bytes[5]));
+        }
+        if u32_at(bytes, 40) != crc32c::crc32c(&bytes[..40]) {
+            return Err("header checksum mismatch".to_owned());
+        }
+        let kind = Kind::from_byte(bytes[4]).ok_or_else(|| format!("frame kind {}", bytes[4]))?;
+        let length = u32_at(bytes, 32) as usize;
+        if length > PAYLOAD_BYTES_MAX {
+            return Err(format!("payload of {length} bytes (limit {PAYLOAD_BYTES_MAX})"));
+        }
+        Ok(Received {
+            header: Header {
+                kind,
+                rank: u16::from_le_bytes([bytes[6], bytes[7]]),
+                epoch: u64_at(bytes, 8),
+                step: u64_at(bytes, 16),
+                bucket: u32_at(bytes, 24),
+                phase: u32_at(bytes, 28),
+            },
+            bytes: length,
+            checksum: u32_at(bytes, 36),
+        })
+    }
+}
+
+fn u32_at(bytes: &[u8; HEADER_BYTES], at: usize) -> u32 {
+    let mut word = [0u8; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+fn u64_at(bytes: &[u8; HEADER_BYTES], at: usize) -> u64 {
+    let mut word = [0u8; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+/// Reads one header. Not cancel safe: a cancelled read loses its place in the stream.
+pub(crate) async fn read_header<R: AsyncRead + Unpin>(from: &mut R) -> Result<Received, Fault> {
+    let mut bytes = [0u8; HEADER_BYTES];
+    from.read_exact(&mut bytes).await.map_err(Fault::Closed)?;
+    Header::decode(&bytes).map_err(Fault::Malformed)
+}
+
+/// Reads the payload of `received` into `into` and checks it. Not cancel safe.
+pub(crate) async fn read_payload<R: AsyncRead + Unpin>(
+    from: &mut R,
+    received: &Received,
+    into: &mut Vec<u8>,
+) -> Result<(), Fault> {
+    into.resize(received.bytes, 0);
+    from.read_exact(into).await.map_err(Fault::Closed)?;
+    if crc32c::crc32c(into) != received.checksum {
+        return Err(Fault::Malformed("payload checksum mismatch".to_owned()));
+    }
+    Ok(())
+}

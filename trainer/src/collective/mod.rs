@@ -1,0 +1,124 @@
+//! Collective operations between worker processes: a TCP ring that sums `i64` vectors exactly
+//! and hands one member's state to the others.
+//!
+//! A [`Collective`] is bound once per process; a [`Ring`] lives for one membership epoch. Every
+//! frame carries the epoch, the step and the bucket, so that nothing of an older epoch is ever
+//! added to a newer one. A ring that met an error is finished: drop it and form the next one.
+//! When a rank is missing, every other rank is told its number.
+//!
+//! All operations block the calling thread (never call them from async code) and end early when
+//! the cancellation token given to [`Collective::form`] is cancelled.
+
+mod error;
+mod form;
+mod frame;
+mod ring;
+#[cfg(test)]
+mod tests;
+
+use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+
+pub use error::Error;
+pub use ring::Ring;
+
+/// The most ranks a ring may have.
+pub const WORLD_MAX: usize = 1024;
+
+/// Timeouts and sizes of a collective.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Known to the members of one job only; a connection that does not prove it is dropped.
+    pub secret: String,
+    /// How long a ring may take to form.
+    pub form_timeout: Duration,
+    /// How long one exchange with a neighbour may take. A neighbour that still computes counts,
+    /// so this must be longer than a step.
+    pub exchange_timeout: Duration,
+    /// Elements summed per bucket, at least 1; each costs 8 bytes of buffer.
+    pub bucket_elements_max: usize,
+}
+
+impl Options {
+    /// Options for ordinary use: 10 s to form, 60 s per exchange, buckets of 2 MiB.
+    pub fn new(secret: impl Into<String>) -> Options {
+        Options {
+            secret: secret.into(),
+            form_timeout: Duration::from_secs(10),
+            exchange_timeout: Duration::from_secs(60),
+            bucket_elements_max: 1 << 18,
+        }
+    }
+}
+
+/// Who is in the ring of one membership epoch.
+#[derive(Debug, Clone)]
+pub struct Formation {
+    /// The membership epoch, never used twice within a job.
+    pub epoch: u64,
+    /// This process's rank.
+    pub rank: usize,
+    /// Where each rank listens, in rank order; 1 to [`WORLD_MAX`] entries.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// A process's end of the job's rings: one listener and one single-threaded runtime, so that an
+/// exchange costs no thread hop.
+#[derive(Debug)]
+pub struct Collective {
+    runtime: Runtime,
+    listener: TcpListener,
+    address: SocketAddr,
+    options: Options,
+}
+
+impl Collective {
+    /// Listens on an ephemeral port of `ip`.
+    pub fn bind(ip: IpAddr, options: Options) -> Result<Collective, Error> {
+        let io = |source| Error::Io { what: format!("listen on {ip}"), source };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(io)?;
+        let listener = StdListener::bind((ip, 0)).map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let address = listener.local_addr().map_err(io)?;
+        let listener = {
+            let _context = runtime.enter();
+            TcpListener::from_std(listener).map_err(io)?
+        };
+        Ok(Collective { runtime, listener, address, options })
+    }
+
+    /// Changes the options of rings formed from now on.
+    pub fn set_options(&mut self, options: Options) {
+        self.options = options;
+    }
+
+    /// Where this process listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Connects to the next rank and waits for the previous one.
+    ///
+    /// Blocks up to `form_timeout`. Connections that do not speak the protocol, belong to
+    /// another epoch or do not know the secret are dropped and do not disturb the formation.
+    pub fn form(&self, formation: &Formation, abort: CancellationToken) -> Result<Ring<'_>, Error> {
+        form::check(formation)?;
+        let links = match formation.addresses.len() {
+            1 => None,
+            _ => Some(self.runtime.block_on(form::form(
+                &self.listener,
+                formation,
+                &self.options,
+                &abort,
+            ))?),
+        };
+        Ok(Ring::new(&self.runtime, links, formation, &self.options, abort))
+    }
+}

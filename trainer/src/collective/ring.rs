@@ -1,0 +1,423 @@
+//! The ring of one membership epoch: exact sums and state hand-over.
+use std::ops::Range;
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::runtime::Runtime;
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use super::form::Links;
+use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, read_header, read_payload};
+use super::{Error, Formation, Options};
+
+/// A state travels in pieces of this size, so that every rank forwards while it receives.
+const STATE_PIECE_BYTES: usize = 1 << 20;
+
+/// The connections to the two neighbours, and the operations over them.
+///
+/// Operations must be called by every rank with the same arguments (lengths, steps, source). A
+/// ring is used up by its first error; dropping it closes the connections.
+#[derive(Debug)]
+pub struct Ring<'a> {
+    runtime: &'a Runtime,
+    links: Option<Links>,
+    edge: Edge,
+    bucket_elements_max: usize,
+    outgoing: Vec<u8>,
+    incoming: Vec<u8>,
+    failed: bool,
+}
+
+impl<'a> Ring<'a> {
+    pub(super) fn new(
+        runtime: &'a Runtime,
+        links: Option<Links>,
+        formation: &Formation,
+        options: &Options,
+        abort: CancellationToken,
+    ) -> Ring<'a> {
+        Ring {
+            runtime,
+            links,
+            edge: Edge {
+                formation: formation.clone(),
+                timeout: options.exchange_timeout,
+                grace: (options.exchange_timeout / 4).min(Duration::from_secs(1)),
+                abort,
+            },
+            bucket_elements_max: options.bucket_elements_max.clamp(1, PAYLOAD_BYTES_MAX / 8),
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+            failed: false,
+        }
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> usize {
+        self.edge.formation.rank
+    }
+
+    /// How many ranks the ring has.
+    pub fn world(&self) -> usize {
+        self.edge.formation.addresses.len()
+    }
+
+    /// The membership epoch.
+    pub fn epoch(&self) -> u64 {
+        self.edge.formation.epoch
+    }
+
+    /// Replaces `values` by the element-wise sum over all ranks, in two's complement.
+    ///
+    /// The sum is exact and the same on every rank, whatever the order of arrival. On an error
+    /// `values` is unspecified; some ranks may have completed.
+    pub fn all_reduce(&mut self, step: u64, values: &mut [i64]) -> Result<(), Error> {
+        self.usable()?;
+        let Some(links) = &mut self.links else { return Ok(()) };
+        let (edge, outgoing, incoming) = (&self.edge, &mut self.outgoing, &mut self.incoming);
+        let bucket_elements_max = self.bucket_elements_max;
+        let result = self.runtime.block_on(async {
+            for (bucket, part) in values.chunks_mut(bucket_elements_max).enumerate() {
+                let bucket = u32::try_from(bucket).map_err(|_| Error::Invalid {
+                    reason: format!("vector needs more than {} buckets", u32::MAX),
+                })?;
+                edge.reduce_bucket(links, step, bucket, part, outgoing, incoming).await?;
+            }
+            Ok(())
+        });
+        self.close_on_error(result)
+    }
+
+    /// Hands the source's bytes to every other rank: `Some(state)` at the rank `source`, `None`
+    /// elsewhere, where the state is returned. At the source `None` is returned.
+    ///
+    /// A state over `bytes_max` is refused before anything is allocated for it.
+    pub fn broadcast(
+        &mut self,
+        step: u64,
+        source: usize,
+        state: Option<&[u8]>,
+        bytes_max: u64,
+    ) -> Result<Option<Vec<u8>>, Error> {
+        self.usable()?;
+        if source >= self.world() || (source == self.rank()) != state.is_some() {
+            return Err(Error::Invalid {
+                reason: format!("rank {} cannot broadcast from rank {source}", self.rank()),
+            });
+        }
+        let Some(links) = &mut self.links else { return Ok(None) };
+        let (edge, incoming) = (&self.edge, &mut self.incoming);
+        let result = self.runtime.block_on(async {
+            match state {
+                Some(state) => edge.send_state(links, step, state).await.map(|()| None),
+                None => {
+                    edge.relay_state(links, step, source, bytes_max, incoming).await.map(Some)
+                }
+            }
+        });
+        self.close_on_error(result)
+    }
+
+    fn usable(&self) -> Result<(), Error> {
+        if self.failed || self.edge.abort.is_cancelled() {
+            return Err(Error::Aborted { epoch: self.epoch() });
+        }
+        Ok(())
+    }
+
+    fn close_on_error<T>(&mut self, result: Result<T, Error>) -> Result<T, Error> {
+        if result.is_err() {
+            self.failed = true;
+            self.links = None;
+        }
+        result
+    }
+}
+
+/// What an exchange needs to know besides the connections.
+#[derive(Debug)]
+struct Edge {
+    formation: Formation,
+    timeout: Duration,
+    grace: Duration,
+    abort: CancellationToken,
+}
+
+/// Why an exchange failed, seen from this rank.
+enum Cause {
+    Aborted,
+    PrevLost(String),
+    PrevProtocol(String),
+    PrevSilent,
+    NextLost(String),
+    NextStuck,
+    /// Somebody upstream named the missing rank.
+    Told(u32),
+}
+
+impl Edge {
+    fn world(&self) -> usize {
+        self.formation.addresses.len()
+    }
+
+    fn next_rank(&self) -> usize {
+        (self.formation.rank + 1) % self.world()
+    }
+
+    fn prev_rank(&self) -> usize {
+        (self.formation.rank + self.world() - 1) % self.world()
+    }
+
+    fn header(&self, kind: Kind, rank: usize, step: u64, bucket: u32, phase: usize) -> Header {
+        Header {
+            kind,
+            rank: rank as u16,
+            epoch: self.formation.epoch,
+            step,
+            bucket,
+            phase: phase as u32,
+        }
+    }
+
+    /// Reduce-scatter, then all-gather.
+    async fn reduce_bucket(
+        &self,
+        links: &mut Links,
+        step: u64,
+        bucket: u32,
+        values: &mut [i64],
+        outgoing: &mut Vec<u8>,
+        incoming: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let (world, rank) = (self.world(), self.formation.rank);
+        for kind in [Kind::Reduce, Kind::Gather] {
+            // After reduce-scatter, rank r holds the complete chunk r + 1.
+            let first = if kind == Kind::Reduce { rank } else { rank + 1 };
+            for phase in 0..world - 1 {
+                let give = chunk(values.len(), (first + world - phase) % world, world);
+                let take = chunk(values.len(), (first + 2 * world - phase - 1) % world, world);
+                outgoing.clear();
+                outgoing.extend(values[give].iter().flat_map(|value| value.to_le_bytes()));
+                let out = self.header(kind, rank, step, bucket, phase);
+                let wanted = self.header(kind, self.prev_rank(), step, bucket, phase);
+                let bytes = take.len() * 8;
+                self.exchange(links, step, Some((&out, outgoing)), Some((&wanted, bytes)), incoming)
+                    .await?;
+                for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
+                    let mut word = [0u8; 8];
+                    word.copy_from_slice(bytes);
+                    let other = i64::from_le_bytes(word);
+                    *value = match kind {
+                        Kind::Reduce => value.wrapping_add(other),
+                        _ => other,
+                    };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn send_state(&self, links: &mut Links, step: u64, state: &[u8]) -> Result<(), Error> {
+        let total = (state.len() as u64).to_le_bytes();
+        let pieces = std::iter::once(&total[..]).chain(state.chunks(STATE_PIECE_BYTES));
+        let mut unused = Vec::new();
+        for (phase, piece) in pieces.enumerate() {
+            let out = self.header(Kind::State, self.formation.rank, step, 0, phase);
+            self.exchange(links, step, Some((&out, piece)), None, &mut unused).await?;
+        }
+        Ok(())
+    }
+
+    async fn relay_state(
+        &self,
+        links: &mut Links,
+        step: u64,
+        source: usize,
+        bytes_max: u64,
+        incoming: &mut Vec<u8>,
+    ) -> Result<Vec<u8>, Error> {
+        let mut unused = Vec::new();
+        let mut state = Vec::new();
+        let (mut total, mut phase) = (None, 0usize);
+        while total.is_none_or(|total: usize| state.len() < total) {
+            let bytes = total.map_or(8, |total| (total - state.len()).min(STATE_PIECE_BYTES));
+            let wanted = self.header(Kind::State, self.prev_rank(), step, 0, phase);
+            self.exchange(links, step, None, Some((&wanted, bytes)), incoming).await?;
+            if self.next_rank() != source {
+                let out = self.header(Kind::State, self.formation.rank, step, 0, phase);
+                self.exchange(links, step, Some((&out, incoming)), None, &mut unused).await?;
+            }
+            if total.is_some() {
+                state.extend_from_slice(incoming);
+            } else {
+                let mut word = [0u8; 8];
+                word.copy_from_slice(incoming);
+                let announced = u64::from_le_bytes(word);
+                if announced > bytes_max {
+                    return Err(Error::TooLarge { bytes: announced, limit: bytes_max });
+                }
+                total = Some(announced as usize);
+                state.reserve_exact(announced as usize);
+            }
+            phase += 1;
+        }
+        Ok(state)
+    }
+
+    /// Sends one frame and receives one frame at the same time (either may be absent).
+    async fn exchange(
+        &self,
+        links: &mut Links,
+        step: u64,
+        out: Option<(&Header, &[u8])>,
+        wanted: Option<(&Header, usize)>,
+        into: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let deadline = Instant::now() + self.timeout;
+        let Links { next, prev } = links;
+        let mut sent = out.is_none();
+        let mut received = wanted.is_none();
+        let cause = {
+            let send = send_frame(next, out);
+            let receive = receive_frame(prev, wanted, into);
+            tokio::pin!(send, receive);
+            loop {
+                if sent && received {
+                    return Ok(());
+                }
+                tokio::select! {
+                    biased;
+                    () = self.abort.cancelled() => break Cause::Aborted,
+                    result = &mut receive, if !received => match result {
+                        Ok(()) => received = true,
+                        Err(cause) => break cause,
+                    },
+                    result = &mut send, if !sent => match result {
+                        Ok(()) => sent = true,
+                        // The next rank may have closed because somebody else is missing, and
+                        // that news comes from the other side.
+                        Err(reason) => break match received {
+                            true => Cause::NextLost(reason),
+                            false => match timeout(self.grace, &mut receive).await {
+                                Ok(Err(cause)) => cause,
+                                _ => Cause::NextLost(reason),
+                            },
+                        },
+                    },
+                    () = sleep_until(deadline) => break match received {
+                        true => Cause::NextStuck,
+                        false => Cause::PrevSilent,
+                    },
+                }
+            }
+        };
+        Err(self.settle(links, step, cause, sent).await)
+    }
+
+    /// Tells the next rank who is missing and turns the cause into an error.
+    async fn settle(&self, links: &mut Links, step: u64, cause: Cause, at_boundary: bool) -> Error {
+        let mut culprit = match cause {
+            Cause::Aborted => NOBODY,
+            Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => {
+                self.prev_rank() as u32
+            }
+            Cause::NextLost(_) | Cause::NextStuck => self.next_rank() as u32,
+            Cause::Told(rank) => rank,
+        };
+        // A frame cut in the middle cannot be followed by another one.
+        if at_boundary {
+            self.warn_next(&mut links.next, step, culprit).await;
+        }
+        // Everybody waits for the same missing rank, so all time out together: the previous rank
+        // may be waiting itself and then says so.
+        if matches!(cause, Cause::PrevSilent) {
+            let until = Instant::now() + self.grace;
+            while let Ok(Ok(received)) = timeout_at(until, read_header(&mut links.prev)).await {
+                if received.header.kind != Kind::Abort || received.header.bucket == culprit {
+                    break;
+                }
+                culprit = received.header.bucket;
+                self.warn_next(&mut links.next, step, culprit).await;
+            }
+        }
+        let epoch = self.formation.epoch;
+        let rank = culprit as usize;
+        let Some(&address) = self.formation.addresses.get(rank) else {
+            return Error::Aborted { epoch };
+        };
+        match cause {
+            Cause::PrevLost(reason) | Cause::NextLost(reason) => {
+                Error::PeerLost { rank, address, epoch, step, reason }
+            }
+            Cause::PrevProtocol(reason) => Error::Protocol { rank, address, epoch, step, reason },
+            Cause::PrevSilent | Cause::NextStuck => {
+                Error::Timeout { rank, address, epoch, step, waited: self.timeout }
+            }
+            Cause::Told(_) | Cause::Aborted => Error::PeerLost {
+                rank,
+                address,
+                epoch,
+                step,
+                reason: format!("reported by rank {}", self.prev_rank()),
+            },
+        }
+    }
+
+    async fn warn_next(&self, next: &mut TcpStream, step: u64, culprit: u32) {
+        let header = self.header(Kind::Abort, self.formation.rank, step, culprit, 0);
+        // The receiver learns of the break anyway when the connection closes.
+        let _ = timeout(Duration::from_millis(100), next.write_all(&header.encode(&[]))).await;
+    }
+}
+
+/// The elements of chunk `index` out of `count`.
+fn chunk(elements: usize, index: usize, count: usize) -> Range<usize> {
+    let cut = |at: usize| (elements as u128 * at as u128 / count as u128) as usize;
+    cut(index)..cut(index + 1)
+}
+
+async fn send_frame(next: &mut TcpStream, out: Option<(&Header, &[u8])>) -> Result<(), String> {
+    let Some((header, payload)) = out else { return Ok(()) };
+    let head = header.encode(payload);
+    let send = async {
+        // Small frames go out in one segment.
+        if payload.len() <= 16 << 10 {
+            let mut frame = Vec::with_capacity(head.len() + payload.len());
+            frame.extend_from_slice(&head);
+            frame.extend_from_slice(payload);
+            return next.write_all(&frame).await;
+        }
+        next.write_all(&head).await?;
+        next.write_all(payload).await
+    };
+    send.await.map_err(|e| e.to_string())
+}
+
+async fn receive_frame(
+    prev: &mut TcpStream,
+    wanted: Option<(&Header, usize)>,
+    into: &mut Vec<u8>,
+) -> Result<(), Cause> {
+    let Some((wanted, bytes)) = wanted else { return Ok(()) };
+    let fault = |fault| match fault {
+        Fault::Closed(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+            Cause::PrevLost("connection closed".to_owned())
+        }
+        Fault::Closed(error) => Cause::PrevLost(error.to_string()),
+        Fault::Malformed(reason) => Cause::PrevProtocol(reason),
+    };
+    let received = read_header(prev).await.map_err(fault)?;
+    let got = received.header;
+    if got.kind == Kind::Abort && got.epoch == wanted.epoch {
+        return Err(Cause::Told(got.bucket));
+    }
+    if got != *wanted {
+        return Err(Cause::PrevProtocol(format!("sent {got:?} where {wanted:?} belongs")));
+    }
+    if received.bytes != bytes {
+        return Err(Cause::PrevProtocol(format!("sent {} bytes, not {bytes}", received.bytes)));
+    }
+    read_payload(prev, &received, into).await.map_err(fault)
+}

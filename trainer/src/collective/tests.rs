@@ -1,0 +1,322 @@
+//! Sums, hand-overs, missing ranks, strangers.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::{Barrier, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use tokio_util::sync::CancellationToken;
+
+use super::frame::{Header, Kind};
+use super::{Collective, Error, Formation, Options, Ring, form};
+
+const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+const SECRET: &str = "a secret";
+
+fn options() -> Options {
+    Options {
+        form_timeout: Duration::from_secs(20),
+        exchange_timeout: Duration::from_secs(20),
+        ..Options::new(SECRET)
+    }
+}
+
+fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<SocketAddr>) {
+    let bound: Vec<_> = (0..world).map(|_| Collective::bind(LOCAL, options.clone()).unwrap()).collect();
+    let addresses = bound.iter().map(Collective::address).collect();
+    (bound, addresses)
+}
+
+/// Runs `work` on every rank of a ring, each on its own thread; results in rank order.
+fn on_ring<T: Send>(
+    world: usize,
+    options: &Options,
+    work: impl Fn(usize, Ring<'_>) -> T + Sync,
+) -> Vec<T> {
+    let (bound, addresses) = bind(world, options);
+    thread::scope(|scope| {
+        let ranks: Vec<_> = bound
+            .into_iter()
+            .enumerate()
+            .map(|(rank, collective)| {
+                let formation = Formation { epoch: 7, rank, addresses: addresses.clone() };
+                let work = &work;
+                scope.spawn(move || {
+                    let ring = collective.form(&formation, CancellationToken::new()).unwrap();
+                    work(rank, ring)
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_rank_gets_the_sum(
+        world in 1usize..=5,
+        bucket_elements_max in 1usize..40,
+        seed in proptest::collection::vec(any::<i64>(), 0..120),
+    ) {
+        let vectors: Vec<Vec<i64>> = (0..world as i64)
+            .map(|rank| seed.iter().map(|v| v.wrapping_mul(rank * 2 + 1).rotate_left(rank as u32)).collect())
+            .collect();
+        let sum: Vec<i64> = (0..seed.len())
+            .map(|i| vectors.iter().fold(0i64, |sum, v| sum.wrapping_add(v[i])))
+            .collect();
+        let options = Options { bucket_elements_max, ..options() };
+        let results = on_ring(world, &options, |rank, mut ring| {
+            let mut values = vectors[rank].clone();
+            ring.all_reduce(3, &mut values).unwrap();
+            ring.all_reduce(4, &mut []).unwrap();
+            values
+        });
+        for values in results {
+            prop_assert_eq!(&values, &sum);
+        }
+    }
+}
+
+#[test]
+fn large_vectors_pass_full_socket_buffers() {
+    let elements = 2_000_000;
+    let results = on_ring(3, &options(), |rank, mut ring| {
+        let mut values: Vec<i64> = (0..elements).map(|i| i * (rank as i64 + 1)).collect();
+        ring.all_reduce(0, &mut values).unwrap();
+        values.iter().enumerate().all(|(i, v)| *v == i as i64 * 6)
+    });
+    assert_eq!(results, [true; 3]);
+}
+
+#[test]
+fn every_source_can_hand_over_its_state() {
+    for (world, source, bytes) in [(2, 0, 0), (2, 1, 17), (3, 2, 3 << 20), (5, 3, (1 << 20) + 1)] {
+        let state: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
+        let results = on_ring(world, &options(), |rank, mut ring| {
+            let own = (rank == source).then_some(state.as_slice());
+            let got = ring.broadcast(9, source, own, bytes as u64).unwrap();
+            let mut values = [1i64];
+            ring.all_reduce(9, &mut values).unwrap();
+            (got, values[0])
+        });
+        for (rank, (got, sum)) in results.into_iter().enumerate() {
+            assert_eq!(sum, world as i64);
+            assert_eq!(got.is_none(), rank == source);
+            assert!(got.is_none_or(|got| got == state));
+        }
+    }
+}
+
+#[test]
+fn a_state_over_the_limit_is_refused() {
+    let results = on_ring(2, &options(), |rank, mut ring| {
+        let state = [0u8; 100];
+        ring.broadcast(0, 0, (rank == 0).then_some(&state[..]), 99).map(drop)
+    });
+    assert!(matches!(results[1], Err(Error::TooLarge { bytes: 100, limit: 99 })));
+}
+
+#[test]
+fn a_dead_rank_is_named_by_everybody() {
+    for victim in 0..4 {
+        let results = on_ring(4, &options(), |rank, mut ring| {
+            let mut values = vec![1i64; 1000];
+            ring.all_reduce(0, &mut values).unwrap();
+            if rank == victim {
+                return Err(None);
+            }
+            // However far the others get before they notice: nobody completes this one.
+            let error = ring.all_reduce(1, &mut values).unwrap_err();
+            assert!(error.is_retryable(), "{error}");
+            assert!(matches!(ring.all_reduce(2, &mut values), Err(Error::Aborted { .. })));
+            Err::<(), _>(error.suspect())
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let named = if rank == victim { None } else { Some(victim) };
+            assert_eq!(result, Err(named), "rank {rank}, victim {victim}");
+        }
+    }
+}
+
+#[test]
+fn a_silent_rank_is_named_by_everybody() {
+    let options = Options { exchange_timeout: Duration::from_millis(1200), ..options() };
+    let done = Barrier::new(4);
+    let results = on_ring(4, &options, |rank, mut ring| {
+        let result = match rank {
+            2 => None,
+            _ => ring.all_reduce(5, &mut [1i64; 64]).unwrap_err().suspect(),
+        };
+        done.wait();
+        result
+    });
+    assert_eq!(results, [Some(2), Some(2), None, Some(2)]);
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named() {
+    let options = Options { form_timeout: Duration::from_millis(600), ..options() };
+    let (bound, mut addresses) = bind(2, &options);
+    // A port that nobody listens on.
+    addresses.push(std::net::TcpListener::bind((LOCAL, 0)).unwrap().local_addr().unwrap());
+    thread::scope(|scope| {
+        for (rank, collective) in bound.into_iter().enumerate() {
+            let formation = Formation { epoch: 1, rank, addresses: addresses.clone() };
+            scope.spawn(move || {
+                let error = collective.form(&formation, CancellationToken::new()).unwrap_err();
+                assert!(matches!(error, Error::Timeout { rank: 2, .. }), "{error}");
+                assert!(error.to_string().contains("rank 2"));
+            });
+        }
+    });
+}
+
+#[test]
+fn an_aborted_epoch_ends_waiting_at_once() {
+    let (mut bound, addresses) = bind(2, &options());
+    let silent = bound.pop().unwrap();
+    let waiting = bound.pop().unwrap();
+    let abort = CancellationToken::new();
+    let (formed, seen) = mpsc::channel();
+    thread::scope(|scope| {
+        let (addresses, abort) = (&addresses, &abort);
+        let waiter = scope.spawn(move || {
+            let formation = Formation { epoch: 1, rank: 0, addresses: addresses.clone() };
+            let mut ring = waiting.form(&formation, abort.clone()).unwrap();
+            formed.send(()).unwrap();
+            ring.all_reduce(0, &mut [1]).unwrap_err()
+        });
+        let formation = Formation { epoch: 1, rank: 1, addresses: addresses.clone() };
+        let _ring = silent.form(&formation, CancellationToken::new()).unwrap();
+        seen.recv().unwrap();
+        let began = Instant::now();
+        abort.cancel();
+        let error = waiter.join().unwrap();
+        assert!(matches!(error, Error::Aborted { epoch: 1 }), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(5));
+        // And a ring that has not formed does not wait either.
+        let formation = Formation { epoch: 2, rank: 1, addresses: addresses.clone() };
+        let error = silent.form(&formation, abort.clone()).unwrap_err();
+        assert!(matches!(error, Error::Aborted { epoch: 2 }), "{error}");
+    });
+}
+
+fn hello(epoch: u64, secret: &str) -> Vec<u8> {
+    let proof = form::proof(secret, epoch, 1, 0);
+    let header = Header { kind: Kind::Hello, rank: 1, epoch, step: 0, bucket: 0, phase: 2 };
+    [header.encode(&proof).as_slice(), &proof].concat()
+}
+
+#[test]
+fn strangers_do_not_disturb_the_formation() {
+    let (mut bound, addresses) = bind(2, &options());
+    let mut strangers = Vec::new();
+    let greetings = [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: everything there is\r\n\r\n".to_vec(),
+        vec![0xff; 44],
+        Vec::new(),
+        hello(6, SECRET),
+        hello(8, SECRET),
+        hello(7, "another secret"),
+    ];
+    for greeting in &greetings {
+        let mut stranger = TcpStream::connect(addresses[0]).unwrap();
+        stranger.write_all(greeting).unwrap();
+        strangers.push(stranger);
+    }
+    let second = bound.pop().unwrap();
+    let first = bound.pop().unwrap();
+    thread::scope(|scope| {
+        for (rank, collective) in [first, second].into_iter().enumerate() {
+            let formation = Formation { epoch: 7, rank, addresses: addresses.clone() };
+            scope.spawn(move || {
+                let mut ring = collective.form(&formation, CancellationToken::new()).unwrap();
+                let mut values = [rank as i64 + 1];
+                ring.all_reduce(0, &mut values).unwrap();
+                assert_eq!(values, [3]);
+            });
+        }
+    });
+    for stranger in &mut strangers {
+        stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut answer = Vec::new();
+        // Closed without a word, or reset because the greeting was left unread.
+        if stranger.read_to_end(&mut answer).is_ok() {
+            assert_eq!(answer, b"");
+        }
+    }
+}
+
+/// Lets a peer that speaks the protocol up to its greeting send `frame`; returns what rank 0 says.
+fn answer_to(frame: &[u8]) -> Error {
+    let mine = Collective::bind(LOCAL, options()).unwrap();
+    let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
+    let addresses = vec![mine.address(), listener.local_addr().unwrap()];
+    let to = addresses[0];
+    thread::scope(|scope| {
+        let rank = scope.spawn(move || {
+            let formation = Formation { epoch: 7, rank: 0, addresses };
+            let mut ring = mine.form(&formation, CancellationToken::new()).unwrap();
+            ring.all_reduce(2, &mut [1, 2]).unwrap_err()
+        });
+        let (mut from, _) = listener.accept().unwrap();
+        let mut greeting = [0u8; 44 + 32];
+        from.read_exact(&mut greeting).unwrap();
+        let welcome = Header { kind: Kind::Welcome, rank: 1, epoch: 7, step: 0, bucket: 1, phase: 2 };
+        from.write_all(&welcome.encode(&[])).unwrap();
+        let mut peer = TcpStream::connect(to).unwrap();
+        peer.write_all(&hello(7, SECRET)).unwrap();
+        let mut welcome = [0u8; 44];
+        peer.read_exact(&mut welcome).unwrap();
+        peer.write_all(frame).unwrap();
+        rank.join().unwrap()
+    })
+}
+
+#[test]
+fn frames_that_do_not_belong_are_refused() {
+    let right = Header { kind: Kind::Reduce, rank: 1, epoch: 7, step: 2, bucket: 0, phase: 0 };
+    let payload = [0u8; 8];
+    let frame = |header: Header, payload: &[u8]| {
+        [header.encode(payload).as_slice(), payload].concat()
+    };
+    let mut corrupt = frame(right, &payload);
+    corrupt[44] ^= 1;
+    let mut torn_header = frame(right, &payload);
+    torn_header[9] ^= 1;
+    let cases = [
+        (frame(Header { epoch: 6, ..right }, &payload), "epoch: 6"),
+        (frame(Header { step: 1, ..right }, &payload), "step: 1"),
+        (frame(Header { bucket: 1, ..right }, &payload), "bucket: 1"),
+        (frame(Header { kind: Kind::Gather, ..right }, &payload), "Gather"),
+        (frame(right, &[0u8; 16]), "16 bytes"),
+        (corrupt, "payload checksum"),
+        (torn_header, "header checksum"),
+        (vec![b'x'; 44], "not a ring frame"),
+    ];
+    for (frame, reason) in cases {
+        let error = answer_to(&frame);
+        assert!(matches!(error, Error::Protocol { rank: 1, .. }), "{error}");
+        assert!(error.to_string().contains(reason), "{error} lacks {reason}");
+    }
+}
+
+#[test]
+fn nonsense_calls_are_refused() {
+    let mine = Collective::bind(LOCAL, options()).unwrap();
+    for (rank, world) in [(0, 0), (1, 1), (5, 3)] {
+        let formation = Formation { epoch: 1, rank, addresses: vec![mine.address(); world] };
+        let error = mine.form(&formation, CancellationToken::new()).unwrap_err();
+        assert!(matches!(error, Error::Invalid { .. }), "{error}");
+    }
+    let formation = Formation { epoch: 1, rank: 0, addresses: vec![mine.address()] };
+    let mut ring = mine.form(&formation, CancellationToken::new()).unwrap();
+    assert!(matches!(ring.broadcast(0, 1, None, 10), Err(Error::Invalid { .. })));
+    assert!(matches!(ring.broadcast(0, 0, None, 10), Err(Error::Invalid { .. })));
+    assert_eq!(ring.broadcast(0, 0, Some(b"alone"), 10).unwrap(), None);
+}

@@ -1,0 +1,105 @@
+//! The `[trainer]` table of millrace.toml: how workers are launched, watched and joined.
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Settings that decide how a job runs, never what it computes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Where the coordinator and the rings of local workers listen (ports are ephemeral).
+    pub listen: IpAddr,
+    /// Workers of a job whose file does not say, 1 to 1024.
+    pub workers: usize,
+    /// Checkpoints kept per job, at least 1.
+    pub checkpoints_keep: usize,
+    /// How many times a job starts a worker again before it goes on with fewer.
+    pub respawns_max: u32,
+    /// Pause before a worker is started again; doubles with each failure of the same slot, up to
+    /// 64 times.
+    pub respawn_backoff_ms: u64,
+    /// How often a worker says that it lives.
+    pub heartbeat_ms: u64,
+    /// A worker that was silent for this long is killed and replaced; several heartbeats.
+    pub heartbeat_lost_ms: u64,
+    /// How long a started worker may take until it stands at the barrier.
+    pub start_timeout_ms: u64,
+    /// How long the members of a broken ring may take to come to the barrier; longer than a step.
+    pub rendezvous_timeout_ms: u64,
+    /// How long a rank waits for its neighbour within a step; longer than a step.
+    pub exchange_timeout_ms: u64,
+    /// How long a stopping job may take for its last checkpoint before its workers are killed.
+    pub stop_timeout_ms: u64,
+    /// Shortest time between two progress reports.
+    pub progress_ms: u64,
+    /// Decoded rows a worker may keep in memory.
+    pub feed_cache_bytes: u64,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            workers: 2,
+            checkpoints_keep: 2,
+            respawns_max: 16,
+            respawn_backoff_ms: 100,
+            heartbeat_ms: 500,
+            heartbeat_lost_ms: 5_000,
+            start_timeout_ms: 60_000,
+            rendezvous_timeout_ms: 60_000,
+            exchange_timeout_ms: 60_000,
+            stop_timeout_ms: 30_000,
+            progress_ms: 100,
+            feed_cache_bytes: 32 << 20,
+        }
+    }
+}
+
+impl Config {
+    /// Says what makes the settings unusable, if anything does.
+    pub fn check(&self) -> Result<(), String> {
+        if self.workers == 0 || self.workers > crate::collective::WORLD_MAX {
+            return Err(format!("[trainer] workers = {}: allowed are 1 to 1024", self.workers));
+        }
+        if self.checkpoints_keep == 0 {
+            return Err("[trainer] checkpoints_keep = 0: keep at least 1".to_owned());
+        }
+        if self.heartbeat_ms == 0 || self.heartbeat_lost_ms < 2 * self.heartbeat_ms {
+            return Err(format!(
+                "[trainer] heartbeat_lost_ms = {}: must be at least twice heartbeat_ms = {}, which must not be 0",
+                self.heartbeat_lost_ms, self.heartbeat_ms
+            ));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn heartbeat(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_ms)
+    }
+
+    pub(crate) fn heartbeat_lost(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_lost_ms)
+    }
+
+    pub(crate) fn start_timeout(&self) -> Duration {
+        Duration::from_millis(self.start_timeout_ms)
+    }
+
+    pub(crate) fn rendezvous_timeout(&self) -> Duration {
+        Duration::from_millis(self.rendezvous_timeout_ms)
+    }
+
+    pub(crate) fn exchange_timeout(&self) -> Duration {
+        Duration::from_millis(self.exchange_timeout_ms)
+    }
+
+    pub(crate) fn stop_timeout(&self) -> Duration {
+        Duration::from_millis(self.stop_timeout_ms)
+    }
+
+    pub(crate) fn progress(&self) -> Duration {
+        Duration::from_millis(self.progress_ms)
+    }
+}

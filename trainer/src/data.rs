@@ -1,0 +1,243 @@
+//! From batches of the feed to the virtual shards of a step.
+use std::ops::Range;
+
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
+use arrow::compute::cast;
+use arrow::datatypes::{DataType, Float32Type, Int64Type};
+
+use crate::engine::{Labels, Loss, ShardBatch};
+use crate::error::{Error, Result};
+
+/// Which columns a job reads, and what it expects in them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Columns {
+    /// The dataset, for messages.
+    pub(crate) dataset: String,
+    pub(crate) features: String,
+    pub(crate) label: String,
+    pub(crate) input_width: usize,
+    pub(crate) output_width: usize,
+    pub(crate) loss: Loss,
+}
+
+/// Decoded rows: inputs row-major, one truth per row.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Rows {
+    input_width: usize,
+    output_width: usize,
+    inputs: Vec<f32>,
+    labels: Labels,
+}
+
+impl Rows {
+    /// The shard of the rows in `range`.
+    pub(crate) fn shard(&self, range: Range<usize>) -> ShardBatch {
+        let labels = match &self.labels {
+            Labels::Class(classes) => Labels::Class(classes[range.clone()].to_vec()),
+            Labels::Value(values) => {
+                let width = self.output_width;
+                Labels::Value(values[range.start * width..range.end * width].to_vec())
+            }
+        };
+        ShardBatch {
+            rows: range.len(),
+            inputs: self.inputs[range.start * self.input_width..range.end * self.input_width]
+                .to_vec(),
+            labels,
+        }
+    }
+}
+
+/// The slots of virtual shard `shard` of `shards` in a batch of `batch_rows`.
+pub(crate) fn shard_slots(shard: usize, shards: usize, batch_rows: usize) -> Range<usize> {
+    let cut = |at: usize| (at as u128 * batch_rows as u128 / shards as u128) as usize;
+    cut(shard)..cut(shard + 1)
+}
+
+/// The virtual shards of rank `rank` of `world`: contiguous, together all of them.
+pub(crate) fn rank_shards(rank: usize, world: usize, shards: usize) -> Range<usize> {
+    let cut = |at: usize| at * shards / world;
+    cut(rank)..cut(rank + 1)
+}
+
+impl Columns {
+    /// Refuses a dataset whose column types cannot be right, before any row is read.
+    pub(crate) fn check_schema(&self, schema: &arrow::datatypes::Schema) -> Result<()> {
+        let features = self.field(schema, &self.features)?;
+        let (kind, width) = element(features);
+        if !kind.is_numeric() {
+            return Err(self.bad(format!(
+                "column {:?} is {features}; features are numbers or lists of numbers",
+                self.features
+            )));
+        }
+        self.check_width(&self.features, width, self.input_width, "the model takes")?;
+        let label = self.field(schema, &self.label)?;
+        let (kind, width) = element(label);
+        match self.loss {
+            Loss::CrossEntropy if !label.is_integer() => Err(self.bad(format!(
+                "column {:?} is {label}; loss cross_entropy needs whole class numbers",
+                self.label
+            ))),
+            Loss::CrossEntropy => Ok(()),
+            Loss::Mse if !kind.is_numeric() => Err(self.bad(format!(
+                "column {:?} is {label}; loss mse needs numbers or lists of numbers",
+                self.label
+            ))),
+            Loss::Mse => self.check_width(&self.label, width, self.output_width, "the model gives"),
+        }
+    }
+
+    /// Decodes a batch; `row_name` says which row of the dataset a row of the batch is.
+    pub(crate) fn decode(
+        &self,
+        batch: &RecordBatch,
+        row_name: &dyn Fn(usize) -> String,
+    ) -> Result<Rows> {
+        let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
+        let labels = match self.loss {
+            Loss::CrossEntropy => Labels::Class(self.classes(batch, row_name)?),
+            Loss::Mse => {
+                Labels::Value(self.numbers(batch, &self.label, self.output_width, row_name)?)
+            }
+        };
+        Ok(Rows { input_width: self.input_width, output_width: self.output_width, inputs, labels })
+    }
+
+    fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {
+        schema.field_with_name(name).map(|field| field.data_type()).map_err(|_| {
+            let have: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
+            self.bad(format!("no column {name:?}; it has {}", have.join(", ")))
+        })
+    }
+
+    fn check_width(
+        &self,
+        column: &str,
+        width: Option<usize>,
+        wanted: usize,
+        who: &str,
+    ) -> Result<()> {
+        match width {
+            Some(width) if width != wanted => Err(self.bad(format!(
+                "column {column:?} has {width} values per row, {who} {wanted}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn column<'b>(&self, batch: &'b RecordBatch, name: &str) -> Result<&'b ArrayRef> {
+        batch.column_by_name(name).ok_or_else(|| self.bad(format!("no column {name:?}")))
+    }
+
+    fn classes(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Vec<i64>> {
+        let column = self.column(batch, &self.label)?;
+        if !column.data_type().is_integer() {
+            return Err(self.bad(format!(
+                "column {:?} is {}; loss cross_entropy needs whole class numbers",
+                self.label,
+                column.data_type()
+            )));
+        }
+        self.no_nulls(column, &self.label, row_name)?;
+        let column = self.cast(column, &self.label, &DataType::Int64)?;
+        let classes = column.as_primitive::<Int64Type>().values().to_vec();
+        let most = self.output_width as i64;
+        match classes.iter().position(|class| !(0..most).contains(class)) {
+            Some(row) => Err(self.bad(format!(
+                "{} has label {}; the model's classes are 0 to {}",
+                row_name(row),
+                classes[row],
+                most - 1
+            ))),
+            None => Ok(classes),
+        }
+    }
+
+    fn numbers(
+        &self,
+        batch: &RecordBatch,
+        name: &str,
+        width: usize,
+        row_name: &dyn Fn(usize) -> String,
+    ) -> Result<Vec<f32>> {
+        let column = self.column(batch, name)?;
+        self.no_nulls(column, name, row_name)?;
+        let wrong_width = |row: usize, found: usize| {
+            self.bad(format!("{} has {found} values in column {name:?}, not {width}", row_name(row)))
+        };
+        let rows = column.len();
+        let (values, ranges): (&ArrayRef, Vec<Range<usize>>) = match column.data_type() {
+            DataType::FixedSizeList(_, size) => {
+                let list = column.as_fixed_size_list();
+                let size = usize::try_from(*size).unwrap_or_default();
+                let start = |row: usize| list.value_offset(row) as usize;
+                (list.values(), (0..rows).map(|row| start(row)..start(row) + size).collect())
+            }
+            DataType::List(_) => {
+                let list = column.as_list::<i32>();
+                let at = list.value_offsets();
+                (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
+            }
+            DataType::LargeList(_) => {
+                let list = column.as_list::<i64>();
+                let at = list.value_offsets();
+                (list.values(), (0..rows).map(|r| at[r] as usize..at[r + 1] as usize).collect())
+            }
+            _ => (column, (0..rows).map(|row| row..row + 1).collect()),
+        };
+        if !values.data_type().is_numeric() {
+            return Err(self.bad(format!("column {name:?} is {}, not numbers", column.data_type())));
+        }
+        if let Some(row) = ranges.iter().position(|range| range.len() != width) {
+            return Err(wrong_width(row, ranges[row].len()));
+        }
+        let values = self.cast(values, name, &DataType::Float32)?;
+        let values = values.as_primitive::<Float32Type>();
+        let mut flat = Vec::with_capacity(rows * width);
+        for (row, range) in ranges.into_iter().enumerate() {
+            if values.null_count() > 0 && range.clone().any(|at| values.is_null(at)) {
+                return Err(self.bad(format!("{} has a null in column {name:?}", row_name(row))));
+            }
+            flat.extend_from_slice(&values.values()[range]);
+        }
+        match flat.iter().position(|value| !value.is_finite()) {
+            Some(at) => Err(self.bad(format!(
+                "{} has {} in column {name:?}",
+                row_name(at / width.max(1)),
+                flat[at]
+            ))),
+            None => Ok(flat),
+        }
+    }
+
+    fn no_nulls(
+        &self,
+        column: &ArrayRef,
+        name: &str,
+        row_name: &dyn Fn(usize) -> String,
+    ) -> Result<()> {
+        if column.null_count() == 0 {
+            return Ok(());
+        }
+        let row = (0..column.len()).find(|row| column.is_null(*row)).unwrap_or_default();
+        Err(self.bad(format!("{} has no value in column {name:?}", row_name(row))))
+    }
+
+    fn cast(&self, values: &ArrayRef, name: &str, to: &DataType) -> Result<ArrayRef> {
+        cast(values, to).map_err(|e| self.bad(format!("column {name:?} cannot be read as {to} ({e})")))
+    }
+
+    fn bad(&self, reason: String) -> Error {
+        Error::Data { dataset: self.dataset.clone(), reason }
+    }
+}
+
+/// The element type of a column and, where the type fixes it, how many a row has.
+fn element(column: &DataType) -> (&DataType, Option<usize>) {
+    match column {
+        DataType::FixedSizeList(field, size) => (field.data_type(), usize::try_from(*size).ok()),
+        DataType::List(field) | DataType::LargeList(field) => (field.data_type(), None),
+        other => (other, Some(1)),
+    }
+}

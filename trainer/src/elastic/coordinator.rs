@@ -1,0 +1,441 @@
+//! The coordinator: one task that feeds events to [`Membership`] and carries out its actions.
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+use futures::Stream;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::membership::{Action, MemberId, Membership, Message, Reason, Rules, Verdict};
+use super::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
+use super::proto::{self, from_worker, to_worker};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::launch::{Place, WorkerCommand, describe_exit};
+use crate::metrics;
+
+/// How often time-outs are looked at.
+const TICK: Duration = Duration::from_millis(25);
+/// How long a connection may take to introduce itself.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long workers may take to exit after the job's end.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Messages waiting for one worker; a worker that lets more pile up is lost.
+const OUTBOX_MAX: usize = 256;
+
+/// What rank 0 reported last, and who computes.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Report {
+    pub(crate) step: u64,
+    pub(crate) epoch: u64,
+    pub(crate) loss: f64,
+    pub(crate) rows: u64,
+    pub(crate) pids: Vec<u32>,
+    pub(crate) membership_epoch: u64,
+}
+
+/// How the workers' part of a job ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    pub(crate) stopped: bool,
+    pub(crate) workers_lost: u32,
+    pub(crate) membership_epochs: u64,
+    /// From the first formed epoch to the end.
+    pub(crate) trained: Duration,
+}
+
+/// What a job's coordinator is given.
+pub(crate) struct Crew<'a> {
+    pub(crate) job: &'a str,
+    pub(crate) workers: usize,
+    pub(crate) config: &'a Config,
+    pub(crate) command: &'a WorkerCommand,
+    pub(crate) token: String,
+    /// Handed to every worker that introduces itself.
+    pub(crate) assignment: String,
+}
+
+enum Event {
+    Joined {
+        hello: proto::Hello,
+        outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
+        reply: oneshot::Sender<Result<MemberId, String>>,
+    },
+    Said {
+        member: MemberId,
+        message: from_worker::Message,
+    },
+    Disconnected {
+        member: MemberId,
+        reason: String,
+    },
+    Exited {
+        slot: usize,
+        launch: u64,
+        reason: String,
+    },
+}
+
+/// Runs the workers of a job until it is finished, stopped by `cancel` or lost.
+///
+/// When the future is dropped, the worker processes are killed.
+pub(crate) async fn run(
+    crew: Crew<'_>,
+    cancel: CancellationToken,
+    mut on_report: impl FnMut(Report),
+) -> Result<Outcome> {
+    let listener = TcpListener::bind((crew.config.listen, 0))
+        .await
+        .map_err(|e| Error::io(format!("listen on {}", crew.config.listen), e))?;
+    let address =
+        listener.local_addr().map_err(|e| Error::io("find the coordinator's address", e))?;
+    let (events, mut inbox) = mpsc::channel(1024);
+    let over = CancellationToken::new();
+    let _over_on_drop = over.clone().drop_guard();
+    let tasks = TaskTracker::new();
+    let server = tonic::transport::Server::builder()
+        .add_service(CoordinatorServer::new(Door { token: crew.token.clone(), events: events.clone() }))
+        .serve_with_incoming_shutdown(
+            TcpListenerStream::new(listener),
+            over.clone().cancelled_owned(),
+        );
+    let mut server = tokio::spawn(server);
+
+    let config = crew.config;
+    let rules = Rules {
+        workers: crew.workers,
+        respawns_max: config.respawns_max,
+        respawn_backoff: Duration::from_millis(config.respawn_backoff_ms),
+        heartbeat_lost: config.heartbeat_lost(),
+        start_timeout: config.start_timeout(),
+        rendezvous_timeout: config.rendezvous_timeout(),
+        stop_timeout: config.stop_timeout(),
+    };
+    let mut state = Actor {
+        membership: Membership::new(rules, Instant::now()),
+        outboxes: BTreeMap::new(),
+        kills: BTreeMap::new(),
+        events,
+        tasks: tasks.clone(),
+        over: over.clone(),
+        crew: &crew,
+        address,
+        formed: None,
+        report: Report::default(),
+    };
+    let mut ticks = tokio::time::interval(TICK);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let verdict = loop {
+        tokio::select! {
+            Some(event) = inbox.recv() => state.on_event(event, &mut on_report),
+            _ = ticks.tick() => state.membership.tick(Instant::now()),
+            () = cancel.cancelled(), if !state.stopping() => state.stop(),
+            ended = &mut server => {
+                let reason = match ended {
+                    Ok(Ok(())) => "ended".to_owned(),
+                    Ok(Err(error)) => error.to_string(),
+                    Err(error) => error.to_string(),
+                };
+                return Err(Error::CoordinatorLost { address: address.to_string(), reason });
+            }
+        }
+        if let Some(verdict) = state.act() {
+            break verdict;
+        }
+    };
+    let ended = Instant::now();
+    metrics::workers_alive(0);
+    // Workers leave on Done; whoever does not is killed when its task is cancelled.
+    tasks.close();
+    if tokio::time::timeout(EXIT_TIMEOUT, tasks.wait()).await.is_err() {
+        tracing::warn!(job = crew.job, "workers did not exit in time and are killed");
+    }
+    over.cancel();
+    tasks.wait().await;
+    let outcome = Outcome {
+        stopped: matches!(verdict, Verdict::Finished { stopped: true }),
+        workers_lost: state.membership.lost_total(),
+        membership_epochs: state.membership.epoch(),
+        trained: state.formed.map_or(Duration::ZERO, |formed| ended - formed),
+    };
+    match verdict {
+        Verdict::Finished { .. } => Ok(outcome),
+        Verdict::Failed { message } => Err(Error::Worker { message }),
+        Verdict::WorkersLost { reason } => Err(Error::WorkersLost {
+            job: crew.job.to_owned(),
+            respawns: state.membership.respawns(),
+            reason,
+        }),
+    }
+}
+
+struct Actor<'a> {
+    membership: Membership,
+    outboxes: BTreeMap<MemberId, mpsc::Sender<Result<proto::ToWorker, Status>>>,
+    kills: BTreeMap<(usize, u64), CancellationToken>,
+    events: mpsc::Sender<Event>,
+    tasks: TaskTracker,
+    over: CancellationToken,
+    crew: &'a Crew<'a>,
+    address: SocketAddr,
+    formed: Option<Instant>,
+    report: Report,
+}
+
+impl Actor<'_> {
+    fn stopping(&self) -> bool {
+        self.membership.stopping()
+    }
+
+    fn stop(&mut self) {
+        tracing::info!(job = self.crew.job, "stopping after the current step");
+        self.membership.stop(Instant::now());
+    }
+
+    fn on_event(&mut self, event: Event, on_report: &mut impl FnMut(Report)) {
+        let now = Instant::now();
+        match event {
+            Event::Joined { hello, outbox, reply } => {
+                let joined = self.join(&hello, outbox, now);
+                // A connection that is gone already is noticed by its stream's end.
+                let _ = reply.send(joined);
+            }
+            Event::Said { member, message } => self.on_message(member, message, now, on_report),
+            Event::Disconnected { member, reason } => {
+                self.outboxes.remove(&member);
+                self.membership.lost(member, &reason, now);
+            }
+            Event::Exited { slot, launch, reason } => {
+                self.kills.remove(&(slot, launch));
+                self.membership.exited(slot, launch, &reason, now);
+            }
+        }
+    }
+
+    fn join(
+        &mut self,
+        hello: &proto::Hello,
+        outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
+        now: Instant,
+    ) -> Result<MemberId, String> {
+        let ring: SocketAddr = hello
+            .ring_address
+            .parse()
+            .map_err(|_| format!("ring address {:?} is not ip:port", hello.ring_address))?;
+        let member =
+            self.membership.joined(hello.slot as usize, hello.launch, hello.pid, ring, now)?;
+        tracing::info!(job = self.crew.job, worker = hello.slot, pid = hello.pid, "worker joined");
+        let welcome = proto::Welcome { member, assignment: self.crew.assignment.clone() };
+        if outbox.try_send(Ok(wrap(to_worker::Message::Welcome(welcome)))).is_ok() {
+            self.outboxes.insert(member, outbox);
+        }
+        Ok(member)
+    }
+
+    fn on_message(
+        &mut self,
+        member: MemberId,
+        message: from_worker::Message,
+        now: Instant,
+        on_report: &mut impl FnMut(Report),
+    ) {
+        match message {
+            from_worker::Message::Hello(_) => {
+                self.membership.lost(member, "introduced itself twice", now);
+            }
+            from_worker::Message::Heartbeat(_) => self.membership.heard(member, now),
+            from_worker::Message::Arrive(arrive) => {
+                let reason = match arrive.reason() {
+                    proto::Reason::Left => Reason::Left,
+                    proto::Reason::Broken => Reason::Broken,
+                    proto::Reason::Fresh | proto::Reason::Unspecified => Reason::Fresh,
+                };
+                if let Some(rank) = arrive.suspect_rank {
+                    tracing::info!(epoch = arrive.epoch, step = arrive.step, rank, "ring broke: rank missing");
+                }
+                self.membership.arrived(member, arrive.step, reason, now);
+            }
+            from_worker::Message::Progress(progress) => {
+                self.membership.heard(member, now);
+                let before = (self.report.step, self.report.rows);
+                self.report = Report {
+                    step: progress.step,
+                    epoch: progress.epoch,
+                    loss: progress.loss,
+                    rows: progress.rows,
+                    pids: self.membership.pids(),
+                    membership_epoch: self.membership.epoch(),
+                };
+                if before.0 > 0 {
+                    metrics::progressed(
+                        progress.step.saturating_sub(before.0),
+                        progress.rows.saturating_sub(before.1),
+                    );
+                }
+                on_report(self.report.clone());
+            }
+            from_worker::Message::Finished(finished) => {
+                self.membership.finished(member, finished.stopped, now);
+            }
+            from_worker::Message::Failed(failed) => self.membership.failed(member, failed.message),
+        }
+    }
+
+    /// Carries out what was decided; returns the verdict when the job is over.
+    fn act(&mut self) -> Option<Verdict> {
+        let mut verdict = None;
+        loop {
+            let actions = self.membership.take_actions();
+            if actions.is_empty() {
+                return verdict;
+            }
+            for action in actions {
+                match action {
+                    Action::Spawn { slot, launch } => self.spawn(slot, launch),
+                    Action::Kill { slot, launch } => {
+                        metrics::worker_lost();
+                        if let Some(kill) = self.kills.get(&(slot, launch)) {
+                            kill.cancel();
+                        }
+                    }
+                    Action::Send { member, message } => self.send(member, message),
+                    Action::End(ended) => verdict = Some(ended),
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, member: MemberId, message: Message) {
+        if let Message::Formed { epoch, rank: 0, peers } = &message {
+            self.formed.get_or_insert_with(Instant::now);
+            metrics::epoch_formed();
+            metrics::workers_alive(peers.len());
+            tracing::info!(job = self.crew.job, epoch, workers = peers.len(), "membership epoch formed");
+        }
+        let sent = self
+            .outboxes
+            .get(&member)
+            .is_some_and(|outbox| outbox.try_send(Ok(wrap(encode(message)))).is_ok());
+        if !sent {
+            self.outboxes.remove(&member);
+            self.membership.lost(member, "does not read its messages", Instant::now());
+        }
+    }
+
+    fn spawn(&mut self, slot: usize, launch: u64) {
+        let place = Place {
+            coordinator: self.address.to_string(),
+            token: self.crew.token.clone(),
+            slot,
+            launch,
+        };
+        let mut child = match self.crew.command.spawn(&place) {
+            Ok(child) => child,
+            Err(error) => {
+                tracing::error!(job = self.crew.job, worker = slot, %error, "worker did not start");
+                self.membership.exited(slot, launch, &error.to_string(), Instant::now());
+                return;
+            }
+        };
+        tracing::debug!(job = self.crew.job, worker = slot, pid = child.id(), "worker started");
+        let kill = self.over.child_token();
+        self.kills.insert((slot, launch), kill.clone());
+        let events = self.events.clone();
+        self.tasks.spawn(async move {
+            let status = tokio::select! {
+                status = child.wait() => status,
+                () = kill.cancelled() => {
+                    // Already gone is as good as killed.
+                    let _ = child.start_kill();
+                    child.wait().await
+                }
+            };
+            // Nobody listens any more once the job is over.
+            let _ = events.try_send(Event::Exited { slot, launch, reason: describe_exit(status) });
+        });
+    }
+}
+
+fn wrap(message: to_worker::Message) -> proto::ToWorker {
+    proto::ToWorker { message: Some(message) }
+}
+
+fn encode(message: Message) -> to_worker::Message {
+    match message {
+        Message::Formed { epoch, rank, peers } => to_worker::Message::Formed(proto::Formed {
+            epoch,
+            rank: rank as u32,
+            members: peers
+                .into_iter()
+                .map(|peer| proto::Peer {
+                    ring_address: peer.address.to_string(),
+                    step: peer.step,
+                    pid: peer.pid,
+                })
+                .collect(),
+        }),
+        Message::Broken { epoch } => to_worker::Message::Broken(proto::Broken { epoch }),
+        Message::Reform { epoch } => to_worker::Message::Reform(proto::Reform { epoch }),
+        Message::Stop => to_worker::Message::Stop(proto::Stop {}),
+        Message::Done => to_worker::Message::Done(proto::Done {}),
+    }
+}
+
+/// Lets in those who know the token.
+struct Door {
+    token: String,
+    events: mpsc::Sender<Event>,
+}
+
+#[tonic::async_trait]
+impl Service for Door {
+    type SessionStream = Pin<Box<dyn Stream<Item = Result<proto::ToWorker, Status>> + Send>>;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<proto::FromWorker>>,
+    ) -> Result<Response<Self::SessionStream>, Status> {
+        let mut messages = request.into_inner();
+        let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("no greeting"))??;
+        let Some(from_worker::Message::Hello(hello)) = first.and_then(|first| first.message) else {
+            return Err(Status::invalid_argument("the first message must be a greeting"));
+        };
+        if hello.token != self.token {
+            return Err(Status::permission_denied("wrong token"));
+        }
+        let gone = || Status::unavailable("the job is over");
+        let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
+        let (reply, answer) = oneshot::channel();
+        let events = self.events.clone();
+        events.send(Event::Joined { hello, outbox, reply }).await.map_err(|_| gone())?;
+        let member = answer.await.map_err(|_| gone())?.map_err(Status::failed_precondition)?;
+        tokio::spawn(async move {
+            let reason = loop {
+                match messages.next().await {
+                    Some(Ok(proto::FromWorker { message: Some(message) })) => {
+                        if events.send(Event::Said { member, message }).await.is_err() {
+                            return;
+                        }
+                    }
+                    Some(Ok(proto::FromWorker { message: None })) => {
+                        break "sent an unknown message".to_owned();
+                    }
+                    Some(Err(status)) => break format!("lost its connection ({})", status.message()),
+                    None => break "closed its connection".to_owned(),
+                }
+            };
+            // Nobody listens any more once the job is over.
+            let _ = events.send(Event::Disconnected { member, reason }).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+}

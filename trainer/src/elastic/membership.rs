@@ -1,0 +1,481 @@
+//! Who is in the job: the coordinator's decisions as a pure state machine over events and time.
+//!
+//! A worker *place* (slot) is waiting, starting, live, ending or given up. A live member computes
+//! in the current membership epoch or stands at the barrier. When an epoch is over (a member is
+//! lost, a ring broke, or all agreed to leave because somebody wants to join), the next one forms
+//! as soon as every living member of the old one stands at the barrier; whoever else stands there
+//! joins. Survivors never restart and never wait for a replacement.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use crate::collective::Formation;
+
+pub(crate) type MemberId = u64;
+
+/// Bounds of the state machine; see [`crate::config::Config`].
+#[derive(Debug, Clone)]
+pub(crate) struct Rules {
+    pub(crate) workers: usize,
+    pub(crate) respawns_max: u32,
+    pub(crate) respawn_backoff: Duration,
+    pub(crate) heartbeat_lost: Duration,
+    pub(crate) start_timeout: Duration,
+    pub(crate) rendezvous_timeout: Duration,
+    pub(crate) stop_timeout: Duration,
+}
+
+/// What the coordinator must do next, in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Action {
+    Spawn { slot: usize, launch: u64 },
+    Kill { slot: usize, launch: u64 },
+    Send { member: MemberId, message: Message },
+    End(Verdict),
+}
+
+/// What a member is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Message {
+    Formed { epoch: u64, rank: usize, peers: Vec<Peer> },
+    Broken { epoch: u64 },
+    Reform { epoch: u64 },
+    Stop,
+    Done,
+}
+
+/// A member of a formed epoch, in rank order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Peer {
+    pub(crate) address: SocketAddr,
+    pub(crate) step: u64,
+    pub(crate) pid: u32,
+}
+
+/// How a job ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Finished { stopped: bool },
+    Failed { message: String },
+    WorkersLost { reason: String },
+}
+
+/// Why a member stands at the barrier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reason {
+    Fresh,
+    Left,
+    Broken,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Waiting { at: Instant },
+    Starting { launch: u64, since: Instant },
+    Live { launch: u64, member: MemberId },
+    Ending { launch: u64 },
+    GivenUp,
+}
+
+#[derive(Debug)]
+struct Member {
+    slot: usize,
+    launch: u64,
+    pid: u32,
+    address: SocketAddr,
+    heard: Instant,
+    arrived: Option<u64>,
+    finished: Option<bool>,
+}
+
+/// The state of one job's membership.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    rules: Rules,
+    slots: Vec<Slot>,
+    failures: Vec<u32>,
+    members: BTreeMap<MemberId, Member>,
+    epoch: u64,
+    in_epoch: BTreeSet<MemberId>,
+    /// Since when the current epoch is over and the next one has not formed.
+    closing: Option<Instant>,
+    reform_told: bool,
+    stopping: Option<Instant>,
+    ended: bool,
+    started: Instant,
+    member_next: MemberId,
+    launch_next: u64,
+    respawns: u32,
+    lost: u32,
+    last_loss: String,
+    actions: Vec<Action>,
+}
+
+impl Membership {
+    pub(crate) fn new(rules: Rules, now: Instant) -> Membership {
+        Membership {
+            slots: (0..rules.workers).map(|_| Slot::Waiting { at: now }).collect(),
+            failures: vec![0; rules.workers],
+            rules,
+            members: BTreeMap::new(),
+            epoch: 0,
+            in_epoch: BTreeSet::new(),
+            closing: None,
+            reform_told: false,
+            stopping: None,
+            ended: false,
+            started: now,
+            member_next: 1,
+            launch_next: 1,
+            respawns: 0,
+            lost: 0,
+            last_loss: "never started".to_owned(),
+            actions: Vec::new(),
+        }
+    }
+
+    /// The actions decided since the last call.
+    pub(crate) fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Members computing in the current epoch: their process ids, in rank order.
+    pub(crate) fn pids(&self) -> Vec<u32> {
+        self.ranked().map(|(_, member)| member.pid).collect()
+    }
+
+    /// Whether the job was asked to stop.
+    pub(crate) fn stopping(&self) -> bool {
+        self.stopping.is_some()
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Members lost so far.
+    pub(crate) fn lost_total(&self) -> u32 {
+        self.lost
+    }
+
+    pub(crate) fn respawns(&self) -> u32 {
+        self.respawns
+    }
+
+    /// A started process has introduced itself.
+    pub(crate) fn joined(
+        &mut self,
+        slot: usize,
+        launch: u64,
+        pid: u32,
+        address: SocketAddr,
+        now: Instant,
+    ) -> Result<MemberId, String> {
+        if self.ended {
+            return Err("the job is over".to_owned());
+        }
+        match self.slots.get(slot) {
+            Some(Slot::Starting { launch: started, .. }) if *started == launch => {}
+            _ => return Err(format!("no worker is expected in place {slot} with launch {launch}")),
+        }
+        let id = self.member_next;
+        self.member_next += 1;
+        self.slots[slot] = Slot::Live { launch, member: id };
+        let member = Member {
+            slot,
+            launch,
+            pid,
+            address,
+            heard: now,
+            arrived: None,
+            finished: None,
+        };
+        self.members.insert(id, member);
+        if self.stopping.is_some() {
+            self.send(id, Message::Stop);
+        }
+        Ok(id)
+    }
+
+    pub(crate) fn heard(&mut self, id: MemberId, now: Instant) {
+        if let Some(member) = self.members.get_mut(&id) {
+            member.heard = now;
+        }
+    }
+
+    /// A member stands at the barrier with the state after `step` steps.
+    pub(crate) fn arrived(&mut self, id: MemberId, step: u64, reason: Reason, now: Instant) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.heard = now;
+        member.arrived = Some(step);
+        member.finished = None;
+        if self.in_epoch.contains(&id) {
+            self.closing.get_or_insert(now);
+            if reason == Reason::Broken {
+                self.tell_broken();
+            }
+        }
+        self.settle(now);
+    }
+
+    /// A member has nothing left to compute in this epoch.
+    pub(crate) fn finished(&mut self, id: MemberId, stopped: bool, now: Instant) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.heard = now;
+        member.finished = Some(stopped);
+        self.settle(now);
+    }
+
+    /// A member met an error that every other one would meet too.
+    pub(crate) fn failed(&mut self, id: MemberId, message: String) {
+        if self.members.contains_key(&id) {
+            self.end(Verdict::Failed { message });
+        }
+    }
+
+    /// A member's stream broke or it must not go on.
+    pub(crate) fn lost(&mut self, id: MemberId, reason: &str, now: Instant) {
+        if self.ended {
+            return;
+        }
+        let Some(member) = self.members.remove(&id) else { return };
+        tracing::warn!(worker = member.slot, pid = member.pid, reason, "worker lost");
+        self.lost += 1;
+        self.last_loss = reason.to_owned();
+        self.slots[member.slot] = Slot::Ending { launch: member.launch };
+        self.actions.push(Action::Kill { slot: member.slot, launch: member.launch });
+        if self.in_epoch.remove(&id) {
+            self.closing.get_or_insert(now);
+            self.tell_broken();
+        }
+        self.settle(now);
+    }
+
+    /// A process is gone.
+    pub(crate) fn exited(&mut self, slot: usize, launch: u64, reason: &str, now: Instant) {
+        if self.ended {
+            return;
+        }
+        let current = match self.slots.get(slot) {
+            Some(Slot::Live { launch, member }) => Some((*launch, Some(*member))),
+            Some(Slot::Starting { launch, .. } | Slot::Ending { launch }) => Some((*launch, None)),
+            _ => None,
+        };
+        let Some((_, member)) = current.filter(|(started, _)| *started == launch) else { return };
+        match member {
+            Some(member) => self.lost(member, reason, now),
+            None => self.last_loss = reason.to_owned(),
+        }
+        self.slots[slot] = if self.respawns < self.rules.respawns_max && self.stopping.is_none() {
+            self.respawns += 1;
+            let factor = 1 << self.failures[slot].min(6);
+            self.failures[slot] += 1;
+            Slot::Waiting { at: now + self.rules.respawn_backoff * factor }
+        } else {
+            Slot::GivenUp
+        };
+        self.settle(now);
+    }
+
+    /// Ends the job after the step that runs.
+    pub(crate) fn stop(&mut self, now: Instant) {
+        if self.stopping.is_some() || self.ended {
+            return;
+        }
+        self.stopping = Some(now);
+        let all: Vec<MemberId> = self.members.keys().copied().collect();
+        for id in all {
+            self.send(id, Message::Stop);
+        }
+        self.settle(now);
+    }
+
+    /// Starts what is due and gives up on what is overdue.
+    pub(crate) fn tick(&mut self, now: Instant) {
+        if self.ended {
+            return;
+        }
+        for slot in 0..self.slots.len() {
+            match self.slots[slot] {
+                Slot::Waiting { .. } if self.stopping.is_some() => {
+                    self.slots[slot] = Slot::GivenUp;
+                }
+                Slot::Waiting { at } if at <= now => {
+                    let launch = self.launch_next;
+                    self.launch_next += 1;
+                    self.slots[slot] = Slot::Starting { launch, since: now };
+                    self.actions.push(Action::Spawn { slot, launch });
+                }
+                Slot::Starting { launch, since } if since + self.rules.start_timeout <= now => {
+                    self.slots[slot] = Slot::Ending { launch };
+                    self.actions.push(Action::Kill { slot, launch });
+                }
+                _ => {}
+            }
+        }
+        let silent: Vec<MemberId> = self
+            .members
+            .iter()
+            .filter(|(_, member)| member.heard + self.rules.heartbeat_lost <= now)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in silent {
+            self.lost(id, "fell silent", now);
+        }
+        if self.closing.is_some_and(|since| since + self.rules.rendezvous_timeout <= now) {
+            let missing: Vec<MemberId> = self
+                .in_epoch
+                .iter()
+                .filter(|id| self.members.get(id).is_some_and(|m| m.arrived.is_none()))
+                .copied()
+                .collect();
+            for id in missing {
+                self.lost(id, "did not come to the barrier in time", now);
+            }
+        }
+        if self.stopping.is_some_and(|since| since + self.rules.stop_timeout <= now) {
+            tracing::warn!("workers did not stop in time; the last checkpoint stands");
+            self.end(Verdict::Finished { stopped: true });
+        }
+        self.settle(now);
+    }
+
+    fn ranked(&self) -> impl Iterator<Item = (MemberId, &Member)> {
+        let mut ranked: Vec<_> = self
+            .in_epoch
+            .iter()
+            .filter_map(|id| self.members.get(id).map(|member| (*id, member)))
+            .collect();
+        ranked.sort_by_key(|(_, member)| member.slot);
+        ranked.into_iter()
+    }
+
+    /// Tells the members of the epoch that still compute that it is over.
+    fn tell_broken(&mut self) {
+        let epoch = self.epoch;
+        let busy: Vec<MemberId> =
+            self.ranked().filter(|(_, m)| m.arrived.is_none()).map(|(id, _)| id).collect();
+        for id in busy {
+            self.send(id, Message::Broken { epoch });
+        }
+    }
+
+    /// Ends the job, forms an epoch or asks for one, whatever the state calls for.
+    fn settle(&mut self, now: Instant) {
+        if self.ended {
+            return;
+        }
+        let running = self.closing.is_none() && !self.in_epoch.is_empty();
+        if running {
+            let verdicts: Option<Vec<bool>> = self.ranked().map(|(_, m)| m.finished).collect();
+            if let Some(stopped) = verdicts {
+                self.end(Verdict::Finished { stopped: stopped.contains(&true) });
+                return;
+            }
+            let joiner = self
+                .members
+                .iter()
+                .any(|(id, member)| member.arrived.is_some() && !self.in_epoch.contains(id));
+            if joiner && !self.reform_told {
+                self.reform_told = true;
+                let epoch = self.epoch;
+                let ids: Vec<MemberId> = self.in_epoch.iter().copied().collect();
+                for id in ids {
+                    self.send(id, Message::Reform { epoch });
+                }
+            }
+            return;
+        }
+        if self.members.is_empty() && self.slots.iter().all(|slot| matches!(slot, Slot::GivenUp)) {
+            let verdict = match self.stopping {
+                Some(_) => Verdict::Finished { stopped: true },
+                None => Verdict::WorkersLost { reason: self.last_loss.clone() },
+            };
+            self.end(verdict);
+            return;
+        }
+        // Nothing computes: what is durable is all there is to keep.
+        if self.stopping.is_some() && self.in_epoch.is_empty() {
+            self.end(Verdict::Finished { stopped: true });
+            return;
+        }
+        self.form(now);
+    }
+
+    fn form(&mut self, now: Instant) {
+        let absent = self.ranked().any(|(_, member)| member.arrived.is_none());
+        let ready = self.members.values().filter(|member| member.arrived.is_some()).count();
+        if absent || ready == 0 {
+            return;
+        }
+        // The first epoch waits for the whole crew; later ones for nobody.
+        let everyone = self.slots.iter().all(|slot| match slot {
+            Slot::Live { member, .. } => {
+                self.members.get(member).is_some_and(|member| member.arrived.is_some())
+            }
+            Slot::GivenUp => true,
+            _ => false,
+        });
+        if self.epoch == 0 && !everyone && now < self.started + self.rules.start_timeout {
+            return;
+        }
+        self.epoch += 1;
+        self.closing = None;
+        self.reform_told = false;
+        self.in_epoch = self
+            .members
+            .iter()
+            .filter(|(_, member)| member.arrived.is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        let ranked: Vec<MemberId> = self.ranked().map(|(id, _)| id).collect();
+        let peers: Vec<Peer> = self
+            .ranked()
+            .map(|(_, member)| Peer {
+                address: member.address,
+                step: member.arrived.unwrap_or_default(),
+                pid: member.pid,
+            })
+            .collect();
+        for (rank, id) in ranked.into_iter().enumerate() {
+            if let Some(member) = self.members.get_mut(&id) {
+                member.arrived = None;
+                self.failures[member.slot] = 0;
+            }
+            let epoch = self.epoch;
+            self.send(id, Message::Formed { epoch, rank, peers: peers.clone() });
+        }
+    }
+
+    fn end(&mut self, verdict: Verdict) {
+        if self.ended {
+            return;
+        }
+        self.ended = true;
+        let all: Vec<MemberId> = self.members.keys().copied().collect();
+        for id in all {
+            self.send(id, Message::Done);
+        }
+        self.actions.push(Action::End(verdict));
+    }
+
+    fn send(&mut self, member: MemberId, message: Message) {
+        self.actions.push(Action::Send { member, message });
+    }
+}
+
+/// The ring that a `Formed` message describes.
+pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
+    Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address).collect() }
+}
+
+/// The rank whose state is handed to those behind, if anybody is behind: the most advanced one,
+/// the lowest of several.
+pub(crate) fn source(peers: &[Peer]) -> Option<usize> {
+    let ahead = peers.iter().map(|peer| peer.step).max()?;
+    if peers.iter().all(|peer| peer.step == ahead) {
+        return None;
+    }
+    peers.iter().position(|peer| peer.step == ahead)
+}

@@ -1,0 +1,18 @@
+//! Elastic membership: a coordinator that keeps a job's workers together, and the worker's end.
+//!
+//! * [`membership`] decides (pure state machine), [`coordinator`] acts on the decisions (processes,
+//!   streams), [`session`] is the worker's end of its stream.
+//! * Membership epochs are numbered; the ring of an epoch never carries data of another one.
+
+pub(crate) mod coordinator;
+pub(crate) mod membership;
+pub(crate) mod session;
+
+#[cfg(test)]
+mod tests;
+
+/// The coordinator's protocol, generated from `proto/coordinator.proto`.
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, clippy::unwrap_used)]
+pub(crate) mod proto {
+    tonic::include_proto!("millrace.trainer.v1");
+}

@@ -1,0 +1,372 @@
+//! The worker's end of its stream to the coordinator.
+//!
+//! A task on the worker's runtime reads and writes the stream, so that heartbeats go out while the
+//! training thread computes; the training thread blocks here at barriers only. When the stream
+//! breaks, the task ends the process: a worker never outlives its coordinator.
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+
+use super::membership::{Peer, Reason};
+use super::proto::coordinator_client::CoordinatorClient;
+use super::proto::{self, from_worker, to_worker};
+use crate::error::{Error, Result};
+use crate::launch::Place;
+
+/// How long the coordinator may take to answer the greeting.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the training thread may take to notice that the coordinator is gone.
+const VANISH_GRACE: Duration = Duration::from_secs(2);
+/// Largest message taken from the coordinator.
+const MESSAGE_BYTES_MAX: usize = 16 << 20;
+/// The exit code of a worker without a coordinator.
+const EXIT_COORDINATOR_LOST: i32 = 3;
+
+/// A formed membership epoch, as this worker sees it.
+#[derive(Debug)]
+pub(crate) struct Formed {
+    pub(crate) epoch: u64,
+    pub(crate) rank: usize,
+    pub(crate) peers: Vec<Peer>,
+    /// Cancelled when the epoch is over.
+    pub(crate) abort: CancellationToken,
+}
+
+/// What comes after the barrier.
+#[derive(Debug)]
+pub(crate) enum Barrier {
+    Formed(Formed),
+    Done,
+}
+
+/// What comes after the last step.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// The job is over.
+    Done,
+    /// Somebody was lost before the end was durable: stand at the barrier again.
+    Broken,
+}
+
+/// What rank 0 reports, coalesced.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Report {
+    pub(crate) step: u64,
+    pub(crate) epoch: u64,
+    pub(crate) loss: f64,
+    pub(crate) rows: u64,
+}
+
+enum Notice {
+    Formed(Formed),
+    Broken(u64),
+    Done,
+    Lost(String),
+}
+
+#[derive(Default)]
+struct Flags {
+    leave: AtomicBool,
+    stop: AtomicBool,
+}
+
+/// The stream to the coordinator; owned by the training thread.
+pub(crate) struct Session {
+    address: String,
+    outgoing: mpsc::Sender<proto::FromWorker>,
+    notices: mpsc::UnboundedReceiver<Notice>,
+    flags: Arc<Flags>,
+    reports: watch::Sender<Option<Report>>,
+    epoch: u64,
+}
+
+/// Timings of a session, from [`crate::config::Config`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Timing {
+    pub(crate) heartbeat: Duration,
+    pub(crate) progress: Duration,
+}
+
+impl Session {
+    /// Greets the coordinator; returns the session and the assignment as JSON.
+    ///
+    /// Heartbeats begin with [`Session::start`], once the assignment has said how often.
+    pub(crate) fn connect(
+        runtime: &Handle,
+        place: &Place,
+        ring: SocketAddr,
+    ) -> Result<(Greeted, String)> {
+        let lost = |reason: String| Error::CoordinatorLost {
+            address: place.coordinator.clone(),
+            reason,
+        };
+        let (outgoing, messages) = mpsc::channel(64);
+        let hello = proto::Hello {
+            token: place.token.clone(),
+            slot: place.slot as u32,
+            launch: place.launch,
+            pid: std::process::id(),
+            ring_address: ring.to_string(),
+        };
+        let greet = async {
+            let channel = Endpoint::from_shared(format!("http://{}", place.coordinator))
+                .map_err(|e| lost(e.to_string()))?
+                .connect_timeout(CONNECT_TIMEOUT)
+                .tcp_nodelay(true)
+                .connect()
+                .await
+                .map_err(|e| lost(format!("cannot connect ({e})")))?;
+            let mut client =
+                CoordinatorClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
+            let hello = proto::FromWorker { message: Some(from_worker::Message::Hello(hello)) };
+            outgoing.send(hello).await.map_err(|_| lost("cannot greet".to_owned()))?;
+            let mut incoming = client
+                .session(ReceiverStream::new(messages))
+                .await
+                .map_err(|status| lost(format!("refused this worker ({})", status.message())))?
+                .into_inner();
+            let first = incoming.message().await.map_err(|s| lost(s.message().to_owned()))?;
+            match first.and_then(|first| first.message) {
+                Some(to_worker::Message::Welcome(welcome)) => Ok((incoming, welcome.assignment)),
+                _ => Err(lost("did not welcome this worker".to_owned())),
+            }
+        };
+        let (incoming, assignment) = runtime
+            .block_on(async { tokio::time::timeout(CONNECT_TIMEOUT, greet).await })
+            .map_err(|_| lost("did not answer in time".to_owned()))??;
+        let greeted = Greeted {
+            address: place.coordinator.clone(),
+            outgoing,
+            incoming,
+        };
+        Ok((greeted, assignment))
+    }
+
+    /// Stands at the barrier with the state after `step` steps until an epoch is formed.
+    pub(crate) fn arrive(
+        &mut self,
+        step: u64,
+        reason: Reason,
+        suspect: Option<usize>,
+    ) -> Result<Barrier> {
+        let mut arrive = proto::Arrive {
+            step,
+            epoch: self.epoch,
+            suspect_rank: suspect.map(|rank| rank as u32),
+            ..Default::default()
+        };
+        arrive.set_reason(match reason {
+            Reason::Fresh => proto::Reason::Fresh,
+            Reason::Left => proto::Reason::Left,
+            Reason::Broken => proto::Reason::Broken,
+        });
+        self.send(from_worker::Message::Arrive(arrive))?;
+        loop {
+            match self.notice()? {
+                Notice::Formed(formed) => {
+                    self.epoch = formed.epoch;
+                    return Ok(Barrier::Formed(formed));
+                }
+                Notice::Done => return Ok(Barrier::Done),
+                Notice::Broken(_) | Notice::Lost(_) => {}
+            }
+        }
+    }
+
+    /// Says that nothing is left to compute and waits for the others.
+    pub(crate) fn finish(&mut self, step: u64, stopped: bool) -> Result<Ending> {
+        self.send(from_worker::Message::Finished(proto::Finished { step, stopped }))?;
+        loop {
+            match self.notice()? {
+                Notice::Done => return Ok(Ending::Done),
+                Notice::Broken(epoch) if epoch == self.epoch => return Ok(Ending::Broken),
+                _ => {}
+            }
+        }
+    }
+
+    /// Says that the job cannot go on; the process should exit afterwards.
+    pub(crate) fn fail(&mut self, message: String) -> Result<()> {
+        self.send(from_worker::Message::Failed(proto::Failed { message }))?;
+        // The coordinator answers every failure with Done.
+        loop {
+            if matches!(self.notice()?, Notice::Done) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether somebody waits to join this epoch.
+    pub(crate) fn leave_wanted(&self) -> bool {
+        self.flags.leave.load(Ordering::Relaxed)
+    }
+
+    /// Whether the job was asked to stop.
+    pub(crate) fn stop_wanted(&self) -> bool {
+        self.flags.stop.load(Ordering::Relaxed)
+    }
+
+    /// Reports progress; never blocks, only the newest report is sent.
+    pub(crate) fn report(&self, report: Report) {
+        self.reports.send_replace(Some(report));
+    }
+
+    fn send(&self, message: from_worker::Message) -> Result<()> {
+        self.outgoing
+            .blocking_send(proto::FromWorker { message: Some(message) })
+            .map_err(|_| self.lost("closed the stream".to_owned()))
+    }
+
+    fn notice(&mut self) -> Result<Notice> {
+        match self.notices.blocking_recv() {
+            Some(Notice::Lost(reason)) => Err(self.lost(reason)),
+            Some(notice) => Ok(notice),
+            None => Err(self.lost("closed the stream".to_owned())),
+        }
+    }
+
+    fn lost(&self, reason: String) -> Error {
+        Error::CoordinatorLost { address: self.address.clone(), reason }
+    }
+}
+
+/// A session that has been welcomed but does not yet say that it lives.
+pub(crate) struct Greeted {
+    address: String,
+    outgoing: mpsc::Sender<proto::FromWorker>,
+    incoming: tonic::Streaming<proto::ToWorker>,
+}
+
+impl Greeted {
+    /// Starts heartbeats and listening on `runtime`.
+    pub(crate) fn start(self, runtime: &Handle, timing: Timing) -> Session {
+        let (notify, notices) = mpsc::unbounded_channel();
+        let (reports, latest) = watch::channel(None);
+        let flags = Arc::new(Flags::default());
+        runtime.spawn(heartbeat(self.outgoing.clone(), timing.heartbeat));
+        runtime.spawn(report(self.outgoing.clone(), latest, timing.progress));
+        runtime.spawn(listen(self.incoming, notify, Arc::clone(&flags)));
+        Session {
+            address: self.address,
+            outgoing: self.outgoing,
+            notices,
+            flags,
+            reports,
+            epoch: 0,
+        }
+    }
+}
+
+async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration) {
+    let mut ticks = tokio::time::interval(every);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let beat = from_worker::Message::Heartbeat(proto::Heartbeat {});
+        if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn report(
+    outgoing: mpsc::Sender<proto::FromWorker>,
+    mut latest: watch::Receiver<Option<Report>>,
+    every: Duration,
+) {
+    while latest.changed().await.is_ok() {
+        let Some(report) = *latest.borrow_and_update() else { continue };
+        let progress = from_worker::Message::Progress(proto::Progress {
+            step: report.step,
+            epoch: report.epoch,
+            loss: report.loss,
+            rows: report.rows,
+        });
+        if outgoing.send(proto::FromWorker { message: Some(progress) }).await.is_err() {
+            return;
+        }
+        tokio::time::sleep(every).await;
+    }
+}
+
+async fn listen(
+    mut incoming: tonic::Streaming<proto::ToWorker>,
+    notify: mpsc::UnboundedSender<Notice>,
+    flags: Arc<Flags>,
+) {
+    let (mut epoch, mut abort) = (0, CancellationToken::new());
+    let reason = loop {
+        let message = match incoming.message().await {
+            Ok(Some(proto::ToWorker { message: Some(message) })) => message,
+            Ok(Some(_)) => break "sent an unknown message".to_owned(),
+            Ok(None) => break "closed the stream".to_owned(),
+            Err(status) => break status.message().to_owned(),
+        };
+        // A training thread that is gone needs no notices.
+        match message {
+            to_worker::Message::Formed(formed) => match decode(formed) {
+                Ok(formed) => {
+                    flags.leave.store(false, Ordering::Relaxed);
+                    (epoch, abort) = (formed.epoch, formed.abort.clone());
+                    let _ = notify.send(Notice::Formed(formed));
+                }
+                Err(reason) => break reason,
+            },
+            to_worker::Message::Broken(broken) => {
+                if epoch == broken.epoch {
+                    abort.cancel();
+                }
+                let _ = notify.send(Notice::Broken(broken.epoch));
+            }
+            to_worker::Message::Reform(reform) => {
+                if epoch == reform.epoch {
+                    flags.leave.store(true, Ordering::Relaxed);
+                }
+            }
+            to_worker::Message::Stop(_) => flags.stop.store(true, Ordering::Relaxed),
+            to_worker::Message::Done(_) => {
+                abort.cancel();
+                let _ = notify.send(Notice::Done);
+                return;
+            }
+            to_worker::Message::Welcome(_) => break "welcomed this worker twice".to_owned(),
+        }
+    };
+    abort.cancel();
+    tracing::error!(reason, "coordinator lost; this worker exits");
+    let _ = notify.send(Notice::Lost(reason));
+    // The training thread leaves by itself at its next exchange or barrier; a long computation is
+    // cut off.
+    tokio::time::sleep(VANISH_GRACE).await;
+    std::process::exit(EXIT_COORDINATOR_LOST);
+}
+
+fn decode(formed: proto::Formed) -> Result<Formed, String> {
+    let peers = formed
+        .members
+        .into_iter()
+        .map(|peer| {
+            let address = peer
+                .ring_address
+                .parse()
+                .map_err(|_| format!("ring address {:?} is not ip:port", peer.ring_address))?;
+            Ok(Peer { address, step: peer.step, pid: peer.pid })
+        })
+        .collect::<Result<Vec<Peer>, String>>()?;
+    if formed.rank as usize >= peers.len() {
+        return Err(format!("rank {} of {} members", formed.rank, peers.len()));
+    }
+    Ok(Formed {
+        epoch: formed.epoch,
+        rank: formed.rank as usize,
+        peers,
+        abort: CancellationToken::new(),
+    })
+}

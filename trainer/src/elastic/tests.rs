@@ -1,0 +1,275 @@
+//! Tests of the membership decisions; no process, no clock.
+#![allow(clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use super::membership::{Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, source};
+
+/// A membership with a clock of its own and a memory of what it was told to do.
+struct Job {
+    membership: Membership,
+    now: Instant,
+}
+
+fn rules(workers: usize) -> Rules {
+    Rules {
+        workers,
+        respawns_max: 3,
+        respawn_backoff: Duration::from_millis(100),
+        heartbeat_lost: Duration::from_secs(5),
+        start_timeout: Duration::from_secs(30),
+        rendezvous_timeout: Duration::from_secs(20),
+        stop_timeout: Duration::from_secs(10),
+    }
+}
+
+impl Job {
+    fn new(workers: usize) -> Job {
+        let now = Instant::now();
+        Job { membership: Membership::new(rules(workers), now), now }
+    }
+
+    /// Lets time pass in steps during which every living member says so.
+    fn pass(&mut self, time: Duration, living: &[MemberId]) -> Vec<Action> {
+        let until = self.now + time;
+        while self.now < until {
+            self.now += Duration::from_millis(50);
+            for member in living {
+                self.membership.heard(*member, self.now);
+            }
+            self.membership.tick(self.now);
+        }
+        self.membership.take_actions()
+    }
+
+    fn join(&mut self, slot: usize, launch: u64) -> MemberId {
+        let address = SocketAddr::from(([127, 0, 0, 1], 1000 + launch as u16));
+        self.membership.joined(slot, launch, launch as u32, address, self.now).unwrap()
+    }
+
+    fn arrive(&mut self, member: MemberId, step: u64, reason: Reason) -> Vec<Action> {
+        self.membership.arrived(member, step, reason, self.now);
+        self.membership.take_actions()
+    }
+
+    /// A job whose workers have all arrived at step 0.
+    fn running(workers: usize) -> (Job, Vec<MemberId>) {
+        let mut job = Job::new(workers);
+        let spawned = job.pass(Duration::from_millis(50), &[]);
+        assert_eq!(spawned.len(), workers);
+        let members: Vec<MemberId> = (0..workers).map(|slot| job.join(slot, slot as u64 + 1)).collect();
+        for (i, member) in members.iter().enumerate() {
+            let formed = formed(&job.arrive(*member, 0, Reason::Fresh));
+            let wanted = if i + 1 == workers { members.clone() } else { vec![] };
+            assert_eq!(formed.iter().map(|f| f.0).collect::<Vec<_>>(), wanted);
+        }
+        (job, members)
+    }
+}
+
+/// Who was told that an epoch formed: member, epoch, rank, world.
+fn formed(actions: &[Action]) -> Vec<(MemberId, u64, usize, usize)> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Send { member, message: Message::Formed { epoch, rank, peers } } => {
+                Some((*member, *epoch, *rank, peers.len()))
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+fn sent(actions: &[Action], wanted: &Message) -> Vec<MemberId> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Send { member, message } if message == wanted => Some(*member),
+            _ => None,
+        })
+        .collect()
+}
+
+fn spawned(actions: &[Action]) -> Vec<(usize, u64)> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Spawn { slot, launch } => Some((*slot, *launch)),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn the_first_epoch_waits_for_everybody() {
+    let (job, members) = Job::running(3);
+    assert_eq!(members.len(), 3);
+    assert_eq!(job.membership.pids(), [1, 2, 3]);
+    assert_eq!(job.membership.epoch(), 1);
+}
+
+#[test]
+fn the_first_epoch_goes_without_those_that_never_start() {
+    let mut job = Job::new(2);
+    job.pass(Duration::from_millis(50), &[]);
+    let first = job.join(0, 1);
+    assert!(formed(&job.arrive(first, 0, Reason::Fresh)).is_empty());
+    let actions = job.pass(Duration::from_secs(31), &[first]);
+    assert_eq!(formed(&actions), [(first, 1, 0, 1)]);
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
+}
+
+#[test]
+fn survivors_go_on_alone_and_take_the_replacement_in() {
+    let (mut job, members) = Job::running(3);
+    job.membership.lost(members[1], "died", job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[0], members[2]]);
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+
+    assert!(formed(&job.arrive(members[0], 7, Reason::Broken)).is_empty());
+    let actions = job.arrive(members[2], 8, Reason::Broken);
+    assert_eq!(formed(&actions), [(members[0], 2, 0, 2), (members[2], 2, 1, 2)]);
+
+    let actions = job.pass(Duration::from_millis(200), &members);
+    assert_eq!(spawned(&actions), [(1, 4)]);
+    let replacement = job.join(1, 4);
+    let actions = job.arrive(replacement, 5, Reason::Fresh);
+    assert_eq!(sent(&actions, &Message::Reform { epoch: 2 }), [members[0], members[2]]);
+    // Asked once, not with every event.
+    assert!(job.pass(Duration::from_millis(200), &[members[0], members[2], replacement]).is_empty());
+
+    assert!(job.arrive(members[0], 20, Reason::Left).is_empty());
+    let actions = job.arrive(members[2], 20, Reason::Left);
+    assert_eq!(
+        formed(&actions),
+        [(members[0], 3, 0, 3), (replacement, 3, 1, 3), (members[2], 3, 2, 3)]
+    );
+    assert_eq!(job.membership.lost_total(), 1);
+}
+
+#[test]
+fn a_silent_member_is_killed_and_replaced() {
+    let (mut job, members) = Job::running(2);
+    let actions = job.pass(Duration::from_secs(6), &members[..1]);
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
+    assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[0]]);
+    assert_eq!(formed(&job.arrive(members[0], 3, Reason::Broken)), [(members[0], 2, 0, 1)]);
+}
+
+#[test]
+fn a_member_that_does_not_come_to_the_barrier_is_killed() {
+    let (mut job, members) = Job::running(2);
+    let actions = job.arrive(members[0], 4, Reason::Broken);
+    assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[1]]);
+    let actions = job.pass(Duration::from_secs(21), &members);
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
+    assert_eq!(formed(&actions), [(members[0], 2, 0, 1)]);
+}
+
+#[test]
+fn respawns_are_bounded_and_slow_down() {
+    let mut job = Job::new(1);
+    let mut launches = Vec::new();
+    let mut pauses = Vec::new();
+    loop {
+        let began = job.now;
+        let mut actions = job.pass(Duration::from_millis(50), &[]);
+        while spawned(&actions).is_empty() && job.now < began + Duration::from_secs(3) {
+            actions = job.pass(Duration::from_millis(50), &[]);
+        }
+        let Some((slot, launch)) = spawned(&actions).first().copied() else { break };
+        pauses.push((job.now - began).as_millis());
+        launches.push(launch);
+        job.membership.exited(slot, launch, "exited with code 1", job.now);
+        let ended = job.membership.take_actions();
+        if let Some(Action::End(verdict)) = ended.last() {
+            assert_eq!(*verdict, Verdict::WorkersLost { reason: "exited with code 1".into() });
+            break;
+        }
+    }
+    assert_eq!(launches, [1, 2, 3, 4]);
+    assert_eq!(pauses, [50, 100, 200, 400]);
+    assert_eq!(job.membership.respawns(), 3);
+}
+
+#[test]
+fn late_messages_of_the_dead_change_nothing() {
+    let (mut job, members) = Job::running(2);
+    job.membership.lost(members[1], "died", job.now);
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+    job.membership.take_actions();
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+    job.membership.lost(members[1], "closed its connection", job.now);
+    assert!(job.arrive(members[1], 3, Reason::Broken).is_empty());
+    job.membership.finished(members[1], false, job.now);
+    job.membership.failed(members[1], "no".into());
+    assert!(job.membership.take_actions().is_empty());
+    let address = SocketAddr::from(([127, 0, 0, 1], 1));
+    assert!(job.membership.joined(1, 2, 9, address, job.now).is_err());
+    assert!(job.membership.joined(7, 1, 9, address, job.now).is_err());
+}
+
+#[test]
+fn a_death_at_the_end_is_made_up_for() {
+    let (mut job, members) = Job::running(2);
+    job.membership.finished(members[1], false, job.now);
+    // Rank 0 dies before its checkpoint is durable.
+    job.membership.lost(members[0], "died", job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[1]]);
+    assert_eq!(formed(&job.arrive(members[1], 50, Reason::Broken)), [(members[1], 2, 0, 1)]);
+    job.membership.finished(members[1], false, job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(sent(&actions, &Message::Done), [members[1]]);
+    assert!(actions.contains(&Action::End(Verdict::Finished { stopped: false })));
+}
+
+#[test]
+fn a_stop_reaches_everybody_and_late_comers() {
+    let (mut job, members) = Job::running(2);
+    job.membership.stop(job.now);
+    assert_eq!(sent(&job.membership.take_actions(), &Message::Stop), members);
+    for member in &members {
+        job.membership.finished(*member, true, job.now);
+    }
+    assert!(job.membership.take_actions().contains(&Action::End(Verdict::Finished { stopped: true })));
+
+    let mut starting = Job::new(2);
+    starting.pass(Duration::from_millis(50), &[]);
+    starting.membership.stop(starting.now);
+    let actions = starting.membership.take_actions();
+    assert_eq!(actions, [Action::End(Verdict::Finished { stopped: true })]);
+}
+
+#[test]
+fn a_stop_does_not_wait_for_ever() {
+    let (mut job, members) = Job::running(2);
+    job.membership.stop(job.now);
+    let actions = job.pass(Duration::from_secs(11), &members);
+    assert!(actions.contains(&Action::End(Verdict::Finished { stopped: true })));
+}
+
+#[test]
+fn a_failure_that_everybody_would_meet_ends_the_job() {
+    let (mut job, members) = Job::running(2);
+    job.membership.failed(members[1], "step 3: loss is NaN".into());
+    let actions = job.membership.take_actions();
+    assert_eq!(sent(&actions, &Message::Done), members);
+    let verdict = Verdict::Failed { message: "step 3: loss is NaN".into() };
+    assert_eq!(actions.last(), Some(&Action::End(verdict)));
+}
+
+#[test]
+fn the_most_advanced_member_hands_over() {
+    let peers = |steps: &[u64]| -> Vec<Peer> {
+        let address = SocketAddr::from(([127, 0, 0, 1], 1));
+        steps.iter().map(|step| Peer { address, step: *step, pid: 1 }).collect()
+    };
+    assert_eq!(source(&peers(&[4, 4, 4])), None);
+    assert_eq!(source(&peers(&[3, 4, 4])), Some(1));
+    assert_eq!(source(&peers(&[4, 3, 0])), Some(0));
+    assert_eq!(source(&peers(&[9])), None);
+}

@@ -1,0 +1,197 @@
+//! The crate's one error type: variants say what the caller does next.
+use std::path::PathBuf;
+
+/// The source of an error that came from another crate.
+pub(crate) type Source = Box<dyn std::error::Error + Send + Sync + 'static>;
+
+/// The crate's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can go wrong between a job file and a published bundle.
+///
+/// `Display` is one line that names the thing, the place and the way out; causes are in
+/// [`std::error::Error::source`] and are not repeated.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The job file cannot be used as it is: fix the named key.
+    #[error("job file {path}: {reason}", path = path.display())]
+    JobFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with the key and the way out.
+        reason: String,
+    },
+    /// The job is well-formed but does not fit its data, its model or its volumes.
+    #[error("job {job}: {reason}")]
+    Job {
+        /// The job's name.
+        job: String,
+        /// What does not fit, and the way out.
+        reason: String,
+    },
+    /// The model cannot be loaded or does not fit its loss or its batch; see the engine's error.
+    #[error(transparent)]
+    Engine(#[from] crate::engine::EngineError),
+    /// The optimizer's settings or its state cannot be used.
+    #[error(transparent)]
+    Optim(#[from] crate::optim::OptimError),
+    /// A gradient or a loss does not fit the exact sum.
+    #[error(transparent)]
+    Fixed(#[from] crate::fixed::FixedError),
+    /// The data does not have the columns, types or widths the model needs.
+    #[error("dataset {dataset}: {reason}")]
+    Data {
+        /// The dataset, `volume@snapshot:/path`.
+        dataset: String,
+        /// What is wrong, naming the column and the row where it can.
+        reason: String,
+    },
+    /// Training went numerically wrong: lower the learning rate or check the data.
+    #[error("step {step}: {reason}")]
+    Diverged {
+        /// The step, counted from 0.
+        step: u64,
+        /// What is not finite or out of range, and the way out.
+        reason: String,
+    },
+    /// A collective operation did not complete; the ring must be formed again.
+    #[error(transparent)]
+    Collective(#[from] crate::collective::Error),
+    /// The worker lost its coordinator and must exit.
+    #[error("coordinator {address}: {reason}")]
+    CoordinatorLost {
+        /// Where it was.
+        address: String,
+        /// What happened.
+        reason: String,
+    },
+    /// Every worker is gone and the respawn budget is spent.
+    #[error("job {job}: no worker left after {respawns} respawns; the last one {reason}")]
+    WorkersLost {
+        /// The job's name.
+        job: String,
+        /// How many respawns were spent.
+        respawns: u32,
+        /// How the last worker ended.
+        reason: String,
+    },
+    /// A worker met an error that every other worker would meet too.
+    #[error("{message}")]
+    Worker {
+        /// The worker's own one-line message.
+        message: String,
+    },
+    /// A worker process could not be started.
+    #[error("start worker {program}: {reason}")]
+    Launch {
+        /// The program.
+        program: String,
+        /// Why not.
+        reason: String,
+    },
+    /// Somebody else runs the same job.
+    #[error("job {job}: {reason}")]
+    Busy {
+        /// The job's name.
+        job: String,
+        /// Who holds it, when known.
+        reason: String,
+    },
+    /// A checkpoint cannot be read: delete it to start over.
+    #[error("checkpoint {place}: {reason}")]
+    Checkpoint {
+        /// `volume:/path` of the checkpoint.
+        place: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Rows were lost or delivered twice: a defect, reported instead of a wrong count.
+    #[error("epoch {epoch} of job {job}: {reason}")]
+    Count {
+        /// The job's name.
+        job: String,
+        /// The data epoch, counted from 0.
+        epoch: u64,
+        /// The counts that differ.
+        reason: String,
+    },
+    /// A volume operation failed.
+    #[error("{what}")]
+    Volume {
+        /// The operation and the place.
+        what: String,
+        /// The cause.
+        #[source]
+        source: Source,
+    },
+    /// The feed failed.
+    #[error("{what}")]
+    Feed {
+        /// The operation and the place.
+        what: String,
+        /// The cause.
+        #[source]
+        source: Source,
+    },
+    /// The bundle could not be made.
+    #[error("{what}")]
+    Bundle {
+        /// The operation.
+        what: String,
+        /// The cause.
+        #[source]
+        source: Source,
+    },
+    /// The operating system refused something.
+    #[error("{what}")]
+    Io {
+        /// The operation and the place.
+        what: String,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    /// Whether forming the ring again (or starting the job again) can succeed without a change
+    /// of the job, its data or its model.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Error::Collective(error) => error.is_retryable(),
+            Error::CoordinatorLost { .. }
+            | Error::WorkersLost { .. }
+            | Error::Busy { .. }
+            | Error::Io { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// The message with all its causes, on one line.
+    pub fn one_line(&self) -> String {
+        let mut line = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(inner) = cause {
+            let text = inner.to_string();
+            if !line.ends_with(&text) {
+                line.push_str(": ");
+                line.push_str(&text);
+            }
+            cause = inner.source();
+        }
+        line.replace('\n', " ")
+    }
+
+    pub(crate) fn volume(what: impl Into<String>, source: impl Into<Source>) -> Error {
+        Error::Volume { what: what.into(), source: source.into() }
+    }
+
+    pub(crate) fn feed(what: impl Into<String>, source: impl Into<Source>) -> Error {
+        Error::Feed { what: what.into(), source: source.into() }
+    }
+
+    pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Error {
+        Error::Io { what: what.into(), source }
+    }
+}

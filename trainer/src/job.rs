@@ -1,0 +1,306 @@
+//! The job file: what to train, on what, until when, and where the bundle goes.
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use millrace_datafs::{Name, VolumeSpec};
+use millrace_streams::dataset::DatasetSpec;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::engine::{Device, Loss};
+use crate::error::{Error, Result};
+use crate::init::ModelSpec;
+use crate::optim::OptimizerConfig;
+
+/// Largest job file.
+const JOB_BYTES_MAX: u64 = 1 << 20;
+/// Most virtual shards a batch may be cut into.
+pub const VIRTUAL_SHARDS_MAX: usize = 4096;
+/// Most rows of a global batch.
+pub const BATCH_ROWS_MAX: usize = 1 << 22;
+/// Most epochs a job may run.
+pub const EPOCHS_MAX: u64 = 1_000_000;
+
+/// A `train.toml`.
+///
+/// Unknown keys are refused. What the job computes is decided by everything but `workers` and
+/// `checkpoint_every_steps`; see [`JobFile::digest`].
+///
+/// ```
+/// let job = millrace_trainer::job::JobFile::parse(r#"
+///     name = "digits"
+///     dataset = "digits@v1:/train"
+///     features = "pixels"
+///     label = "label"
+///     model = { kind = "mlp", inputs = 64, hidden = [64], classes = 10 }
+///     optimizer = { kind = "adamw", learning_rate = 0.003 }
+///     batch_rows = 64
+///     epochs_max = 30
+///     loss_target = 0.05
+/// "#)?;
+/// assert_eq!(job.virtual_shards, 12);
+/// # Ok::<(), millrace_trainer::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct JobFile {
+    /// Names the job, its checkpoints and (unless `output.name` says otherwise) its model.
+    pub name: Name,
+    /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable.
+    pub dataset: DatasetSpec,
+    /// The column with the inputs: a list of numbers, or one number.
+    pub features: String,
+    /// The column with the truth: a class number, or (for `mse`) a number or list of numbers.
+    pub label: String,
+    /// An ONNX file (relative to the job file), or a table that describes a built-in model.
+    pub model: ModelSource,
+    /// What is minimised.
+    #[serde(default = "default_loss")]
+    pub loss: Loss,
+    /// How weights move.
+    #[serde(default)]
+    pub optimizer: OptimizerConfig,
+    /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`], however many workers share it.
+    #[serde(default = "default_batch_rows")]
+    pub batch_rows: usize,
+    /// How many fixed parts a batch is cut into, 1 to [`VIRTUAL_SHARDS_MAX`] and at most
+    /// `batch_rows`. A job never uses more workers than this.
+    #[serde(default = "default_virtual_shards")]
+    pub virtual_shards: usize,
+    /// The job ends after this many epochs, 1 to [`EPOCHS_MAX`].
+    #[serde(default = "default_epochs_max")]
+    pub epochs_max: u64,
+    /// The job ends, converged, when an epoch's mean training loss is not above this.
+    #[serde(default)]
+    pub loss_target: Option<f64>,
+    /// Decides the order of rows and the first weights of a built-in model.
+    #[serde(default)]
+    pub seed: u64,
+    /// Where workers compute.
+    #[serde(default)]
+    pub device: Device,
+    /// Worker processes; the `[trainer]` table decides when absent.
+    #[serde(default)]
+    pub workers: Option<usize>,
+    /// Steps between checkpoints, at least 1; there is always one at the end.
+    #[serde(default = "default_checkpoint_every_steps")]
+    pub checkpoint_every_steps: u64,
+    /// How the dataset is shuffled.
+    #[serde(default)]
+    pub shuffle: Shuffle,
+    /// Where the bundle goes.
+    #[serde(default)]
+    pub output: Output,
+}
+
+/// The `[shuffle]` table; the defaults suit most datasets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Shuffle {
+    /// Stretches of the dataset a batch takes rows from, at most.
+    pub lanes: u32,
+    /// Rows shuffled together within a lane.
+    pub window_rows: u64,
+}
+
+impl Default for Shuffle {
+    fn default() -> Shuffle {
+        Shuffle { lanes: 64, window_rows: 16_384 }
+    }
+}
+
+/// The `[output]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Output {
+    /// The volume for checkpoints and bundles; the dataset's when absent.
+    pub volume: Option<Name>,
+    /// The directory of models in it.
+    pub path: String,
+    /// The model's name; the job's when absent.
+    pub name: Option<Name>,
+}
+
+impl Default for Output {
+    fn default() -> Output {
+        Output { volume: None, path: "models".to_owned(), name: None }
+    }
+}
+
+/// Where the graph comes from.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum ModelSource {
+    /// An ONNX file.
+    File(PathBuf),
+    /// A built-in model; without a `seed` of its own it takes the job's.
+    Init(ModelSpec),
+}
+
+// Written by hand because an untagged enum would hide which key is wrong.
+impl<'de> Deserialize<'de> for ModelSource {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ModelSource, D::Error> {
+        struct Source;
+        impl<'de> Visitor<'de> for Source {
+            type Value = ModelSource;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the path of an ONNX file or a table such as { kind = \"mlp\", inputs = 64, hidden = [64], classes = 10 }")
+            }
+
+            fn visit_str<E>(self, path: &str) -> Result<ModelSource, E> {
+                Ok(ModelSource::File(PathBuf::from(path)))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ModelSource, A::Error> {
+                ModelSpec::deserialize(MapAccessDeserializer::new(map)).map(ModelSource::Init)
+            }
+        }
+        deserializer.deserialize_any(Source)
+    }
+}
+
+fn default_loss() -> Loss {
+    Loss::CrossEntropy
+}
+
+fn default_batch_rows() -> usize {
+    64
+}
+
+fn default_virtual_shards() -> usize {
+    12
+}
+
+fn default_epochs_max() -> u64 {
+    20
+}
+
+fn default_checkpoint_every_steps() -> u64 {
+    500
+}
+
+impl JobFile {
+    /// Reads and checks a job file; a relative model path is taken from the file's folder.
+    pub fn load(path: &Path) -> Result<JobFile> {
+        let fail = |reason: String| Error::JobFile { path: path.to_owned(), reason };
+        let bytes = std::fs::metadata(path).map_err(|e| fail(format!("cannot be read ({e})")))?.len();
+        if bytes > JOB_BYTES_MAX {
+            return Err(fail(format!("{bytes} bytes; a job file has at most {JOB_BYTES_MAX}")));
+        }
+        let text = std::fs::read_to_string(path).map_err(|e| fail(format!("cannot be read ({e})")))?;
+        let mut job = parse(&text).map_err(fail)?;
+        if let (ModelSource::File(model), Some(folder)) = (&mut job.model, path.parent()) {
+            *model = folder.join(&*model);
+        }
+        Ok(job)
+    }
+
+    /// Reads and checks the text of a job file; a relative model path stays relative.
+    pub fn parse(text: &str) -> Result<JobFile> {
+        parse(text).map_err(|reason| Error::JobFile { path: PathBuf::from("(text)"), reason })
+    }
+
+    /// Says what is out of bounds, if anything is.
+    pub fn check(&self) -> Result<(), String> {
+        let within = |key: &str, value: u64, most: u64| match value {
+            0 => Err(format!("{key} = 0: allowed are 1 to {most}")),
+            value if value > most => Err(format!("{key} = {value}: allowed are 1 to {most}")),
+            _ => Ok(()),
+        };
+        within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
+        let shards_max = VIRTUAL_SHARDS_MAX.min(self.batch_rows) as u64;
+        within("virtual_shards", self.virtual_shards as u64, shards_max)?;
+        within("epochs_max", self.epochs_max, EPOCHS_MAX)?;
+        within("checkpoint_every_steps", self.checkpoint_every_steps, u64::MAX)?;
+        within("shuffle.lanes", u64::from(self.shuffle.lanes), 1 << 16)?;
+        within("shuffle.window_rows", self.shuffle.window_rows, 1 << 32)?;
+        if let Some(workers) = self.workers {
+            within("workers", workers as u64, self.virtual_shards as u64)
+                .map_err(|e| format!("{e} (a worker needs a virtual shard; raise virtual_shards)"))?;
+        }
+        if self.loss_target.is_some_and(|target| !target.is_finite() || target < 0.0) {
+            return Err("loss_target must be a number of at least 0".to_owned());
+        }
+        for (key, column) in [("features", &self.features), ("label", &self.label)] {
+            if column.is_empty() {
+                return Err(format!("{key} is empty: name a column of the dataset"));
+            }
+        }
+        if self.features == self.label {
+            return Err(format!("features and label are both {:?}", self.label));
+        }
+        if self.dataset.source.snapshot.is_none() {
+            let volume = &self.dataset.source.volume;
+            return Err(format!(
+                "dataset = \"{}\" names no snapshot, so the run could not be repeated: run millrace snapshot create {volume}@NAME and write \"{volume}@NAME:{}\"",
+                self.dataset, self.dataset.path
+            ));
+        }
+        let plain = |part: &str| !part.is_empty() && part != "." && part != "..";
+        if !self.output.path.trim_matches('/').split('/').all(plain) {
+            return Err(format!("output.path = {:?}: name a directory, such as \"models\"", self.output.path));
+        }
+        Ok(())
+    }
+
+    /// The volume of checkpoints and bundles.
+    pub fn output_volume(&self) -> VolumeSpec {
+        let volume = self.output.volume.as_ref().unwrap_or(&self.dataset.source.volume);
+        VolumeSpec { volume: volume.clone(), snapshot: None }
+    }
+
+    /// The model's name.
+    pub fn model_name(&self) -> &Name {
+        self.output.name.as_ref().unwrap_or(&self.name)
+    }
+
+    /// SHA-256, in hex, of everything that decides the result: this file without `workers`,
+    /// `checkpoint_every_steps` and the model's path, the first weights' digest `model_sha256`, and
+    /// the plan's id.
+    pub fn digest(&self, model_sha256: &str, plan_id: &str) -> String {
+        let mut decisive = self.clone();
+        decisive.workers = None;
+        decisive.checkpoint_every_steps = 0;
+        if matches!(decisive.model, ModelSource::File(_)) {
+            decisive.model = ModelSource::File(PathBuf::new());
+        }
+        // Field order is fixed by the type, so equal jobs give equal bytes.
+        let text = serde_json::to_string(&decisive).unwrap_or_default();
+        let mut digest = Sha256::new();
+        for part in ["millrace job 1", text.as_str(), model_sha256, plan_id] {
+            digest.update((part.len() as u64).to_le_bytes());
+            digest.update(part.as_bytes());
+        }
+        hex::encode(digest.finalize())
+    }
+}
+
+fn parse(text: &str) -> Result<JobFile, String> {
+    let mut job: JobFile = toml::from_str(text).map_err(|error| {
+        let line = error.span().map(|span| {
+            let before = text.as_bytes().get(..span.start).unwrap_or_default();
+            1 + before.iter().filter(|byte| **byte == b'\n').count()
+        });
+        let message = error.message().replace('\n', " ");
+        match line {
+            Some(line) => format!("line {line}: {message}"),
+            None => message,
+        }
+    })?;
+    job.model = match job.model {
+        ModelSource::Init(spec) if !has_model_seed(text) => {
+            ModelSource::Init(spec.with_seed(job.seed))
+        }
+        model => model,
+    };
+    job.check()?;
+    Ok(job)
+}
+
+fn has_model_seed(text: &str) -> bool {
+    let table: Option<toml::Table> = text.parse().ok();
+    table.is_some_and(|table| table.get("model").is_some_and(|model| model.get("seed").is_some()))
+}

@@ -1,0 +1,114 @@
+//! Starting worker processes: the same program with a hidden subcommand, told by its environment
+//! where its coordinator is.
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+
+use tokio::process::{Child, Command};
+
+use crate::error::{Error, Result};
+
+/// Where the coordinator listens, `ip:port`.
+pub const ENV_COORDINATOR: &str = "MILLRACE_TRAINER_COORDINATOR";
+/// Proves that the worker was launched by the coordinator.
+pub const ENV_TOKEN: &str = "MILLRACE_TRAINER_TOKEN";
+/// Which of the job's worker places the process fills, from 0.
+pub const ENV_SLOT: &str = "MILLRACE_TRAINER_SLOT";
+/// The running number of this launch, so that a late message of a dead process is told apart.
+pub const ENV_LAUNCH: &str = "MILLRACE_TRAINER_LAUNCH";
+
+/// The command that becomes a worker by calling [`crate::worker::run`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerCommand {
+    /// The program.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub args: Vec<String>,
+    /// Variables added to the inherited environment.
+    pub env: Vec<(String, String)>,
+}
+
+impl WorkerCommand {
+    /// This very program with the arguments `args`, for example the hidden `worker` subcommand.
+    pub fn current_exe<I, S>(args: I) -> Result<WorkerCommand>
+    where
+        I: IntoIterator<Item = S>,
+        S: Into<String>,
+    {
+        let program = std::env::current_exe()
+            .map_err(|source| Error::io("find the path of this program", source))?;
+        Ok(WorkerCommand {
+            program,
+            args: args.into_iter().map(Into::into).collect(),
+            env: Vec::new(),
+        })
+    }
+
+    /// Starts one worker. It has its own process group, so that a Ctrl-C in the terminal reaches
+    /// the coordinator alone, which then stops the job in order. The process is killed when the
+    /// handle is dropped.
+    pub(crate) fn spawn(&self, place: &Place) -> Result<Child> {
+        Command::new(&self.program)
+            .args(&self.args)
+            .envs(self.env.iter().map(|(key, value)| (key, value)))
+            .env(ENV_COORDINATOR, &place.coordinator)
+            .env(ENV_TOKEN, &place.token)
+            .env(ENV_SLOT, place.slot.to_string())
+            .env(ENV_LAUNCH, place.launch.to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::inherit())
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|source| Error::Launch {
+                program: self.program.display().to_string(),
+                reason: source.to_string(),
+            })
+    }
+}
+
+/// What a started worker is told.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub(crate) coordinator: String,
+    pub(crate) token: String,
+    pub(crate) slot: usize,
+    pub(crate) launch: u64,
+}
+
+impl Place {
+    /// Reads what [`WorkerCommand::spawn`] wrote.
+    pub(crate) fn from_env() -> Result<Place> {
+        let read = |key: &str| {
+            std::env::var(key).map_err(|_| Error::Launch {
+                program: "worker".to_owned(),
+                reason: format!("{key} is not set: workers are started by millrace train"),
+            })
+        };
+        let number = |key: &str| {
+            read(key)?.parse::<u64>().map_err(|_| Error::Launch {
+                program: "worker".to_owned(),
+                reason: format!("{key} is not a number"),
+            })
+        };
+        Ok(Place {
+            coordinator: read(ENV_COORDINATOR)?,
+            token: read(ENV_TOKEN)?,
+            slot: number(ENV_SLOT)? as usize,
+            launch: number(ENV_LAUNCH)?,
+        })
+    }
+}
+
+/// How a process ended, for people.
+pub(crate) fn describe_exit(status: std::io::Result<ExitStatus>) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match status {
+        Ok(status) => match (status.code(), status.signal()) {
+            (Some(code), _) => format!("exited with code {code}"),
+            (None, Some(signal)) => format!("was killed by signal {signal}"),
+            (None, None) => "ended".to_owned(),
+        },
+        Err(error) => format!("could not be waited for: {error}"),
+    }
+}

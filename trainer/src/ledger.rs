@@ -1,0 +1,188 @@
+//! The books of a run: rows, losses and correct answers of applied steps, equal on every worker.
+//!
+//! What a step adds is summed over the workers in the same exact sum as the gradients, so the books
+//! are part of the replicated state: a step that was not applied was not counted. Rows are counted
+//! by the epoch label that the feed gives each row, together with a sum of row hashes: at the end of
+//! an epoch both must be those of the whole dataset, which holds only if every row came exactly once
+//! (up to hash collisions).
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::fixed::Wide;
+
+/// Fixed lanes in front of the per-epoch ones.
+const LANES_FIXED: usize = 6;
+/// Lanes of each epoch that a step touches.
+const LANES_PER_EPOCH: usize = 2;
+
+/// A complete epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct EpochRecord {
+    /// Rows delivered to applied steps, counted from their ids.
+    pub rows: u64,
+    /// Mean training loss over the steps of the epoch, at the weights of each step.
+    pub loss: f64,
+    /// Share of the same rows that were classified correctly; 0 for regression.
+    pub accuracy: f64,
+}
+
+/// Rows of an epoch that is not complete.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Count {
+    pub(crate) rows: u64,
+    pub(crate) digest: u64,
+}
+
+/// Counters of a run after some number of steps.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Ledger {
+    pub(crate) epochs: Vec<EpochRecord>,
+    open: BTreeMap<u64, Count>,
+    /// Since the last complete epoch.
+    rows: u64,
+    correct: u64,
+    /// Sum of the steps' exact loss sums, in step order.
+    loss: f64,
+}
+
+/// What one worker, or all together, contribute to a step besides gradients.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Tally {
+    pub(crate) rows: u64,
+    pub(crate) correct: u64,
+    pub(crate) loss: Wide,
+    /// Members that want to leave after this step so that somebody can join.
+    pub(crate) leave: u64,
+    /// Members that were told to stop.
+    pub(crate) stop: u64,
+    first_epoch: u64,
+    counts: Vec<Count>,
+}
+
+impl Tally {
+    /// An empty tally for a step that delivers rows of the epochs `first..=last`.
+    pub(crate) fn new(first: u64, last: u64) -> Tally {
+        let epochs = (last.saturating_sub(first) + 1) as usize;
+        Tally {
+            rows: 0,
+            correct: 0,
+            loss: Wide([0, 0]),
+            leave: 0,
+            stop: 0,
+            first_epoch: first,
+            counts: vec![Count::default(); epochs],
+        }
+    }
+
+    /// How many integers [`Tally::encode`] gives.
+    pub(crate) fn lanes(&self) -> usize {
+        LANES_FIXED + LANES_PER_EPOCH * self.counts.len()
+    }
+
+    /// Counts one row; false when its epoch does not belong to the step.
+    #[must_use]
+    pub(crate) fn count(&mut self, epoch: u64, row: u64) -> bool {
+        let index = epoch.checked_sub(self.first_epoch).and_then(|at| usize::try_from(at).ok());
+        let Some(count) = index.and_then(|at| self.counts.get_mut(at)) else { return false };
+        count.rows += 1;
+        count.digest = count.digest.wrapping_add(row_digest(row));
+        self.rows += 1;
+        true
+    }
+
+    /// The tally as integers whose sums are the tally of all.
+    pub(crate) fn encode(&self, into: &mut Vec<i64>) {
+        let Wide([whole, fraction]) = self.loss;
+        into.extend([
+            self.rows as i64,
+            self.correct as i64,
+            whole,
+            fraction,
+            self.leave as i64,
+            self.stop as i64,
+        ]);
+        for count in &self.counts {
+            into.extend([count.rows as i64, count.digest as i64]);
+        }
+    }
+
+    /// Reads back a sum of tallies with this one's epochs.
+    pub(crate) fn decode(&self, lanes: &[i64]) -> Option<Tally> {
+        if lanes.len() != self.lanes() {
+            return None;
+        }
+        let (fixed, epochs) = lanes.split_at(LANES_FIXED);
+        Some(Tally {
+            rows: fixed[0] as u64,
+            correct: fixed[1] as u64,
+            loss: Wide([fixed[2], fixed[3]]),
+            leave: fixed[4] as u64,
+            stop: fixed[5] as u64,
+            first_epoch: self.first_epoch,
+            counts: epochs
+                .chunks_exact(LANES_PER_EPOCH)
+                .map(|count| Count { rows: count[0] as u64, digest: count[1] as u64 })
+                .collect(),
+        })
+    }
+
+    /// Mean loss of the tally's rows.
+    pub(crate) fn mean_loss(&self) -> f64 {
+        self.loss.decode() / self.rows.max(1) as f64
+    }
+}
+
+impl Ledger {
+    /// Adds the tally of an applied step.
+    pub(crate) fn add(&mut self, tally: &Tally) {
+        self.rows += tally.rows;
+        self.correct += tally.correct;
+        self.loss += tally.loss.decode();
+        for (epoch, count) in (tally.first_epoch..).zip(&tally.counts) {
+            let open = self.open.entry(epoch).or_default();
+            open.rows += count.rows;
+            open.digest = open.digest.wrapping_add(count.digest);
+        }
+    }
+
+    /// Closes the next epoch; every row of a dataset of `rows` rows with the digest `digest` must
+    /// have been counted once.
+    pub(crate) fn close_epoch(&mut self, rows: u64, digest: u64) -> Result<EpochRecord, String> {
+        let epoch = self.epochs.len() as u64;
+        let count = self.open.remove(&epoch).unwrap_or_default();
+        if count.rows != rows {
+            return Err(format!("{} rows were delivered, the dataset has {rows}", count.rows));
+        }
+        if count.digest != digest {
+            return Err(format!("{rows} rows were delivered, but some twice and some never"));
+        }
+        // Several epochs may end with one step; the later ones share its figures.
+        let record = match (self.rows, self.epochs.last()) {
+            (0, Some(last)) => EpochRecord { rows: count.rows, ..*last },
+            _ => EpochRecord {
+                rows: count.rows,
+                loss: self.loss / self.rows.max(1) as f64,
+                accuracy: self.correct as f64 / self.rows.max(1) as f64,
+            },
+        };
+        self.epochs.push(record);
+        (self.rows, self.correct, self.loss) = (0, 0, 0.0);
+        Ok(record)
+    }
+}
+
+/// The digest that an epoch over `rows` rows must have; O(rows), about a nanosecond each.
+pub(crate) fn epoch_digest(rows: u64) -> u64 {
+    (0..rows).fold(0u64, |sum, row| sum.wrapping_add(row_digest(row)))
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection that scatters its input.
+fn row_digest(row: u64) -> u64 {
+    let mut z = row.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

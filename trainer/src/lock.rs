@@ -1,0 +1,49 @@
+//! One coordinator per job and home: a locked file that names its holder.
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+
+use crate::error::{Error, Result};
+
+/// Held while a job runs; the operating system frees it when the process ends, however it ends.
+#[derive(Debug)]
+pub(crate) struct JobLock {
+    _file: File,
+}
+
+impl JobLock {
+    /// Locks `<home>/trainer/<job>.lock`, or says who holds it.
+    pub(crate) fn take(home: &Path, job: &str) -> Result<JobLock> {
+        let folder = home.join("trainer");
+        let path = folder.join(format!("{job}.lock"));
+        let io = |e| Error::io(format!("lock {}", path.display()), e);
+        std::fs::create_dir_all(&folder).map_err(io)?;
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(io)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                // The holder's number is a courtesy.
+                let _ = file.read_to_string(&mut holder);
+                return Err(Error::Busy {
+                    job: job.to_owned(),
+                    reason: format!(
+                        "it is already running in process {} (wait for it, or stop it)",
+                        holder.trim()
+                    ),
+                });
+            }
+            Err(TryLockError::Error(error)) => return Err(io(error)),
+        }
+        file.set_len(0).map_err(io)?;
+        file.rewind().map_err(io)?;
+        writeln!(file, "{}", std::process::id()).map_err(io)?;
+        Ok(JobLock { _file: file })
+    }
+}

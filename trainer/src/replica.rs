@@ -1,0 +1,354 @@
+//! One worker's copy of the run: model, optimizer and books, and how a step changes them.
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use millrace_bundle::onnx::ModelProto;
+use millrace_datafs::{Datafs, View};
+use millrace_streams::feed::{Feed, FeedBatch, FeedError, Plan};
+use prost::Message;
+use tokio::runtime::Handle;
+
+use crate::checkpoint::{Checkpoints, Finish};
+use crate::collective::Ring;
+use crate::data::{Columns, rank_shards, shard_slots};
+use crate::engine::{Engine, EngineError};
+use crate::error::{Error, Result};
+use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale, Wide};
+use crate::job::JobFile;
+use crate::ledger::{Ledger, Tally, epoch_digest};
+use crate::optim::Optimizer;
+use crate::source;
+use crate::state::State;
+use crate::worker::Assignment;
+
+/// How often a read that may succeed later is tried, with pauses of 100 ms times the attempt.
+const READ_ATTEMPTS: u64 = 5;
+
+/// What a step said.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Done {
+    /// Mean loss of the global batch before the update.
+    pub(crate) loss: f64,
+    /// At least one member wants to let somebody join.
+    pub(crate) leave: bool,
+    /// At least one member was told to stop.
+    pub(crate) stop: bool,
+}
+
+type Reading = tokio::task::JoinHandle<Result<FeedBatch, FeedError>>;
+
+/// A worker's copy of the run.
+pub(crate) struct Replica {
+    job: JobFile,
+    runtime: Handle,
+    plan: Arc<Plan>,
+    feed: Feed,
+    columns: Columns,
+    engine: Engine,
+    optimizer: Optimizer,
+    scale: Scale,
+    ledger: Ledger,
+    step: u64,
+    sums: Vec<i64>,
+    mean: Vec<f32>,
+    /// The batch after the one that was asked for last.
+    ahead: Option<(u64, Range<usize>, Reading)>,
+    dataset_digest: Option<u64>,
+    checkpoints: Checkpoints,
+    writing: Option<JoinHandle<Result<()>>>,
+}
+
+impl Replica {
+    /// Opens the data, loads the run's model and its newest checkpoint.
+    pub(crate) fn load(assignment: Assignment, runtime: Handle) -> Result<Replica> {
+        let Assignment { job, home, datafs, config, run, owner, plan } = assignment;
+        let datafs = Datafs::open(&home, &datafs)
+            .map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
+        let dataset = source::open_dataset(&datafs, &job)?;
+        let plan = Arc::new(plan);
+        let feed = {
+            let _context = runtime.enter();
+            source::open_feed(&job, Arc::clone(&plan), &dataset, config.feed_cache_bytes)?
+        };
+        let checkpoints = Checkpoints {
+            view: open_output(&datafs, &job)?,
+            job: job.name.to_string(),
+            run,
+            plan: plan.id().to_string(),
+            owner,
+            keep: config.checkpoints_keep,
+        };
+        let model = read_model(&checkpoints)?;
+        let engine = Engine::load(&model, job.loss, job.device)?;
+        let parameters = engine.layout().elements();
+        // A virtual shard contributes once; nothing else is summed in these lanes.
+        let contributions = u32::try_from(job.virtual_shards).unwrap_or(u32::MAX);
+        let mut replica = Replica {
+            columns: source::columns(&job, &engine),
+            optimizer: Optimizer::new(&job.optimizer, parameters)?,
+            scale: Scale::new(FRACTION_BITS_DEFAULT, contributions)?,
+            ledger: Ledger::default(),
+            step: 0,
+            sums: Vec::new(),
+            mean: vec![0.0; parameters],
+            ahead: None,
+            dataset_digest: None,
+            writing: None,
+            job,
+            runtime,
+            plan,
+            feed,
+            engine,
+            checkpoints,
+        };
+        let newest = replica.checkpoints.latest()?;
+        if let Some(pointer) = newest.filter(|pointer| pointer.run == replica.checkpoints.run) {
+            let state = replica.checkpoints.load(&pointer, replica.engine.layout())?;
+            replica.restore(state)?;
+        }
+        Ok(replica)
+    }
+
+    /// Steps applied.
+    pub(crate) fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Epochs completed.
+    pub(crate) fn epochs(&self) -> u64 {
+        self.ledger.epochs.len() as u64
+    }
+
+    /// Rows of all applied steps.
+    pub(crate) fn rows(&self) -> u64 {
+        self.step.saturating_mul(self.plan.batch_rows() as u64)
+    }
+
+    /// Whether the run has nothing left to do: the same answer on every worker after a step.
+    pub(crate) fn finish(&self) -> Option<Finish> {
+        finish(&self.job, &self.ledger)
+    }
+
+    /// The largest state [`Replica::import`] takes.
+    pub(crate) fn state_bytes_max(&self) -> u64 {
+        State::bytes_max(self.engine.layout())
+    }
+
+    /// The state for workers that are behind.
+    pub(crate) fn export(&self) -> Result<Vec<u8>> {
+        self.state().encode(self.engine.layout()).map_err(|reason| self.bad_state(reason))
+    }
+
+    /// Takes over the state of a worker that is ahead.
+    pub(crate) fn import(&mut self, state: &[u8]) -> Result<()> {
+        let state = State::decode(self.engine.layout(), state)
+            .map_err(|reason| self.bad_state(reason))?;
+        self.restore(state)
+    }
+
+    fn bad_state(&self, reason: String) -> Error {
+        Error::Checkpoint { place: format!("state of job {}", self.job.name), reason }
+    }
+
+    fn state(&self) -> State {
+        State {
+            step: self.step,
+            weights: self.engine.weights().to_vec(),
+            optimizer: self.optimizer.state(),
+            ledger: self.ledger.clone(),
+        }
+    }
+
+    fn restore(&mut self, state: State) -> Result<()> {
+        self.engine.set_weights(&state.weights)?;
+        self.optimizer.load_state(state.optimizer)?;
+        self.ledger = state.ledger;
+        self.step = state.step;
+        Ok(())
+    }
+
+    /// Computes this rank's virtual shards, sums over the ring and applies the step.
+    ///
+    /// On an error nothing was applied, and the step can be computed again in another ring.
+    pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<Done> {
+        let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
+        let own = rank_shards(ring.rank(), ring.world(), shards);
+        let slots = shard_slots(own.start, shards, batch_rows).start
+            ..shard_slots(own.end, shards, batch_rows).start;
+        let batch = self.read(slots.clone())?;
+        let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
+
+        let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
+        let mut tally =
+            Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows());
+        tally.leave = u64::from(leave);
+        tally.stop = u64::from(stop);
+        for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
+            if !tally.count(*epoch, *row) {
+                return Err(self.miscounted(*epoch, format!("step {} delivered its row {row}", self.step)));
+            }
+        }
+        let parameters = self.engine.layout().elements();
+        self.sums.clear();
+        self.sums.resize(parameters, 0);
+        for shard in own {
+            let range = shard_slots(shard, shards, batch_rows);
+            let part = self
+                .engine
+                .gradients(&rows.shard(range.start - slots.start..range.end - slots.start))
+                .map_err(|error| self.diverged(error))?;
+            self.scale.add(&part.grad, &mut self.sums).map_err(|e| self.out_of_range(&e))?;
+            tally.loss = tally.loss.merge(Wide::encode(part.loss_sum).map_err(|e| self.out_of_range(&e))?);
+            tally.correct += part.correct;
+        }
+        tally.encode(&mut self.sums);
+        ring.all_reduce(self.step, &mut self.sums)?;
+
+        let (gradient, counts) = self.sums.split_at(parameters);
+        let total = tally.decode(counts).filter(|total| total.rows == batch_rows as u64);
+        let Some(total) = total else {
+            let counted = counts.first().copied().unwrap_or_default();
+            let reason = format!("step {} summed {counted} rows of {batch_rows}", self.step);
+            return Err(self.miscounted(self.epochs(), reason));
+        };
+        self.scale.mean_into(gradient, total.rows, &mut self.mean)?;
+        let (optimizer, mean) = (&mut self.optimizer, &self.mean);
+        self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
+        self.step += 1;
+        self.ledger.add(&total);
+        while self.plan.epochs_after(self.step) > self.epochs() {
+            let rows = self.plan.rows();
+            let digest = *self.dataset_digest.get_or_insert_with(|| epoch_digest(rows));
+            let epoch = self.epochs();
+            if let Err(reason) = self.ledger.close_epoch(rows, digest) {
+                return Err(self.miscounted(epoch, reason));
+            }
+        }
+        Ok(Done { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
+    }
+
+    /// The batch of this step, read ahead when it was foreseen; starts reading the next one.
+    fn read(&mut self, slots: Range<usize>) -> Result<FeedBatch> {
+        let foreseen = self.ahead.take().and_then(|(step, ahead, reading)| {
+            if step == self.step && ahead == slots {
+                return Some(reading);
+            }
+            reading.abort();
+            None
+        });
+        let mut outcome = match foreseen {
+            Some(reading) => self.runtime.block_on(reading).ok(),
+            None => None,
+        };
+        for attempt in 1..=READ_ATTEMPTS {
+            match outcome {
+                Some(Ok(_)) => break,
+                Some(Err(ref error)) if !error.is_retryable() || attempt == READ_ATTEMPTS => break,
+                Some(Err(ref error)) => {
+                    tracing::warn!(step = self.step, %error, "reading a batch failed; trying again");
+                    std::thread::sleep(Duration::from_millis(100 * attempt));
+                }
+                None => {}
+            }
+            outcome = Some(self.runtime.block_on(self.feed.batch(self.step, slots.clone())));
+        }
+        let what = || format!("step {}: read dataset {}", self.step, self.job.dataset);
+        let batch = match outcome {
+            Some(Ok(batch)) => batch,
+            Some(Err(error)) => return Err(Error::feed(what(), error)),
+            None => return Err(Error::feed(what(), "the runtime stopped")),
+        };
+        let (feed, next) = (self.feed.clone(), self.step + 1);
+        let wanted = slots.clone();
+        let reading = self.runtime.spawn(async move { feed.batch(next, wanted).await });
+        self.ahead = Some((next, slots, reading));
+        Ok(batch)
+    }
+
+    /// Writes a checkpoint in the background when the job wants one at this step.
+    pub(crate) fn checkpoint_when_due(&mut self) -> Result<()> {
+        if !self.step.is_multiple_of(self.job.checkpoint_every_steps) || self.finish().is_some() {
+            return Ok(());
+        }
+        self.close()?;
+        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
+        let layout = self.engine.layout().clone();
+        let writing = std::thread::Builder::new()
+            .name("checkpoint".to_owned())
+            .spawn(move || checkpoints.write(&state, &layout, None))
+            .map_err(|e| Error::io("start a thread for the checkpoint", e))?;
+        self.writing = Some(writing);
+        Ok(())
+    }
+
+    /// Writes a checkpoint; durable when it returns.
+    pub(crate) fn checkpoint(&mut self, finish: Option<Finish>) -> Result<()> {
+        self.close()?;
+        self.checkpoints.write(&self.state(), self.engine.layout(), finish)
+    }
+
+    /// Waits for the checkpoint that is being written, if any.
+    pub(crate) fn close(&mut self) -> Result<()> {
+        match self.writing.take().map(JoinHandle::join) {
+            None => Ok(()),
+            Some(Ok(result)) => result,
+            Some(Err(_)) => Err(self.bad_state("writing the checkpoint panicked".to_owned())),
+        }
+    }
+
+    fn miscounted(&self, epoch: u64, reason: String) -> Error {
+        Error::Count { job: self.job.name.to_string(), epoch, reason }
+    }
+
+    fn diverged(&self, error: EngineError) -> Error {
+        match error {
+            EngineError::NonFinite { .. } => {
+                Error::Diverged { step: self.step, reason: error.to_string() }
+            }
+            other => Error::Engine(other),
+        }
+    }
+
+    fn out_of_range(&self, error: &FixedError) -> Error {
+        let param = error.index().and_then(|index| self.engine.layout().name_of(index));
+        let reason = match param {
+            Some(param) => format!("parameter {param}: {error}"),
+            None => error.to_string(),
+        };
+        Error::Diverged { step: self.step, reason }
+    }
+}
+
+/// Whether a run with these books has nothing left to do.
+pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
+    let reached = |target| ledger.epochs.iter().any(|epoch| epoch.loss <= target);
+    if job.loss_target.is_some_and(reached) {
+        Some(Finish::Converged)
+    } else if ledger.epochs.len() as u64 >= job.epochs_max {
+        Some(Finish::EpochsDone)
+    } else {
+        None
+    }
+}
+
+/// Opens the volume of checkpoints and bundles.
+pub(crate) fn open_output(datafs: &Datafs, job: &JobFile) -> Result<View> {
+    let volume = job.output_volume();
+    datafs
+        .view(&volume)
+        .map_err(|e| Error::volume(format!("job {}: open output volume {volume}", job.name), e))
+}
+
+/// The run's model as the coordinator stored it when the run began.
+pub(crate) fn read_model(checkpoints: &Checkpoints) -> Result<ModelProto> {
+    let path = checkpoints.model_path();
+    let place = format!("{}:/{path}", checkpoints.view.spec());
+    let bytes = checkpoints
+        .view
+        .read_file(&path)
+        .map_err(|e| Error::volume(format!("read the run's model {place}"), e))?;
+    ModelProto::decode(bytes)
+        .map_err(|e| Error::Checkpoint { place, reason: format!("not an ONNX model ({e})") })
+}

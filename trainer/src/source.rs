@@ -1,0 +1,98 @@
+//! The dataset of a job: its plan, its feed and its columns.
+use std::sync::Arc;
+
+use millrace_datafs::{Datafs, View};
+use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions};
+
+use crate::data::{Columns, Rows};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::job::JobFile;
+
+/// Rows decoded before any worker starts, to find what a schema does not tell.
+const PROBE_ROWS: usize = 16;
+
+/// Opens the snapshot a job reads.
+pub(crate) fn open_dataset(datafs: &Datafs, job: &JobFile) -> Result<View> {
+    datafs
+        .view(&job.dataset.source)
+        .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))
+}
+
+/// Options that decide the order of rows. The snapshot is named by its number too, so that one that
+/// was deleted and made again is another one.
+pub(crate) fn plan_options(datafs: &Datafs, job: &JobFile) -> Result<PlanOptions> {
+    let fail = |e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e);
+    let source = &job.dataset.source;
+    let snapshots = datafs.snapshot_list(&source.volume).map_err(fail)?;
+    let number = snapshots
+        .iter()
+        .find(|snapshot| Some(&snapshot.name) == source.snapshot.as_ref())
+        .map_or(0, |snapshot| snapshot.id);
+    Ok(PlanOptions {
+        source: format!("{source}#{number}"),
+        seed: job.seed,
+        batch_rows: job.batch_rows,
+        lanes: job.shuffle.lanes,
+        window_rows: job.shuffle.window_rows,
+        ..PlanOptions::default()
+    })
+}
+
+/// Opens the feed of the job's two columns.
+pub(crate) fn open_feed(
+    job: &JobFile,
+    plan: Arc<Plan>,
+    view: &View,
+    cache_bytes_max: u64,
+) -> Result<Feed> {
+    let options = FeedOptions {
+        columns: Some(vec![job.features.clone(), job.label.clone()]),
+        cache_bytes_max: cache_bytes_max.max(plan.working_set_bytes()),
+        decode_concurrency: 1,
+        ..FeedOptions::default()
+    };
+    Feed::open(plan, view.object_store(), &options)
+        .map_err(|e| Error::feed(format!("job {}: open dataset {}", job.name, job.dataset), e))
+}
+
+/// What the job's columns must be for its model.
+pub(crate) fn columns(job: &JobFile, engine: &Engine) -> Columns {
+    Columns {
+        dataset: job.dataset.to_string(),
+        features: job.features.clone(),
+        label: job.label.clone(),
+        input_width: engine.input_width(),
+        output_width: engine.output_width(),
+        loss: job.loss,
+    }
+}
+
+/// Checks columns, types and the widths of the first rows.
+pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
+    columns.check_schema(feed.plan().dataset().schema())?;
+    let rows = feed.plan().batch_rows().min(PROBE_ROWS);
+    let batch = feed
+        .batch(0, 0..rows)
+        .await
+        .map_err(|e| Error::feed(format!("read dataset {}", columns.dataset), e))?;
+    decode(feed.plan(), columns, &batch.batch, &batch.rows).map(drop)
+}
+
+/// Decodes rows of a batch, naming files in errors.
+pub(crate) fn decode(
+    plan: &Plan,
+    columns: &Columns,
+    batch: &arrow::array::RecordBatch,
+    rows: &[u64],
+) -> Result<Rows> {
+    columns.decode(batch, &|at| {
+        let row = rows.get(at).copied().unwrap_or_default();
+        match plan.address_of(row) {
+            Some(address) => {
+                format!("row {} of row group {} of {}", address.row, address.row_group, address.file)
+            }
+            None => format!("row {row}"),
+        }
+    })
+}

@@ -1,0 +1,126 @@
+//! The replicated state of a run: everything a worker must know to apply the next step.
+//!
+//! One encoding serves checkpoints and hand-overs to joining workers: safetensors with every
+//! parameter under its own name (`model.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in
+//! the file's metadata. Nothing in it depends on the number of workers.
+use std::collections::HashMap;
+
+use safetensors::tensor::{Dtype, TensorView};
+use safetensors::{SafeTensors, serialize};
+use serde::{Deserialize, Serialize};
+
+use crate::engine::ParamLayout;
+use crate::ledger::Ledger;
+use crate::optim::OptimizerState;
+
+/// The metadata entry with the counters.
+const COUNTERS: &str = "millrace";
+/// Room for names, shapes and counters in a state, beyond its numbers: epochs take 64 bytes each.
+const OVERHEAD_BYTES_MAX: u64 = 128 << 20;
+/// Vectors an optimizer may keep.
+const SLOTS_MAX: u64 = 8;
+
+/// A run after `step` steps.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct State {
+    pub(crate) step: u64,
+    pub(crate) weights: Vec<f32>,
+    pub(crate) optimizer: OptimizerState,
+    pub(crate) ledger: Ledger,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Counters {
+    step: u64,
+    optimizer_step: u64,
+    optimizer_slots: Vec<String>,
+    ledger: Ledger,
+}
+
+impl State {
+    /// The largest encoding a state with this layout may have.
+    pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
+        let vector = 4 * layout.elements() as u64;
+        vector.saturating_mul(1 + SLOTS_MAX).saturating_add(OVERHEAD_BYTES_MAX)
+    }
+
+    /// Equal states have equal bytes.
+    pub(crate) fn encode(&self, layout: &ParamLayout) -> Result<Vec<u8>, String> {
+        let counters = Counters {
+            step: self.step,
+            optimizer_step: self.optimizer.step,
+            optimizer_slots: self.optimizer.slots.iter().map(|(name, _)| name.clone()).collect(),
+            ledger: self.ledger.clone(),
+        };
+        let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
+        let mut vectors = vec![("model".to_owned(), &self.weights)];
+        for (slot, values) in &self.optimizer.slots {
+            vectors.push((format!("optimizer.{slot}"), values));
+        }
+        let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+        for (prefix, values) in vectors {
+            for param in &layout.params {
+                let part = values
+                    .get(param.range.clone())
+                    .ok_or_else(|| format!("{prefix} has {} elements", values.len()))?;
+                let bytes = part.iter().flat_map(|value| value.to_le_bytes()).collect();
+                tensors.push((format!("{prefix}.{}", param.name), param.shape.clone(), bytes));
+            }
+        }
+        let views = tensors
+            .iter()
+            .map(|(name, shape, bytes)| {
+                let view = TensorView::new(Dtype::F32, shape.clone(), bytes);
+                view.map(|view| (name.as_str(), view)).map_err(|e| format!("{name}: {e}"))
+            })
+            .collect::<Result<Vec<_>, String>>()?;
+        let metadata = HashMap::from([(COUNTERS.to_owned(), counters)]);
+        serialize(views, Some(metadata)).map_err(|e| e.to_string())
+    }
+
+    /// Reads a state; every parameter of the layout must be there with its shape.
+    pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<State, String> {
+        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
+        let counters = metadata
+            .metadata()
+            .as_ref()
+            .and_then(|entries| entries.get(COUNTERS))
+            .ok_or("the counters are missing")?;
+        let counters: Counters = serde_json::from_str(counters).map_err(|e| e.to_string())?;
+        let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
+        let vector = |prefix: &str| {
+            let mut values = vec![0f32; layout.elements()];
+            for param in &layout.params {
+                let name = format!("{prefix}.{}", param.name);
+                let tensor = tensors.tensor(&name).map_err(|e| format!("{name}: {e}"))?;
+                if tensor.dtype() != Dtype::F32 || tensor.shape() != param.shape {
+                    return Err(format!(
+                        "{name} is {:?} {:?}, the model's is F32 {:?}",
+                        tensor.dtype(),
+                        tensor.shape(),
+                        param.shape
+                    ));
+                }
+                let part = &mut values[param.range.clone()];
+                for (value, bytes) in part.iter_mut().zip(tensor.data().chunks_exact(4)) {
+                    let mut word = [0u8; 4];
+                    word.copy_from_slice(bytes);
+                    *value = f32::from_le_bytes(word);
+                }
+            }
+            Ok::<_, String>(values)
+        };
+        let slots = counters
+            .optimizer_slots
+            .iter()
+            .map(|slot| Ok((slot.clone(), vector(&format!("optimizer.{slot}"))?)))
+            .collect::<Result<Vec<_>, String>>()?;
+        Ok(State {
+            step: counters.step,
+            weights: vector("model")?,
+            optimizer: OptimizerState { step: counters.optimizer_step, slots },
+            ledger: counters.ledger,
+        })
+    }
+}

@@ -1,0 +1,402 @@
+//! One training job from its job file to its published bundle.
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use millrace_bundle::onnx::ModelProto;
+use millrace_datafs::Datafs;
+use millrace_streams::feed::Plan;
+use prost::Message;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
+
+use crate::checkpoint::{Checkpoints, Finish, Pointer};
+use crate::config::Config;
+use crate::elastic::coordinator::{self, Crew, Outcome};
+use crate::engine::{Device, Engine};
+use crate::error::{Error, Result};
+use crate::job::{JobFile, ModelSource};
+use crate::launch::WorkerCommand;
+use crate::lock::JobLock;
+use crate::optim::Optimizer;
+use crate::publish::{self, Origin};
+use crate::replica::open_output;
+use crate::source;
+use crate::state::State;
+use crate::worker::Assignment;
+
+/// Largest ONNX file.
+const MODEL_BYTES_MAX: u64 = 2 << 30;
+
+/// Where a job runs: its volumes, its settings and its worker program.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// The open volumes.
+    pub datafs: Datafs,
+    /// The folder they were opened from; workers open it again.
+    pub home: PathBuf,
+    /// The settings they were opened with.
+    pub datafs_config: millrace_datafs::Config,
+    /// How workers are launched and watched.
+    pub config: Config,
+    /// What becomes a worker.
+    pub worker: WorkerCommand,
+}
+
+/// A running job, as its progress callback sees it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Progress {
+    /// Steps applied.
+    pub step: u64,
+    /// The step after which the last allowed epoch is complete.
+    pub steps_max: u64,
+    /// Epochs completed.
+    pub epoch: u64,
+    /// The last epoch the job may run.
+    pub epochs_max: u64,
+    /// Mean loss of the last global batch.
+    pub loss: f64,
+    /// Rows of applied steps since this call of [`train`] began, per second of training.
+    pub samples_per_second: f64,
+    /// Process ids of the workers in the current membership epoch, in rank order.
+    pub worker_pids: Vec<u32>,
+    /// The membership epoch; it grows whenever workers come or go.
+    pub membership_epoch: u64,
+}
+
+/// Why [`train`] returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// An epoch's mean training loss reached the target.
+    Converged,
+    /// All epochs are done.
+    EpochsDone,
+    /// It was cancelled; the same call goes on from the last checkpoint.
+    Stopped,
+}
+
+/// What a job did.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TrainReport {
+    /// The job.
+    pub job: String,
+    /// The run: a digest of the job, its data and its first model.
+    pub run: String,
+    /// Why it ended.
+    pub end: End,
+    /// Steps applied, over all restarts.
+    pub steps: u64,
+    /// Epochs completed.
+    pub epochs: u64,
+    /// Rows that each complete epoch delivered to applied steps, counted from row ids.
+    pub rows_per_epoch: Vec<u64>,
+    /// Mean training loss of each complete epoch.
+    pub loss_per_epoch: Vec<f64>,
+    /// Mean training loss of the last complete epoch.
+    pub loss: Option<f64>,
+    /// Training accuracy of the last complete epoch.
+    pub accuracy: Option<f64>,
+    /// The model's name in the output volume.
+    pub model: String,
+    /// The published version; none when the job was stopped.
+    pub version: Option<u64>,
+    /// SHA-256 of the published `model.onnx`, in hex.
+    pub model_sha256: Option<String>,
+    /// Whether the run had been published before this call.
+    pub already_published: bool,
+    /// The step of the checkpoint this call went on from.
+    pub resumed_from_step: Option<u64>,
+    /// Workers asked for.
+    pub workers: usize,
+    /// Workers that died or fell silent during this call.
+    pub workers_lost: u32,
+    /// Membership epochs formed during this call.
+    pub membership_epochs: u64,
+    /// Rows per second of training during this call; 0 when nothing was left to train.
+    pub samples_per_second: f64,
+    /// Duration of this call.
+    pub seconds: f64,
+}
+
+/// Trains `job` and publishes its bundle.
+///
+/// The coordinator runs in the calling task, the workers are processes. Everything that can be found
+/// wrong with the job, its data or its model is found before the first worker starts.
+///
+/// A run (same job file but for `workers` and `checkpoint_every_steps`, same rows, same first
+/// weights) goes on from its newest checkpoint and is published once: calling again after a crash at
+/// any moment, or after the end, gives the same version and the same `model_sha256`, whatever the
+/// number of workers and whoever died on the way.
+///
+/// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]). Dropping the
+/// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
+/// every `progress_ms` and must not block.
+///
+/// Needs a multi-threaded tokio runtime.
+pub async fn train(
+    job: JobFile,
+    setup: Setup,
+    cancel: CancellationToken,
+    mut on_progress: impl FnMut(Progress) + Send,
+) -> Result<TrainReport> {
+    let began = Instant::now();
+    let prepared = blocking(move || Prepared::new(job, setup)).await?;
+    let job = &prepared.job;
+    let workers = job.workers.unwrap_or(prepared.setup.config.workers).min(job.virtual_shards);
+    let mut report = TrainReport {
+        job: job.name.to_string(),
+        run: prepared.checkpoints.run.clone(),
+        end: End::Stopped,
+        steps: 0,
+        epochs: 0,
+        rows_per_epoch: Vec::new(),
+        loss_per_epoch: Vec::new(),
+        loss: None,
+        accuracy: None,
+        model: job.model_name().to_string(),
+        version: None,
+        model_sha256: None,
+        already_published: prepared.published.is_some(),
+        resumed_from_step: prepared.resumed.as_ref().map(|pointer| pointer.step),
+        workers,
+        workers_lost: 0,
+        membership_epochs: 0,
+        samples_per_second: 0.0,
+        seconds: 0.0,
+    };
+    let finished = |pointer: &Option<Pointer>| pointer.as_ref().is_some_and(|p| p.finish.is_some());
+    if !finished(&prepared.resumed) {
+        let first_step = report.resumed_from_step.unwrap_or_default();
+        let outcome = prepared.run_workers(workers, first_step, cancel, &mut on_progress).await?;
+        report.workers_lost = outcome.workers_lost;
+        report.membership_epochs = outcome.membership_epochs;
+        let newest = prepared.checkpoints.clone();
+        let newest = blocking(move || newest.latest()).await?;
+        if !outcome.stopped && !finished(&newest) {
+            return Err(Error::Checkpoint {
+                place: format!("{}:/checkpoints/{}", prepared.checkpoints.view.spec(), report.job),
+                reason: "the workers finished, but their last checkpoint is not there".to_owned(),
+            });
+        }
+        let steps = newest.map_or(0, |p| p.step).saturating_sub(first_step);
+        let rows = steps as f64 * job.batch_rows as f64;
+        if !outcome.trained.is_zero() {
+            report.samples_per_second = rows / outcome.trained.as_secs_f64();
+        }
+    }
+    let mut report = blocking(move || prepared.conclude(report)).await?;
+    report.seconds = began.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// A checked job that owns its checkpoints.
+struct Prepared {
+    job: JobFile,
+    setup: Setup,
+    engine: Engine,
+    plan: Arc<Plan>,
+    checkpoints: Checkpoints,
+    origin: Origin,
+    resumed: Option<Pointer>,
+    published: Option<publish::Published>,
+    runtime: Handle,
+    _lock: JobLock,
+}
+
+impl Prepared {
+    fn new(job: JobFile, setup: Setup) -> Result<Prepared> {
+        let runtime = Handle::current();
+        let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+        job.check().map_err(unfit)?;
+        setup.config.check().map_err(unfit)?;
+        let dataset = source::open_dataset(&setup.datafs, &job)?;
+        let output = open_output(&setup.datafs, &job)?;
+        let model = load_model(&job)?;
+        // The graph is checked on the processor; workers put it on the job's device.
+        let engine = Engine::load(&model, job.loss, Device::Cpu)?;
+        Optimizer::new(&job.optimizer, engine.layout().elements())?;
+
+        let options = source::plan_options(&setup.datafs, &job)?;
+        let store = dataset.object_store();
+        let opening = |e| Error::feed(format!("job {}: open dataset {}", job.name, job.dataset), e);
+        let plan = runtime
+            .block_on(Plan::build(&store, &job.dataset.path, &options))
+            .map_err(opening)?;
+        let plan = Arc::new(plan);
+        let columns = source::columns(&job, &engine);
+        columns.check_schema(plan.dataset().schema())?;
+        let feed = {
+            let _context = runtime.enter();
+            source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
+        };
+        runtime.block_on(source::probe(&feed, &columns))?;
+
+        let model = model.encode_to_vec();
+        let run = job.digest(&hex::encode(Sha256::digest(&model)), &plan.id().to_string());
+        let lock = JobLock::take(&setup.home, job.name.as_str())?;
+        let checkpoints = Checkpoints {
+            view: output,
+            job: job.name.to_string(),
+            run: run.clone(),
+            plan: plan.id().to_string(),
+            owner: random_token()?,
+            keep: setup.config.checkpoints_keep,
+        };
+        let published = publish::published(&checkpoints.view, &job, &run)?;
+        let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
+        let resumed = checkpoints.begin(&model, &text)?;
+        if let Some(pointer) = &resumed {
+            tracing::info!(job = %job.name, step = pointer.step, "going on from the last checkpoint");
+        }
+        let origin = Origin { run, offsets: publish::offsets(&dataset)? };
+        Ok(Prepared {
+            job,
+            setup,
+            engine,
+            plan,
+            checkpoints,
+            origin,
+            resumed,
+            published,
+            runtime,
+            _lock: lock,
+        })
+    }
+
+    async fn run_workers(
+        &self,
+        workers: usize,
+        first_step: u64,
+        cancel: CancellationToken,
+        on_progress: &mut (impl FnMut(Progress) + Send),
+    ) -> Result<Outcome> {
+        let job = &self.job;
+        let assignment = Assignment {
+            job: job.clone(),
+            home: self.setup.home.clone(),
+            datafs: self.setup.datafs_config.clone(),
+            config: self.setup.config.clone(),
+            run: self.checkpoints.run.clone(),
+            owner: self.checkpoints.owner.clone(),
+            plan: (*self.plan).clone(),
+        };
+        let assignment = serde_json::to_string(&assignment).map_err(|e| Error::Job {
+            job: job.name.to_string(),
+            reason: format!("cannot be handed to workers ({e})"),
+        })?;
+        let crew = Crew {
+            job: job.name.as_str(),
+            workers,
+            config: &self.setup.config,
+            command: &self.setup.worker,
+            token: random_token()?,
+            assignment,
+        };
+        let steps_max = self.plan.steps_for_epochs(job.epochs_max);
+        let mut first_report: Option<(Instant, u64)> = None;
+        coordinator::run(crew, cancel, |seen| {
+            let (since, step) = *first_report.get_or_insert((Instant::now(), seen.step));
+            let rows = seen.step.saturating_sub(step.max(first_step)) as f64 * job.batch_rows as f64;
+            let elapsed = since.elapsed().max(Duration::from_micros(1)).as_secs_f64();
+            on_progress(Progress {
+                step: seen.step,
+                steps_max,
+                epoch: seen.epoch,
+                epochs_max: job.epochs_max,
+                loss: seen.loss,
+                samples_per_second: rows / elapsed,
+                worker_pids: seen.pids,
+                membership_epoch: seen.membership_epoch,
+            });
+        })
+        .await
+    }
+
+    /// Publishes a finished run and fills in the report.
+    fn conclude(mut self, mut report: TrainReport) -> Result<TrainReport> {
+        let state = match self.checkpoints.latest()? {
+            Some(pointer) => {
+                report.end = match pointer.finish {
+                    Some(Finish::Converged) => End::Converged,
+                    Some(Finish::EpochsDone) => End::EpochsDone,
+                    None => End::Stopped,
+                };
+                Some(self.checkpoints.load(&pointer, self.engine.layout())?)
+            }
+            None => None,
+        };
+        let Some(state) = state else { return Ok(report) };
+        fill(&mut report, &state);
+        if report.end != End::Stopped {
+            let published = publish::publish(
+                &self.checkpoints,
+                &self.job,
+                &self.origin,
+                &mut self.engine,
+                &state,
+                &self.runtime,
+            )?;
+            report.version = Some(published.version);
+            report.model_sha256 = Some(published.model_sha256);
+        }
+        Ok(report)
+    }
+}
+
+fn fill(report: &mut TrainReport, state: &State) {
+    let epochs = &state.ledger.epochs;
+    report.steps = state.step;
+    report.epochs = epochs.len() as u64;
+    report.rows_per_epoch = epochs.iter().map(|epoch| epoch.rows).collect();
+    report.loss_per_epoch = epochs.iter().map(|epoch| epoch.loss).collect();
+    report.loss = epochs.last().map(|epoch| epoch.loss);
+    report.accuracy = epochs.last().map(|epoch| epoch.accuracy);
+}
+
+/// The run's first model: from its file, or made.
+fn load_model(job: &JobFile) -> Result<ModelProto> {
+    let path = match &job.model {
+        ModelSource::Init(spec) => {
+            return spec.build().map_err(|e| Error::Job {
+                job: job.name.to_string(),
+                reason: e.to_string(),
+            });
+        }
+        ModelSource::File(path) => path,
+    };
+    let bad = |reason: String| Error::Job {
+        job: job.name.to_string(),
+        reason: format!("model {}: {reason}", path.display()),
+    };
+    let bytes = std::fs::metadata(path).map_err(|e| bad(format!("cannot be read ({e})")))?.len();
+    if bytes > MODEL_BYTES_MAX {
+        return Err(bad(format!("{bytes} bytes; at most {MODEL_BYTES_MAX} are read")));
+    }
+    let bytes = std::fs::read(path).map_err(|e| bad(format!("cannot be read ({e})")))?;
+    ModelProto::decode(bytes.as_slice()).map_err(|e| bad(format!("is not an ONNX model ({e})")))
+}
+
+/// 256 bits of the kernel's randomness, in hex.
+fn random_token() -> Result<String> {
+    let mut bytes = [0u8; 32];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut random| random.read_exact(&mut bytes))
+        .map_err(|e| Error::io("read /dev/urandom", e))?;
+    Ok(hex::encode(bytes))
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(error) => Err(Error::io("run on a blocking thread", std::io::Error::other(error))),
+        },
+    }
+}

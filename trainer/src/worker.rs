@@ -1,0 +1,177 @@
+//! The worker process: a replica of the model that computes its share of every step.
+//!
+//! Between barriers every worker does the same: gradients of its own virtual shards, one exact sum
+//! over the ring, one identical update. What a worker holds after step `s` is therefore what every
+//! other one holds after step `s`, and whoever is behind takes the state of whoever is ahead.
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
+
+use crate::collective::{Collective, Options};
+use crate::config::Config;
+use crate::elastic::membership::{Reason, formation, source};
+use crate::elastic::session::{Barrier, Ending, Formed, Report, Session, Timing};
+use crate::error::{Error, Result};
+use crate::job::JobFile;
+use crate::launch::Place;
+use crate::replica::Replica;
+
+/// What every worker of a run is told; travels as JSON.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Assignment {
+    pub(crate) job: JobFile,
+    pub(crate) home: PathBuf,
+    pub(crate) datafs: millrace_datafs::Config,
+    pub(crate) config: Config,
+    /// The run's id.
+    pub(crate) run: String,
+    /// May write checkpoints; see [`crate::checkpoint`].
+    pub(crate) owner: String,
+    pub(crate) plan: millrace_streams::feed::Plan,
+}
+
+/// Why a membership epoch ended well.
+enum End {
+    /// Everybody agreed to let somebody join.
+    Left,
+    /// Somebody was lost after the last step.
+    Broken,
+    /// The job is over.
+    Done,
+}
+
+/// Runs this process as a worker of the coordinator that its environment names
+/// ([`crate::launch`]), until the job is over.
+///
+/// Blocks; must be called from a plain thread, usually the main one. An error that other workers
+/// would meet too has been reported to the coordinator when this returns. The process should exit
+/// afterwards; it is ended from within when the coordinator vanishes during a long computation.
+pub fn run() -> Result<()> {
+    let place = Place::from_env()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(4)
+        .thread_name("worker")
+        .enable_all()
+        .build()
+        .map_err(|e| Error::io("start the worker's runtime", e))?;
+    let result = serve(&place, &runtime);
+    // Prefetches and heartbeats need no orderly end.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    result
+}
+
+fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
+    let coordinator: std::net::SocketAddr =
+        place.coordinator.parse().map_err(|_| Error::CoordinatorLost {
+            address: place.coordinator.clone(),
+            reason: "is not ip:port".to_owned(),
+        })?;
+    let mut options = Options::new(place.token.clone());
+    let mut collective = Collective::bind(coordinator.ip(), options.clone())?;
+    let (greeted, assignment) =
+        Session::connect(runtime.handle(), place, collective.address())?;
+    let assignment: Assignment = serde_json::from_str(&assignment).map_err(|e| Error::Worker {
+        message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
+    })?;
+    let config = &assignment.config;
+    let timing = Timing { heartbeat: config.heartbeat(), progress: config.progress() };
+    options.exchange_timeout = config.exchange_timeout();
+    collective.set_options(options);
+    let mut session = greeted.start(runtime.handle(), timing);
+    let result = Replica::load(assignment, runtime.handle().clone())
+        .and_then(|mut replica| train(&mut replica, &mut session, &collective));
+    match result {
+        Err(error @ Error::CoordinatorLost { .. }) => Err(error),
+        Err(error) => {
+            session.fail(error.one_line())?;
+            Err(error)
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+/// From barrier to barrier until the job is over.
+fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<()> {
+    let (mut reason, mut suspect) = (Reason::Fresh, None);
+    loop {
+        let formed = match session.arrive(replica.step(), reason, suspect)? {
+            Barrier::Formed(formed) => formed,
+            Barrier::Done => return replica.close(),
+        };
+        suspect = None;
+        match epoch(replica, session, collective, &formed) {
+            Ok(End::Done) => return replica.close(),
+            Ok(End::Left) => reason = Reason::Left,
+            Ok(End::Broken) => reason = Reason::Broken,
+            Err(Error::Collective(error)) if error.is_retryable() => {
+                tracing::info!(epoch = formed.epoch, step = replica.step(), %error, "ring broke");
+                reason = Reason::Broken;
+                suspect = error.suspect();
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// One membership epoch: form the ring, catch up, train until something ends it.
+fn epoch(
+    replica: &mut Replica,
+    session: &mut Session,
+    collective: &Collective,
+    formed: &Formed,
+) -> Result<End> {
+    let shape = formation(formed.epoch, formed.rank, &formed.peers);
+    let mut ring = collective.form(&shape, formed.abort.clone())?;
+    let step = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
+    if let Some(source) = source(&formed.peers) {
+        if source == formed.rank {
+            let state = replica.export()?;
+            ring.broadcast(step, source, Some(&state), replica.state_bytes_max())?;
+        } else {
+            let state = ring.broadcast(step, source, None, replica.state_bytes_max())?;
+            if let Some(state) = state.filter(|_| replica.step() < step) {
+                replica.import(&state)?;
+            }
+        }
+    }
+    let lead = formed.rank == 0;
+    loop {
+        if let Some(finish) = replica.finish() {
+            if lead {
+                replica.checkpoint(Some(finish))?;
+            }
+            return Ok(session.finish(replica.step(), false)?.into());
+        }
+        let done = replica.step_once(&mut ring, session.leave_wanted(), session.stop_wanted())?;
+        if lead {
+            session.report(Report {
+                step: replica.step(),
+                epoch: replica.epochs(),
+                loss: done.loss,
+                rows: replica.rows(),
+            });
+            replica.checkpoint_when_due()?;
+        }
+        if done.stop && replica.finish().is_none() {
+            if lead {
+                replica.checkpoint(None)?;
+            }
+            return Ok(session.finish(replica.step(), true)?.into());
+        }
+        if done.leave && replica.finish().is_none() {
+            return Ok(End::Left);
+        }
+    }
+}
+
+impl From<Ending> for End {
+    fn from(ending: Ending) -> End {
+        match ending {
+            Ending::Done => End::Done,
+            Ending::Broken => End::Broken,
+        }
+    }
+}
