@@ -151,17 +151,14 @@ fn conv<B: Backend>(
 ) -> Vec<Option<FloatTensor<B>>> {
     let (x, weight) = (&step.inputs[0], &step.inputs[1]);
     let mut grads = vec![
-        step.wanted[0].then(|| {
-            B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
-        }),
+        step.wanted[0]
+            .then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
         step.wanted[1].then(|| {
             B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
         }),
     ];
     if let Some(bias) = step.inputs.get(2) {
-        grads.push(
-            step.wanted[2].then(|| B::conv2d_bias_backward(x.clone(), bias.clone(), grad)),
-        );
+        grads.push(step.wanted[2].then(|| B::conv2d_bias_backward(x.clone(), bias.clone(), grad)));
     }
     grads
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use burn_flex::{Flex, FlexDevice};
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
-use super::run::{Compute, Interpreter};
 use super::EngineError;
+use super::run::{Compute, Interpreter};
 use crate::graph::Graph;
 
 /// Where a model is computed: `cpu`, `cuda` (the first GPU) or `cuda:N`.
@@ -29,10 +30,15 @@ impl std::fmt::Display for Device {
     }
 }
 
-impl std::str::FromStr for Device {
-    type Err = String;
+/// A device name that is not one of `cpu`, `cuda` and `cuda:N`.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+#[error("device {0:?} is not cpu, cuda or cuda:N")]
+pub struct UnknownDevice(String);
 
-    fn from_str(text: &str) -> Result<Device, String> {
+impl std::str::FromStr for Device {
+    type Err = UnknownDevice;
+
+    fn from_str(text: &str) -> Result<Device, UnknownDevice> {
         match text {
             "cpu" => Ok(Device::Cpu),
             "cuda" => Ok(Device::Cuda(0)),
@@ -40,15 +46,15 @@ impl std::str::FromStr for Device {
                 .strip_prefix("cuda:")
                 .and_then(|ordinal| ordinal.parse().ok())
                 .map(Device::Cuda)
-                .ok_or_else(|| format!("device {text:?} is not cpu, cuda or cuda:N")),
+                .ok_or_else(|| UnknownDevice(text.to_owned())),
         }
     }
 }
 
 impl TryFrom<String> for Device {
-    type Error = String;
+    type Error = UnknownDevice;
 
-    fn try_from(text: String) -> Result<Device, String> {
+    fn try_from(text: String) -> Result<Device, UnknownDevice> {
         text.parse()
     }
 }

@@ -72,7 +72,10 @@ pub(super) fn forward<B: Backend>(
         Op::Concat(axis) => B::float_cat(inputs.to_vec(), *axis),
         Op::Sum(axes) => reshape::<B>(fold::<B>(input(0), axes), shape),
         Op::Mean(axes) => {
-            let count: usize = axes.iter().map(|axis| dims::<B>(&inputs[0])[*axis]).product();
+            let count: usize = axes
+                .iter()
+                .map(|axis| dims::<B>(&inputs[0])[*axis])
+                .product();
             let sum = fold::<B>(input(0), axes);
             let mean = B::float_mul_scalar(sum, (1.0 / count as f64).into());
             reshape::<B>(mean, shape)

@@ -75,12 +75,12 @@ pub(super) fn check_labels(
                 None => Ok(()),
             }
         }
-        (Loss::CrossEntropy, Labels::Value(_)) => {
-            refuse("cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into())
-        }
-        (Loss::Mse, Labels::Class(_)) => {
-            refuse("mse needs float labels, the labels are integers (loss = \"cross_entropy\"?)".into())
-        }
+        (Loss::CrossEntropy, Labels::Value(_)) => refuse(
+            "cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into(),
+        ),
+        (Loss::Mse, Labels::Class(_)) => refuse(
+            "mse needs float labels, the labels are integers (loss = \"cross_entropy\"?)".into(),
+        ),
     }
 }
 

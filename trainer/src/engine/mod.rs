@@ -27,7 +27,7 @@ use thiserror::Error;
 
 use crate::graph::{Dim, Graph, GraphError};
 
-pub use device::Device;
+pub use device::{Device, UnknownDevice};
 use run::Compute;
 
 /// Most elements a single value of the graph may have for one batch (4 GiB of f32).
@@ -80,7 +80,9 @@ pub enum EngineError {
         classes: usize,
     },
     /// The model's output is not a number.
-    #[error("the loss of row {row} of the batch is {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)")]
+    #[error(
+        "the loss of row {row} of the batch is {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)"
+    )]
     NonFinite {
         /// Row within the batch.
         row: usize,

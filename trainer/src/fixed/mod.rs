@@ -40,7 +40,9 @@ const WIDE_FRACTION_BITS: u32 = 40;
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum FixedError {
     /// The value is NaN or infinite.
-    #[error("element {index} of the gradient is {value}: training diverged (lower the learning rate, or scale the inputs)")]
+    #[error(
+        "element {index} of the gradient is {value}: training diverged (lower the learning rate, or scale the inputs)"
+    )]
     NonFinite {
         /// Index in the flat vector; [`crate::engine::ParamLayout::name_of`] names the parameter.
         index: usize,
@@ -48,7 +50,9 @@ pub enum FixedError {
         value: f32,
     },
     /// The value is beyond the range of the scale.
-    #[error("element {index} of the gradient is {value:e}, beyond the fixed-point limit of {limit:e} (scale the inputs or the labels, or use fewer fraction bits)")]
+    #[error(
+        "element {index} of the gradient is {value:e}, beyond the fixed-point limit of {limit:e} (scale the inputs or the labels, or use fewer fraction bits)"
+    )]
     OutOfRange {
         /// Index in the flat vector; [`crate::engine::ParamLayout::name_of`] names the parameter.
         index: usize,
@@ -58,7 +62,9 @@ pub enum FixedError {
         limit: f64,
     },
     /// A loss is NaN, infinite or beyond the range of a wide sum.
-    #[error("the loss of a shard is {value:e}: training diverged (lower the learning rate, or scale the inputs)")]
+    #[error(
+        "the loss of a shard is {value:e}: training diverged (lower the learning rate, or scale the inputs)"
+    )]
     Loss {
         /// The value found.
         value: f64,
@@ -72,7 +78,9 @@ pub enum FixedError {
         found: usize,
     },
     /// The scale itself is not usable.
-    #[error("a fixed-point sum needs 1 to 52 fraction bits and 1 to {CONTRIBUTIONS_MAX} contributions, not {fraction_bits} and {contributions}")]
+    #[error(
+        "a fixed-point sum needs 1 to 52 fraction bits and 1 to {CONTRIBUTIONS_MAX} contributions, not {fraction_bits} and {contributions}"
+    )]
     Scale {
         /// Fraction bits asked for.
         fraction_bits: u32,
@@ -150,9 +158,9 @@ impl Scale {
         let mut bad = false;
         for (slots, values) in sum.chunks_mut(BLOCK).zip(values.chunks(BLOCK)) {
             // No early exit, so that this loop vectorises too.
-            let far = values
-                .iter()
-                .fold(false, |far, value| far | beyond(f64::from(*value) * factor, NEAR));
+            let far = values.iter().fold(false, |far, value| {
+                far | beyond(f64::from(*value) * factor, NEAR)
+            });
             if !far {
                 for (slot, value) in slots.iter_mut().zip(values) {
                     *slot = slot.wrapping_add(round_near(f64::from(*value) * factor));

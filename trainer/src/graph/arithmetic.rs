@@ -3,11 +3,7 @@
 use super::builder::{Builder, Call};
 use super::{Binary, Dim, GraphError, Op, Source, Unary, ValueId, shape};
 
-pub(super) fn binary(
-    b: &mut Builder,
-    call: Call<'_>,
-    kind: Binary,
-) -> Result<ValueId, GraphError> {
+pub(super) fn binary(b: &mut Builder, call: Call<'_>, kind: Binary) -> Result<ValueId, GraphError> {
     let (left, right) = (call.float(b, 0)?, call.float(b, 1)?);
     call.finish(2)?;
     join(b, &call, kind, left, right)
@@ -137,10 +133,7 @@ fn fold(
     keep: bool,
 ) -> Result<ValueId, GraphError> {
     let dims = b.dims(input).to_vec();
-    if axes
-        .iter()
-        .any(|axis| matches!(dims[*axis], Dim::Rows(_)))
-    {
+    if axes.iter().any(|axis| matches!(dims[*axis], Dim::Rows(_))) {
         return Err(call.site.mixes_rows("it reduces over the batch"));
     }
     let reduced = |axis: &usize| axes.contains(axis);
@@ -157,10 +150,7 @@ fn fold(
 }
 
 /// Mean over all dimensions after rows and channels, kept as 1.
-pub(super) fn global_average_pool(
-    b: &mut Builder,
-    call: Call<'_>,
-) -> Result<ValueId, GraphError> {
+pub(super) fn global_average_pool(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
     call.finish(1)?;
     let rank = b.dims(input).len();

@@ -255,9 +255,9 @@ impl<'a> Call<'a> {
     pub(super) fn only(&mut self, name: &'static str, value: i64) -> Result<(), GraphError> {
         match self.int(name, value)? {
             found if found == value => Ok(()),
-            found => Err(self.site.form(format!(
-                "{name} = {found} is not supported, only {value}"
-            ))),
+            found => Err(self
+                .site
+                .form(format!("{name} = {found} is not supported, only {value}"))),
         }
     }
 
@@ -265,10 +265,9 @@ impl<'a> Call<'a> {
     pub(super) fn finish(&self, inputs_max: usize) -> Result<(), GraphError> {
         for attribute in &self.node.attribute {
             if !self.asked.iter().any(|name| *name == attribute.name()) {
-                return Err(self.site.form(format!(
-                    "attribute {:?} is not supported",
-                    attribute.name()
-                )));
+                return Err(self
+                    .site
+                    .form(format!("attribute {:?} is not supported", attribute.name())));
             }
         }
         if self.input_count() > inputs_max {

@@ -36,7 +36,9 @@ pub enum GraphError {
         reason: String,
     },
     /// An operation combines rows of the batch, so that gradients of shards would not add up.
-    #[error("node {node:?} ({op}) mixes rows of the batch ({reason}): the trainer needs every output row to depend on its own input row only")]
+    #[error(
+        "node {node:?} ({op}) mixes rows of the batch ({reason}): the trainer needs every output row to depend on its own input row only"
+    )]
     MixesRows {
         /// Operator.
         op: String,
@@ -46,7 +48,9 @@ pub enum GraphError {
         reason: String,
     },
     /// A node reads a tensor that nothing makes.
-    #[error("node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor made by a node")]
+    #[error(
+        "node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor made by a node"
+    )]
     MissingInput {
         /// Name of the node.
         node: String,

@@ -26,9 +26,7 @@ fn product(
     }
     let (inner, outer) = (l[l.len() - 1], r[r.len() - 2]);
     if inner != outer {
-        return Err(call
-            .site
-            .shape(format!("{} do not multiply", shapes())));
+        return Err(call.site.shape(format!("{} do not multiply", shapes())));
     }
     if matches!(inner, Dim::Rows(_)) {
         return Err(call.site.mixes_rows("it sums over the batch"));
@@ -77,10 +75,9 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     for (side, turn) in [&mut left, &mut right].into_iter().zip(turns) {
         let dims = b.dims(*side).to_vec();
         let [rows, columns] = dims[..] else {
-            return Err(call.site.shape(format!(
-                "{} is not a matrix",
-                shape::display(&dims)
-            )));
+            return Err(call
+                .site
+                .shape(format!("{} is not a matrix", shape::display(&dims))));
         };
         if turn {
             let op = Op::Permute(vec![1, 0]);
@@ -120,8 +117,10 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
         .map(|(axis, size)| match *size {
             -1 => Ok(None),
             0 => from.get(axis).copied().map(Some).ok_or_else(|| {
-                call.site
-                    .shape(format!("0 at axis {axis} copies nothing of {}", shape::display(&from)))
+                call.site.shape(format!(
+                    "0 at axis {axis} copies nothing of {}",
+                    shape::display(&from)
+                ))
             }),
             size => usize::try_from(size)
                 .map(|size| Some(Dim::Fixed(size)))
@@ -165,10 +164,9 @@ pub(super) fn squeeze(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
             .collect(),
     };
     if let Some(axis) = axes.iter().find(|axis| from[**axis] != Dim::Fixed(1)) {
-        return Err(call.site.shape(format!(
-            "axis {axis} of {} is not 1",
-            shape::display(&from)
-        )));
+        return Err(call
+            .site
+            .shape(format!("axis {axis} of {} is not 1", shape::display(&from))));
     }
     let dims = (0..from.len())
         .filter(|axis| !axes.contains(axis))
@@ -256,8 +254,8 @@ pub(super) fn concat(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     let mut total = 0usize;
     for input in &inputs {
         let other = b.dims(*input);
-        let fits = other.len() == dims.len()
-            && (0..dims.len()).all(|a| a == axis || other[a] == dims[a]);
+        let fits =
+            other.len() == dims.len() && (0..dims.len()).all(|a| a == axis || other[a] == dims[a]);
         let Some(Dim::Fixed(size)) = other.get(axis).copied().filter(|_| fits) else {
             return Err(call.site.shape(format!(
                 "{} and {} do not join at axis {axis}",

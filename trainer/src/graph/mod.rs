@@ -18,6 +18,7 @@ mod spatial;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod wiring;
 
 use millrace_bundle::onnx::ModelProto;
 

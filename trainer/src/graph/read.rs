@@ -3,14 +3,14 @@
 use std::collections::{HashMap, HashSet};
 
 use millrace_bundle::onnx::{
-    GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, attribute_proto::AttributeType,
-    tensor_proto, tensor_shape_proto, type_proto,
+    GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType,
 };
 
 use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
 use super::{
     Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape,
     spatial, tensor,
+    wiring::{input, makers, order, output},
 };
 
 /// Operators whose derivatives are checked by finite differences and whose results are compared with
@@ -57,7 +57,7 @@ const OPSET_MIN: i64 = 7;
 /// Newest operator set whose definitions were compared with this reader.
 const OPSET_MAX: i64 = 25;
 
-fn malformed(reason: impl Into<String>) -> GraphError {
+pub(super) fn malformed(reason: impl Into<String>) -> GraphError {
     GraphError::Malformed {
         reason: reason.into(),
     }
@@ -113,7 +113,11 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     }
     let output_id = match b.names.get(output) {
         Some(Named::Float(value)) => *value,
-        _ => return Err(malformed(format!("output {output:?} is not a float tensor"))),
+        _ => {
+            return Err(malformed(format!(
+                "output {output:?} is not a float tensor"
+            )));
+        }
     };
     finish(b, proto, input_id, output_id, input, output, &makers)
 }
@@ -183,153 +187,6 @@ fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
         }
     }
     Ok(names)
-}
-
-/// The one input that is not an initializer, and its shape.
-fn input<'a>(
-    proto: &'a GraphProto,
-    initializers: &HashSet<&str>,
-) -> Result<(&'a str, Vec<Dim>), GraphError> {
-    let found: Vec<&ValueInfoProto> = proto
-        .input
-        .iter()
-        .filter(|info| !initializers.contains(info.name()))
-        .collect();
-    let [info] = found[..] else {
-        let names: Vec<&str> = found.iter().map(|info| info.name()).collect();
-        return Err(malformed(format!(
-            "it has {} inputs {names:?}, exactly one is supported",
-            names.len()
-        )));
-    };
-    let name = info.name();
-    let Some(type_proto::Value::TensorType(tensor)) =
-        info.r#type.as_ref().and_then(|t| t.value.as_ref())
-    else {
-        return Err(malformed(format!("input {name:?} is not a tensor")));
-    };
-    if tensor.elem_type() != tensor_proto::DataType::Float as i32 {
-        return Err(malformed(format!(
-            "input {name:?} holds {}, FLOAT is needed",
-            tensor::type_name(tensor.elem_type())
-        )));
-    }
-    let shape = tensor
-        .shape
-        .as_ref()
-        .ok_or_else(|| malformed(format!("input {name:?} has no shape")))?;
-    let mut dims = Vec::with_capacity(shape.dim.len().min(shape::RANK_MAX + 1));
-    for (axis, dim) in shape.dim.iter().enumerate().take(shape::RANK_MAX + 1) {
-        use tensor_shape_proto::dimension::Value;
-        dims.push(match (axis, &dim.value) {
-            (0, None | Some(Value::DimParam(_))) => Dim::Rows(1),
-            (0, Some(Value::DimValue(size))) => {
-                return Err(malformed(format!(
-                    "input {name:?} has a fixed batch of {size}; export it with a dynamic first dimension"
-                )));
-            }
-            (_, Some(Value::DimValue(size))) => match usize::try_from(*size) {
-                Ok(size) if size > 0 => Dim::Fixed(size),
-                _ => {
-                    return Err(malformed(format!(
-                        "input {name:?} has a dimension of {size}"
-                    )));
-                }
-            },
-            (axis, _) => {
-                return Err(malformed(format!(
-                    "dimension {axis} of input {name:?} is dynamic; only the first may be"
-                )));
-            }
-        });
-    }
-    if dims.is_empty() {
-        return Err(malformed(format!("input {name:?} has no batch dimension")));
-    }
-    Ok((name, dims))
-}
-
-fn output(proto: &GraphProto) -> Result<&str, GraphError> {
-    match &proto.output[..] {
-        [info] => Ok(info.name()),
-        several => {
-            let names: Vec<&str> = several.iter().map(|info| info.name()).collect();
-            Err(malformed(format!(
-                "it has {} outputs {names:?}, exactly one is supported",
-                names.len()
-            )))
-        }
-    }
-}
-
-/// Which node makes which tensor.
-fn makers<'a>(
-    proto: &'a GraphProto,
-    input: &str,
-    initializers: &HashSet<&str>,
-) -> Result<HashMap<&'a str, usize>, GraphError> {
-    let mut makers = HashMap::new();
-    for (index, node) in proto.node.iter().enumerate() {
-        for name in node.output.iter().filter(|name| !name.is_empty()) {
-            let taken = name == input || initializers.contains(name.as_str());
-            if taken || makers.insert(name.as_str(), index).is_some() {
-                return Err(malformed(format!("tensor {name:?} is made twice")));
-            }
-        }
-    }
-    Ok(makers)
-}
-
-/// The nodes that the output depends on, each after the nodes it reads from.
-fn order<'a>(
-    proto: &'a GraphProto,
-    output: &str,
-    makers: &HashMap<&str, usize>,
-    input: &str,
-    initializers: &HashSet<&str>,
-) -> Result<Vec<&'a NodeProto>, GraphError> {
-    #[derive(Clone, Copy, PartialEq)]
-    enum Mark {
-        New,
-        Open,
-        Done,
-    }
-    let Some(last) = makers.get(output) else {
-        return Err(malformed(format!("no node makes its output {output:?}")));
-    };
-    let mut marks = vec![Mark::New; proto.node.len()];
-    let mut ordered = Vec::new();
-    // Pairs of a node and the input to look at next: no recursion, whatever the depth of the graph.
-    let mut stack = vec![(*last, 0usize)];
-    marks[*last] = Mark::Open;
-    while let Some((index, position)) = stack.pop() {
-        let node = &proto.node[index];
-        let Some(name) = node.input.get(position) else {
-            marks[index] = Mark::Done;
-            ordered.push(node);
-            continue;
-        };
-        stack.push((index, position + 1));
-        if name.is_empty() || name == input || initializers.contains(name.as_str()) {
-            continue;
-        }
-        let site = || Site::of(node).node;
-        let Some(maker) = makers.get(name.as_str()) else {
-            return Err(GraphError::MissingInput {
-                node: site(),
-                input: name.clone(),
-            });
-        };
-        match marks[*maker] {
-            Mark::Done => {}
-            Mark::Open => return Err(GraphError::Cycle { node: site() }),
-            Mark::New => {
-                marks[*maker] = Mark::Open;
-                stack.push((*maker, 0));
-            }
-        }
-    }
-    Ok(ordered)
 }
 
 fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphError> {

@@ -264,12 +264,7 @@ pub(super) fn pool(
         dilations: w.dilations,
         count_include_pad,
     };
-    let dims = vec![
-        rows,
-        channels,
-        Dim::Fixed(w.out[0]),
-        Dim::Fixed(w.out[1]),
-    ];
+    let dims = vec![rows, channels, Dim::Fixed(w.out[0]), Dim::Fixed(w.out[1])];
     let out = b.push(op(spec), &[input], dims, &site)?;
     restore(b, &site, out, line)
 }

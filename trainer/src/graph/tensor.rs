@@ -17,10 +17,7 @@ pub(super) fn dims(tensor: &TensorProto) -> Result<Vec<usize>, GraphError> {
     if tensor.dims.len() > RANK_MAX {
         return Err(refuse(
             tensor,
-            format!(
-                "{} dimensions, the limit is {RANK_MAX}",
-                tensor.dims.len()
-            ),
+            format!("{} dimensions, the limit is {RANK_MAX}", tensor.dims.len()),
         ));
     }
     let mut total = 1usize;
@@ -34,7 +31,10 @@ pub(super) fn dims(tensor: &TensorProto) -> Result<Vec<usize>, GraphError> {
             .ok_or_else(|| {
                 refuse(
                     tensor,
-                    format!("dimensions {:?} exceed {ELEMENTS_MAX} elements", tensor.dims),
+                    format!(
+                        "dimensions {:?} exceed {ELEMENTS_MAX} elements",
+                        tensor.dims
+                    ),
                 )
             })?;
         dims.push(size);
@@ -54,8 +54,10 @@ pub(super) fn is_int(tensor: &TensorProto) -> bool {
 
 /// The name of the element type.
 pub(super) fn type_name(data_type: i32) -> String {
-    tensor_proto::DataType::try_from(data_type)
-        .map_or_else(|_| format!("type {data_type}"), |t| t.as_str_name().to_owned())
+    tensor_proto::DataType::try_from(data_type).map_or_else(
+        |_| format!("type {data_type}"),
+        |t| t.as_str_name().to_owned(),
+    )
 }
 
 fn check_storage(tensor: &TensorProto) -> Result<(), GraphError> {

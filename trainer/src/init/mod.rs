@@ -166,7 +166,10 @@ pub fn cnn(
 }
 
 fn positive(setting: &'static str, values: &[usize]) -> Result<(), InitError> {
-    match values.iter().find(|value| **value == 0 || **value > WEIGHTS_MAX) {
+    match values
+        .iter()
+        .find(|value| **value == 0 || **value > WEIGHTS_MAX)
+    {
         Some(value) => Err(InitError::Setting {
             setting,
             value: value.to_string(),

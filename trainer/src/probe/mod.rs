@@ -213,7 +213,8 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let tensor = ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
+    let tensor =
+        ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
     let outputs = session
         .run(ort::inputs![tensor])
         .map_err(|e| e.to_string())?;

@@ -46,15 +46,49 @@ pub(crate) fn all() -> Vec<Case> {
 }
 
 fn elementwise() -> Vec<Case> {
-    let mut cases: Vec<Case> = ["Relu", "Sigmoid", "Tanh", "Erf", "Exp", "Neg", "Softmax", "LogSoftmax", "Identity"]
-        .into_iter()
-        .map(|op| after_mul(op, op, 17, &[6], vec![]))
-        .collect();
-    cases.push(after_mul("LeakyRelu", "LeakyRelu", 17, &[6], vec![float("alpha", 0.2)]));
+    let mut cases: Vec<Case> = [
+        "Relu",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
+        "Exp",
+        "Neg",
+        "Softmax",
+        "LogSoftmax",
+        "Identity",
+    ]
+    .into_iter()
+    .map(|op| after_mul(op, op, 17, &[6], vec![]))
+    .collect();
+    cases.push(after_mul(
+        "LeakyRelu",
+        "LeakyRelu",
+        17,
+        &[6],
+        vec![float("alpha", 0.2)],
+    ));
     cases.push(after_mul("Gelu", "Gelu", 20, &[6], vec![]));
-    cases.push(after_mul("Gelu tanh", "Gelu", 20, &[6], vec![text("approximate", "tanh")]));
-    cases.push(after_mul("Softmax axis 1", "Softmax", 13, &[3, 4], vec![int("axis", 1)]));
-    cases.push(after_mul("LogSoftmax axis -2", "LogSoftmax", 13, &[3, 4], vec![int("axis", -2)]));
+    cases.push(after_mul(
+        "Gelu tanh",
+        "Gelu",
+        20,
+        &[6],
+        vec![text("approximate", "tanh")],
+    ));
+    cases.push(after_mul(
+        "Softmax axis 1",
+        "Softmax",
+        13,
+        &[3, 4],
+        vec![int("axis", 1)],
+    ));
+    cases.push(after_mul(
+        "LogSoftmax axis -2",
+        "LogSoftmax",
+        13,
+        &[3, 4],
+        vec![int("axis", -2)],
+    ));
     cases.push(after_mul("Softmax before 13", "Softmax", 11, &[5], vec![]));
     for op in ["Log", "Sqrt"] {
         cases.push(case(op, 17, &[6], |p, x| {
@@ -81,18 +115,28 @@ fn elementwise() -> Vec<Case> {
                 p.node(op, &[&w, &away], vec![])
             }));
         }
-        for (side, dims) in [("left", &[][..]), ("right", &[]), ("left", &[4]), ("right", &[1, 1])] {
-            cases.push(case(&format!("{op} constant {dims:?} {side}"), 13, &[4], |p, x| {
-                let w = p.param(&[4]);
-                let scaled = p.node("Mul", &[x, &w], vec![]);
-                let away = p.node("Exp", &[&scaled], vec![]);
-                let count = dims.iter().product::<i64>() as usize;
-                let c = p.constant(dims, vec![1.5; count]);
-                match side {
-                    "left" => p.node(op, &[&c, &away], vec![]),
-                    _ => p.node(op, &[&away, &c], vec![]),
-                }
-            }));
+        for (side, dims) in [
+            ("left", &[][..]),
+            ("right", &[]),
+            ("left", &[4]),
+            ("right", &[1, 1]),
+        ] {
+            cases.push(case(
+                &format!("{op} constant {dims:?} {side}"),
+                13,
+                &[4],
+                |p, x| {
+                    let w = p.param(&[4]);
+                    let scaled = p.node("Mul", &[x, &w], vec![]);
+                    let away = p.node("Exp", &[&scaled], vec![]);
+                    let count = dims.iter().product::<i64>() as usize;
+                    let c = p.constant(dims, vec![1.5; count]);
+                    match side {
+                        "left" => p.node(op, &[&c, &away], vec![]),
+                        _ => p.node(op, &[&away, &c], vec![]),
+                    }
+                },
+            ));
         }
     }
     cases.push(case("Gelu written with Erf", 17, &[6], |p, x| {
@@ -171,15 +215,24 @@ fn linear() -> Vec<Case> {
     }
     for (name, axis, dims) in [("last", -1, &[4][..]), ("two axes", 1, &[3, 4])] {
         for biased in [true, false] {
-            cases.push(case(&format!("LayerNormalization {name} {biased}"), 17, &[3, 4], |p, x| {
-                let w = p.param(&[4, 4]);
-                let mixed = p.node("MatMul", &[x, &w], vec![]);
-                let scale = p.param(dims);
-                let bias = biased.then(|| p.param(dims));
-                let mut inputs = vec![mixed.as_str(), &scale];
-                inputs.extend(bias.as_deref());
-                p.node("LayerNormalization", &inputs, vec![int("axis", axis), float("epsilon", 1e-3)])
-            }));
+            cases.push(case(
+                &format!("LayerNormalization {name} {biased}"),
+                17,
+                &[3, 4],
+                |p, x| {
+                    let w = p.param(&[4, 4]);
+                    let mixed = p.node("MatMul", &[x, &w], vec![]);
+                    let scale = p.param(dims);
+                    let bias = biased.then(|| p.param(dims));
+                    let mut inputs = vec![mixed.as_str(), &scale];
+                    inputs.extend(bias.as_deref());
+                    p.node(
+                        "LayerNormalization",
+                        &inputs,
+                        vec![int("axis", axis), float("epsilon", 1e-3)],
+                    )
+                },
+            ));
         }
     }
     cases
@@ -188,14 +241,62 @@ fn linear() -> Vec<Case> {
 fn movement() -> Vec<Case> {
     let mut cases = vec![
         after_mul("Flatten", "Flatten", 17, &[2, 3, 2], vec![]),
-        after_mul("Transpose", "Transpose", 17, &[2, 3], vec![ints("perm", &[0, 2, 1])]),
-        after_mul("ReduceMean attribute", "ReduceMean", 13, &[2, 3, 4], vec![ints("axes", &[-1, 1])]),
-        after_mul("ReduceMean squeezed", "ReduceMean", 13, &[2, 3, 4], vec![ints("axes", &[2]), int("keepdims", 0)]),
-        after_mul("ReduceSum attribute", "ReduceSum", 11, &[2, 3], vec![ints("axes", &[1])]),
-        after_mul("Squeeze attribute", "Squeeze", 11, &[3, 1], vec![ints("axes", &[2])]),
-        after_mul("Unsqueeze attribute", "Unsqueeze", 11, &[3], vec![ints("axes", &[1, -1])]),
-        after_mul("GlobalAveragePool 2d", "GlobalAveragePool", 17, &[2, 3, 4], vec![]),
-        after_mul("GlobalAveragePool 1d", "GlobalAveragePool", 17, &[2, 5], vec![]),
+        after_mul(
+            "Transpose",
+            "Transpose",
+            17,
+            &[2, 3],
+            vec![ints("perm", &[0, 2, 1])],
+        ),
+        after_mul(
+            "ReduceMean attribute",
+            "ReduceMean",
+            13,
+            &[2, 3, 4],
+            vec![ints("axes", &[-1, 1])],
+        ),
+        after_mul(
+            "ReduceMean squeezed",
+            "ReduceMean",
+            13,
+            &[2, 3, 4],
+            vec![ints("axes", &[2]), int("keepdims", 0)],
+        ),
+        after_mul(
+            "ReduceSum attribute",
+            "ReduceSum",
+            11,
+            &[2, 3],
+            vec![ints("axes", &[1])],
+        ),
+        after_mul(
+            "Squeeze attribute",
+            "Squeeze",
+            11,
+            &[3, 1],
+            vec![ints("axes", &[2])],
+        ),
+        after_mul(
+            "Unsqueeze attribute",
+            "Unsqueeze",
+            11,
+            &[3],
+            vec![ints("axes", &[1, -1])],
+        ),
+        after_mul(
+            "GlobalAveragePool 2d",
+            "GlobalAveragePool",
+            17,
+            &[2, 3, 4],
+            vec![],
+        ),
+        after_mul(
+            "GlobalAveragePool 1d",
+            "GlobalAveragePool",
+            17,
+            &[2, 5],
+            vec![],
+        ),
     ];
     for (name, op, opset, extra, keep) in [
         ("ReduceMean input", "ReduceMean", 18, &[1, 2][..], 0),
@@ -241,26 +342,137 @@ fn movement() -> Vec<Case> {
 }
 
 fn convolutions() -> Vec<Case> {
-    type Form = (&'static str, &'static [i64], &'static [i64], bool, Vec<AttributeProto>);
+    type Form = (
+        &'static str,
+        &'static [i64],
+        &'static [i64],
+        bool,
+        Vec<AttributeProto>,
+    );
     let forms: Vec<Form> = vec![
         ("Conv valid", &[2, 5, 5], &[3, 2, 3, 3], true, vec![]),
-        ("Conv no bias", &[2, 5, 4], &[3, 2, 2, 3], false, vec![ints("kernel_shape", &[2, 3])]),
+        (
+            "Conv no bias",
+            &[2, 5, 4],
+            &[3, 2, 2, 3],
+            false,
+            vec![ints("kernel_shape", &[2, 3])],
+        ),
         ("Conv 1x1", &[3, 4, 4], &[2, 3, 1, 1], true, vec![]),
-        ("Conv padded", &[2, 4, 4], &[3, 2, 3, 3], true, vec![ints("pads", &[1, 1, 1, 1])]),
-        ("Conv strided", &[2, 6, 6], &[3, 2, 3, 3], true, vec![ints("strides", &[2, 2]), ints("pads", &[1, 1, 1, 1])]),
-        ("Conv strided unevenly", &[1, 8, 7], &[2, 1, 3, 2], true, vec![ints("strides", &[3, 2])]),
-        ("Conv dilated", &[2, 7, 7], &[2, 2, 3, 3], true, vec![ints("dilations", &[2, 2]), ints("pads", &[2, 2, 2, 2])]),
-        ("Conv dilated and strided", &[1, 8, 8], &[2, 1, 2, 3], true, vec![ints("dilations", &[3, 2]), ints("strides", &[2, 3])]),
-        ("Conv grouped", &[4, 5, 5], &[6, 2, 3, 3], true, vec![int("group", 2), ints("strides", &[2, 2])]),
-        ("Conv grouped unevenly", &[4, 6, 6], &[4, 2, 3, 3], false, vec![int("group", 2), ints("strides", &[2, 2]), ints("pads", &[1, 0, 1, 0])]),
-        ("Conv depthwise", &[3, 5, 5], &[3, 1, 3, 3], true, vec![int("group", 3), ints("pads", &[1, 1, 1, 1])]),
-        ("Conv padded on one side", &[2, 4, 4], &[2, 2, 2, 2], true, vec![ints("pads", &[0, 1, 1, 0])]),
-        ("Conv SAME_UPPER", &[2, 5, 6], &[2, 2, 3, 2], true, vec![text("auto_pad", "SAME_UPPER"), ints("strides", &[2, 2])]),
-        ("Conv SAME_LOWER", &[2, 5, 6], &[2, 2, 2, 2], true, vec![text("auto_pad", "SAME_LOWER")]),
-        ("Conv VALID", &[1, 4, 4], &[2, 1, 3, 3], true, vec![text("auto_pad", "VALID")]),
-        ("Conv 1d", &[2, 7], &[3, 2, 3], true, vec![ints("pads", &[1, 1])]),
-        ("Conv 1d full", &[4, 9], &[4, 2, 3], true, vec![int("group", 2), ints("strides", &[2]), ints("dilations", &[2]), ints("pads", &[2, 1])]),
-        ("Conv 1d strided unevenly", &[4, 8], &[4, 2, 3], true, vec![int("group", 2), ints("strides", &[2])]),
+        (
+            "Conv padded",
+            &[2, 4, 4],
+            &[3, 2, 3, 3],
+            true,
+            vec![ints("pads", &[1, 1, 1, 1])],
+        ),
+        (
+            "Conv strided",
+            &[2, 6, 6],
+            &[3, 2, 3, 3],
+            true,
+            vec![ints("strides", &[2, 2]), ints("pads", &[1, 1, 1, 1])],
+        ),
+        (
+            "Conv strided unevenly",
+            &[1, 8, 7],
+            &[2, 1, 3, 2],
+            true,
+            vec![ints("strides", &[3, 2])],
+        ),
+        (
+            "Conv dilated",
+            &[2, 7, 7],
+            &[2, 2, 3, 3],
+            true,
+            vec![ints("dilations", &[2, 2]), ints("pads", &[2, 2, 2, 2])],
+        ),
+        (
+            "Conv dilated and strided",
+            &[1, 8, 8],
+            &[2, 1, 2, 3],
+            true,
+            vec![ints("dilations", &[3, 2]), ints("strides", &[2, 3])],
+        ),
+        (
+            "Conv grouped",
+            &[4, 5, 5],
+            &[6, 2, 3, 3],
+            true,
+            vec![int("group", 2), ints("strides", &[2, 2])],
+        ),
+        (
+            "Conv grouped unevenly",
+            &[4, 6, 6],
+            &[4, 2, 3, 3],
+            false,
+            vec![
+                int("group", 2),
+                ints("strides", &[2, 2]),
+                ints("pads", &[1, 0, 1, 0]),
+            ],
+        ),
+        (
+            "Conv depthwise",
+            &[3, 5, 5],
+            &[3, 1, 3, 3],
+            true,
+            vec![int("group", 3), ints("pads", &[1, 1, 1, 1])],
+        ),
+        (
+            "Conv padded on one side",
+            &[2, 4, 4],
+            &[2, 2, 2, 2],
+            true,
+            vec![ints("pads", &[0, 1, 1, 0])],
+        ),
+        (
+            "Conv SAME_UPPER",
+            &[2, 5, 6],
+            &[2, 2, 3, 2],
+            true,
+            vec![text("auto_pad", "SAME_UPPER"), ints("strides", &[2, 2])],
+        ),
+        (
+            "Conv SAME_LOWER",
+            &[2, 5, 6],
+            &[2, 2, 2, 2],
+            true,
+            vec![text("auto_pad", "SAME_LOWER")],
+        ),
+        (
+            "Conv VALID",
+            &[1, 4, 4],
+            &[2, 1, 3, 3],
+            true,
+            vec![text("auto_pad", "VALID")],
+        ),
+        (
+            "Conv 1d",
+            &[2, 7],
+            &[3, 2, 3],
+            true,
+            vec![ints("pads", &[1, 1])],
+        ),
+        (
+            "Conv 1d full",
+            &[4, 9],
+            &[4, 2, 3],
+            true,
+            vec![
+                int("group", 2),
+                ints("strides", &[2]),
+                ints("dilations", &[2]),
+                ints("pads", &[2, 1]),
+            ],
+        ),
+        (
+            "Conv 1d strided unevenly",
+            &[4, 8],
+            &[4, 2, 3],
+            true,
+            vec![int("group", 2), ints("strides", &[2])],
+        ),
     ];
     forms
         .into_iter()
@@ -286,15 +498,79 @@ fn pools() -> Vec<Case> {
     let ring = || ints("pads", &[1, 1, 1, 1]);
     vec![
         after_mul("MaxPool", "MaxPool", 17, &[2, 4, 4], vec![square(), twos()]),
-        after_mul("MaxPool uneven", "MaxPool", 17, &[2, 5, 5], vec![square(), twos()]),
-        after_mul("MaxPool padded", "MaxPool", 17, &[2, 5, 6], vec![three(), twos(), ring()]),
-        after_mul("MaxPool overlapping", "MaxPool", 17, &[1, 5, 5], vec![three()]),
-        after_mul("MaxPool dilated", "MaxPool", 17, &[1, 6, 6], vec![square(), ints("dilations", &[2, 3])]),
-        after_mul("MaxPool 1d", "MaxPool", 17, &[2, 7], vec![ints("kernel_shape", &[3]), ints("strides", &[2]), ints("pads", &[1, 1])]),
-        after_mul("AveragePool", "AveragePool", 17, &[2, 4, 4], vec![square(), twos()]),
-        after_mul("AveragePool uneven", "AveragePool", 17, &[2, 5, 5], vec![square(), twos()]),
-        after_mul("AveragePool padded", "AveragePool", 17, &[2, 5, 6], vec![three(), twos(), ring()]),
-        after_mul("AveragePool counting pads", "AveragePool", 17, &[2, 5, 6], vec![three(), twos(), ring(), int("count_include_pad", 1)]),
-        after_mul("AveragePool 1d", "AveragePool", 17, &[2, 7], vec![ints("kernel_shape", &[2]), ints("pads", &[1, 1])]),
+        after_mul(
+            "MaxPool uneven",
+            "MaxPool",
+            17,
+            &[2, 5, 5],
+            vec![square(), twos()],
+        ),
+        after_mul(
+            "MaxPool padded",
+            "MaxPool",
+            17,
+            &[2, 5, 6],
+            vec![three(), twos(), ring()],
+        ),
+        after_mul(
+            "MaxPool overlapping",
+            "MaxPool",
+            17,
+            &[1, 5, 5],
+            vec![three()],
+        ),
+        after_mul(
+            "MaxPool dilated",
+            "MaxPool",
+            17,
+            &[1, 6, 6],
+            vec![square(), ints("dilations", &[2, 3])],
+        ),
+        after_mul(
+            "MaxPool 1d",
+            "MaxPool",
+            17,
+            &[2, 7],
+            vec![
+                ints("kernel_shape", &[3]),
+                ints("strides", &[2]),
+                ints("pads", &[1, 1]),
+            ],
+        ),
+        after_mul(
+            "AveragePool",
+            "AveragePool",
+            17,
+            &[2, 4, 4],
+            vec![square(), twos()],
+        ),
+        after_mul(
+            "AveragePool uneven",
+            "AveragePool",
+            17,
+            &[2, 5, 5],
+            vec![square(), twos()],
+        ),
+        after_mul(
+            "AveragePool padded",
+            "AveragePool",
+            17,
+            &[2, 5, 6],
+            vec![three(), twos(), ring()],
+        ),
+        after_mul(
+            "AveragePool counting pads",
+            "AveragePool",
+            17,
+            &[2, 5, 6],
+            vec![three(), twos(), ring(), int("count_include_pad", 1)],
+        ),
+        after_mul(
+            "AveragePool 1d",
+            "AveragePool",
+            17,
+            &[2, 7],
+            vec![ints("kernel_shape", &[2]), ints("pads", &[1, 1])],
+        ),
     ]
 }
