@@ -171,7 +171,7 @@ fn check(engine: &dyn Engine, at: At, model: &Model) {
 }
 
 proptest! {
-    #![proptest_config(Cases { cases: 48, ..Cases::default() })]
+    #![proptest_config(Cases { cases: 48, failure_persistence: None, ..Cases::default() })]
     #[test]
     fn snapshots_see_what_was(ops in prop::collection::vec(op(), 1..120)) {
         let dir = tempfile::tempdir().unwrap();
