@@ -210,3 +210,6 @@ impl PipeConfig {
         if self.dead_letter.is_empty() { format!("{}-dead", self.output) } else { self.dead_letter.clone() }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -111,6 +111,7 @@ impl Error {
     pub fn is_retryable(&self) -> bool {
         match self {
             Error::Repository(source) => source.is_retryable(),
+            Error::Datafs(source) => source.is_retryable(),
             Error::Streams(source) => source.is_retryable(),
             Error::Infer(source) => source.is_retryable(),
             _ => false,

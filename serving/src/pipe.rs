@@ -24,16 +24,20 @@ use crate::error::{Error, InferError, Result, quote};
 use crate::infer::{Inference, Request};
 use crate::metrics::PIPE_RECORDS;
 use crate::record::{Mapping, Row, RowOutputs, parse, row_outputs};
-use crate::repository::Model;
+use crate::repository::{Model, chain};
 use output::Writer;
 use progress::Progress;
 
-const BATCH_BYTES_MAX: usize = 8 << 20;
+/// Records between two commits: enough that a commit costs little beside them.
+const CHUNK_ROWS_MAX: usize = 4096;
+const CHUNK_BYTES_MAX: usize = 8 << 20;
 /// How long to wait for records before looking around.
 const POLL: Duration = Duration::from_millis(250);
 /// How long a pipe that is to catch up waits for offsets that never come (deleted or control records).
 const IDLE_MAX: Duration = Duration::from_secs(10);
 const RETRY_AFTER: Duration = Duration::from_millis(100);
+/// How long a pipe that runs for ever waits before it starts over after brokers or volume failed.
+const RESTART_AFTER: Duration = Duration::from_secs(1);
 
 /// What a pipe works with.
 #[derive(Debug, Clone)]
@@ -70,7 +74,8 @@ pub struct PipeReport {
 
 /// Runs a pipe until it has caught up, fails, or is cancelled; then everything read is answered and
 /// committed, or will be read again by the next run. Resumes where the last run committed, else at the
-/// earliest record. Partitions are looked up at the start.
+/// earliest record. Partitions are looked up at the start. A pipe that runs for ever starts over from its
+/// last commit when brokers fail in a way that may pass.
 ///
 /// # Errors
 /// [`Error::Config`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::PipeFenced`] when another process
@@ -82,6 +87,27 @@ pub async fn run(
     cancel: CancellationToken,
 ) -> Result<PipeReport> {
     check(config)?;
+    let mut report = PipeReport::default();
+    loop {
+        match run_once(config, &deps, until, &cancel, &mut report).await {
+            Err(error) if until == Until::Forever && error.is_retryable() => {
+                tracing::warn!(pipe = config.name, error = %chain(&error), "the pipe starts over");
+                if cancel.run_until_cancelled(tokio::time::sleep(RESTART_AFTER)).await.is_none() {
+                    return Ok(report);
+                }
+            }
+            outcome => return outcome.map(|()| report),
+        }
+    }
+}
+
+async fn run_once(
+    config: &PipeConfig,
+    deps: &Deps,
+    until: Until,
+    cancel: &CancellationToken,
+    report: &mut PipeReport,
+) -> Result<()> {
     if until == Until::CaughtUp {
         deps.inference.find(&config.model, config.version)?;
     }
@@ -109,8 +135,8 @@ pub async fn run(
         writer,
         mapping: None,
         until,
-        report: PipeReport::default(),
-        cancel: &cancel,
+        report,
+        cancel,
     };
     tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
     let mut last_record = Instant::now();
@@ -121,8 +147,8 @@ pub async fn run(
         if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets, last_record, config) {
             break;
         }
-        let rows_max = config.batch_rows_max.max(1);
-        let next = consumer.next(rows_max, BATCH_BYTES_MAX, POLL);
+        let rows_max = config.batch_rows_max.max(CHUNK_ROWS_MAX);
+        let next = consumer.next(rows_max, CHUNK_BYTES_MAX, POLL);
         let batch = match cancel.run_until_cancelled(next).await {
             None => break,
             Some(Err(error)) if error.is_retryable() && until == Until::Forever => {
@@ -139,7 +165,7 @@ pub async fn run(
         let positions = consumer.positions().iter().map(|((_, p), offset)| (*p, *offset)).collect();
         progress.commit(positions).await?;
     }
-    Ok(pipe.report)
+    Ok(())
 }
 
 fn check(config: &PipeConfig) -> Result<()> {
@@ -195,7 +221,7 @@ struct Pipe<'a> {
     writer: Writer<'a>,
     mapping: Option<(Arc<Model>, Mapping)>,
     until: Until,
-    report: PipeReport,
+    report: &'a mut PipeReport,
     cancel: &'a CancellationToken,
 }
 

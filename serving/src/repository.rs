@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::{Manifest, Signature};
-use millrace_datafs::View;
+use millrace_datafs::{Datafs, View};
 use object_store::ObjectStore;
 use parking_lot::RwLock;
 use tokio::sync::watch;
@@ -32,6 +32,24 @@ impl Source {
     /// Models below `root` of any store.
     pub fn new(store: Arc<dyn ObjectStore>, root: impl Into<String>) -> Source {
         Source { store, root: root.into() }
+    }
+
+    /// The source that a configuration names: its volume or its directory. Blocks on metadata.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when both or none are named; [`Error::Datafs`] when the volume or snapshot does
+    /// not exist; [`Error::Directory`].
+    pub fn configured(config: &Config, datafs: &Datafs) -> Result<Source> {
+        match (&config.volume, &config.directory) {
+            (Some(volume), None) => Ok(Source::volume(&datafs.view(volume)?)),
+            (None, Some(directory)) => Source::directory(directory),
+            (Some(_), Some(_)) => {
+                Err(Error::Config { reason: "names both a volume and a directory of models".into() })
+            }
+            (None, None) => Err(Error::Config {
+                reason: "names neither a volume nor a directory of models".into(),
+            }),
+        }
     }
 
     /// Models in the `models/` directory of a volume or a snapshot.

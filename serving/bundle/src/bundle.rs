@@ -136,7 +136,15 @@ impl Bundle {
         for (relative, content) in self.files() {
             let path = relative.split('/').fold(base.clone(), |path, part| path.join(part));
             let mode = if relative == MANIFEST_FILE { PutMode::Create } else { PutMode::Overwrite };
-            match store.put_opts(&path, content.into(), PutOptions::from(mode)).await {
+            let put = store.put_opts(&path, content.clone().into(), PutOptions::from(mode)).await;
+            let put = match put {
+                // Not every store can refuse to replace; the look before has to do there.
+                Err(object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. }) => {
+                    store.put(&path, content.into()).await
+                }
+                put => put,
+            };
+            match put {
                 Ok(_) => {}
                 Err(object_store::Error::AlreadyExists { .. }) => return Err(exists()),
                 Err(source) => return Err(Error::Store { path: path.to_string(), source }),

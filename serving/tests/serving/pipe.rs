@@ -179,6 +179,49 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
+    if !have_runtime() {
+        return;
+    }
+    let world = world().await;
+    topic::create_topic(&world.kafka, "in", 2).await.unwrap();
+    topic::create_topic(&world.kafka, "out", 2).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    let mut produced = 0;
+    for round in 0..10u64 {
+        producer.send_all((produced..produced + 40).map(record)).await.unwrap();
+        produced += 40;
+        let deps = world.deps.clone();
+        let cancel = CancellationToken::new();
+        let running =
+            tokio::spawn(async move { run(&pipe(), deps, Until::Forever, cancel).await });
+        // Cut off after more and more answers, some before the commit that belongs to them.
+        let goal = (round * 37) % 50;
+        let before = ids(&world.kafka).await.len() as u64;
+        let reached = async {
+            while (ids(&world.kafka).await.len() as u64) < (before + goal).min(produced as u64) {}
+        };
+        tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
+        running.abort();
+        assert!(running.await.is_err_and(|error| error.is_cancelled()));
+    }
+    catch_up(&world).await;
+    let ids = ids(&world.kafka).await;
+    assert_eq!(ids.len(), produced);
+    assert_eq!(catch_up(&world).await.records, 0);
+    world.broker.stop().await.unwrap();
+}
+
+/// Ids of all predictions, doubles once.
+async fn ids(kafka: &KafkaConfig) -> std::collections::BTreeSet<u64> {
+    let id = |seen: &Seen| {
+        let value: Value = serde_json::from_slice(seen.value.as_deref().unwrap()).unwrap();
+        value["id"].as_u64().unwrap()
+    };
+    read(kafka, "out").await.iter().map(id).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     if !have_runtime() {
         return;
@@ -223,6 +266,28 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     let report = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap().unwrap();
     assert_eq!(report.records, 2);
     world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_configuration_names_one_source() {
+    let home = tempfile::tempdir().unwrap();
+    let (path, models) = (home.path().to_path_buf(), home.path().to_path_buf());
+    tokio::task::spawn_blocking(move || {
+        let datafs = Datafs::open(&path, &millrace_datafs::Config::default()).unwrap();
+        let of = |volume: Option<&str>, directory: Option<std::path::PathBuf>| {
+            let volume = volume.map(|volume| volume.parse().unwrap());
+            let config = millrace_serving::Config { volume, directory, ..config() };
+            Source::configured(&config, &datafs)
+        };
+        assert!(matches!(of(None, None), Err(Error::Config { .. })));
+        assert!(matches!(of(Some("v"), Some(models.clone())), Err(Error::Config { .. })));
+        assert!(matches!(of(Some("nosuch@v1"), None), Err(Error::Datafs(_))));
+        of(None, Some(models.clone())).unwrap();
+        datafs.volume_create(&"v".parse().unwrap()).unwrap();
+        of(Some("v"), None).unwrap();
+    })
+    .await
+    .unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

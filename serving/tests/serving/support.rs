@@ -14,13 +14,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::sync::CancellationToken;
 
 /// Inputs of the small network.
-pub const FEATURES: usize = 4;
+pub(crate) const FEATURES: usize = 4;
 /// Outputs of the small network.
-pub const CLASSES: usize = 3;
+pub(crate) const CLASSES: usize = 3;
 const HIDDEN: usize = 5;
 
 /// Whether ONNX Runtime is there; says so in one line when not, and the test ends.
-pub fn have_runtime() -> bool {
+pub(crate) fn have_runtime() -> bool {
     match Runtime::load() {
         Ok(_) => true,
         Err(error) => {
@@ -90,7 +90,7 @@ fn model(graph: GraphProto) -> Vec<u8> {
 }
 
 /// A network of two layers: `input` FP32 [batch, 4] to `logits` FP32 [batch, 3].
-pub fn mlp() -> Vec<u8> {
+pub(crate) fn mlp() -> Vec<u8> {
     use tensor_proto::DataType::Float;
     model(GraphProto {
         name: Some("mlp".into()),
@@ -112,7 +112,7 @@ pub fn mlp() -> Vec<u8> {
 }
 
 /// What [`mlp`] gives for one row, computed here.
-pub fn mlp_logits(row: &[f32]) -> Vec<f32> {
+pub(crate) fn mlp_logits(row: &[f32]) -> Vec<f32> {
     let w = |name: &str, index: usize| weight(index + name.len());
     let hidden: Vec<f32> = (0..HIDDEN)
         .map(|h| {
@@ -130,7 +130,7 @@ pub fn mlp_logits(row: &[f32]) -> Vec<f32> {
 }
 
 /// Gives every input back: `in_<datatype>` [batch] to `out_<datatype>` [batch].
-pub fn echo(datatypes: &[Datatype]) -> Vec<u8> {
+pub(crate) fn echo(datatypes: &[Datatype]) -> Vec<u8> {
     use tensor_proto::DataType as T;
     let elem = |datatype: &Datatype| match datatype {
         Datatype::Bool => T::Bool,
@@ -159,7 +159,7 @@ pub fn echo(datatypes: &[Datatype]) -> Vec<u8> {
 }
 
 /// Takes a good part of a second for 256 rows: `input` FP32 [batch, 512] through many layers.
-pub fn slow(layers: usize) -> Vec<u8> {
+pub(crate) fn slow(layers: usize) -> Vec<u8> {
     use tensor_proto::DataType::Float;
     let mut graph = GraphProto {
         name: Some("slow".into()),
@@ -180,7 +180,7 @@ pub fn slow(layers: usize) -> Vec<u8> {
 }
 
 /// Writes a version into a directory of models.
-pub async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>) -> Bundle {
+pub(crate) async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>) -> Bundle {
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir).unwrap();
     let bundle =
         Bundle::new(name, version, onnx, Lineage::default(), Default::default()).unwrap();
@@ -189,21 +189,21 @@ pub async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>) -> Bun
 }
 
 /// A configuration with free ports that looks through the repository only when told.
-pub fn config() -> Config {
+pub(crate) fn config() -> Config {
     let free = "127.0.0.1:0".parse().unwrap();
     Config { grpc: free, http: free, metrics: free, poll_ms: 0, ..Config::default() }
 }
 
 /// A server over a directory of models.
-pub struct Server {
-    pub dir: TempDir,
-    pub serving: Serving,
-    pub cancel: CancellationToken,
+pub(crate) struct Server {
+    pub(crate) dir: TempDir,
+    pub(crate) serving: Serving,
+    pub(crate) cancel: CancellationToken,
 }
 
 impl Server {
     /// Starts a server with `mlp` version 1 and what `more` adds.
-    pub async fn start(config: Config, more: &[(&str, u64, Vec<u8>)]) -> Server {
+    pub(crate) async fn start(config: Config, more: &[(&str, u64, Vec<u8>)]) -> Server {
         let dir = tempfile::tempdir().unwrap();
         publish(dir.path(), "mlp", 1, mlp()).await;
         for (name, version, onnx) in more {
@@ -213,22 +213,22 @@ impl Server {
     }
 
     /// Starts a server over models that are there.
-    pub async fn over(config: Config, dir: TempDir) -> Server {
+    pub(crate) async fn over(config: Config, dir: TempDir) -> Server {
         let cancel = CancellationToken::new();
         let source = Source::directory(dir.path()).unwrap();
         let serving = serve(&config, source, cancel.clone()).await.unwrap();
         Server { dir, serving, cancel }
     }
 
-    pub async fn client(&self) -> Client {
+    pub(crate) async fn client(&self) -> Client {
         Client::connect(&self.serving.addresses().grpc.to_string()).await.unwrap()
     }
 
-    pub async fn http(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Reply {
+    pub(crate) async fn http(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Reply {
         http(self.serving.addresses().http, method, path, headers, body).await
     }
 
-    pub async fn stop(self) {
+    pub(crate) async fn stop(self) {
         self.cancel.cancel();
         tokio::time::timeout(Duration::from_secs(20), self.serving.join()).await.unwrap().unwrap();
     }
@@ -236,21 +236,21 @@ impl Server {
 
 /// An HTTP reply.
 #[derive(Debug)]
-pub struct Reply {
-    pub status: u16,
-    pub head: String,
-    pub body: Vec<u8>,
+pub(crate) struct Reply {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Reply {
-    pub fn header(&self, name: &str) -> Option<&str> {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
         self.head.lines().find_map(|line| {
             let (key, value) = line.split_once(':')?;
             key.eq_ignore_ascii_case(name).then(|| value.trim())
         })
     }
 
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| {
             panic!("{error}: {} {}", self.status, String::from_utf8_lossy(&self.body))
         })
@@ -258,7 +258,7 @@ impl Reply {
 }
 
 /// One request over a connection of its own.
-pub async fn http(
+pub(crate) async fn http(
     address: std::net::SocketAddr,
     method: &str,
     path: &str,

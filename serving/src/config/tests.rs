@@ -1,0 +1,38 @@
+//! The table as users write it.
+#![allow(clippy::unwrap_used)]
+
+use super::{Config, Device};
+
+#[test]
+fn devices_have_one_spelling() {
+    for text in ["cpu", "cuda", "cuda:1", "cuda:255"] {
+        assert_eq!(text.parse::<Device>().unwrap().to_string(), text);
+    }
+    assert_eq!("cuda:0".parse::<Device>().unwrap(), Device::Cuda(0));
+    for text in ["", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "cpu:0"] {
+        assert!(text.parse::<Device>().is_err(), "{text}");
+    }
+}
+
+#[test]
+fn the_table_round_trips_and_refuses_unknown_keys() {
+    let json = serde_json::json!({
+        "grpc": "0.0.0.0:9001", "volume": "digits@v1", "device": "cuda:1",
+        "limits": { "message_bytes_max": 1024 },
+        "pipes": [{ "name": "p", "input": "a", "output": "b", "model": "m",
+                    "columns": { "input": "pixels" } }],
+    });
+    let config: Config = serde_json::from_value(json).unwrap();
+    assert_eq!(config.grpc.port(), 9001);
+    assert_eq!(config.http, Config::default().http);
+    assert_eq!(config.device, Device::Cuda(1));
+    assert_eq!(config.pipes[0].dead_letter_topic(), "b-dead");
+    let again: Config = serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
+    assert_eq!(again, config);
+    for (table, key) in [(r#"{"prot":1}"#, "prot"), (r#"{"limits":{"x":1}}"#, "x"), (r#"{"pipes":[{"topic":"a"}]}"#, "topic")] {
+        let error = serde_json::from_str::<Config>(table).unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+    assert!(serde_json::from_str::<Config>(r#"{"device":"tpu"}"#).is_err());
+    assert!(Config::default().threads() >= 1);
+}
