@@ -157,8 +157,14 @@ fn conv<B: Backend>(
             B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
         }),
     ];
-    if let Some(bias) = step.inputs.get(2) {
-        grads.push(step.wanted[2].then(|| B::conv2d_bias_backward(x.clone(), bias.clone(), grad)));
+    if step.inputs.len() > 2 {
+        grads.push(step.wanted[2].then(|| {
+            // Along the contiguous axis first: the backend's own rule copies everything once more.
+            let shape = dims::<B>(&grad);
+            let planes = reshape::<B>(grad, &[shape[0], shape[1], shape[2] * shape[3]]);
+            let sums = B::float_sum_dim(B::float_sum_dim(planes, 2), 0);
+            reshape::<B>(sums, &shape[1..2])
+        }));
     }
     grads
 }
