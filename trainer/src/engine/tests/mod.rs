@@ -1,6 +1,7 @@
 //! Derivatives against finite differences, outputs against ONNX Runtime, bits against threads.
 #![allow(clippy::unwrap_used)]
 
+mod hostile;
 mod learning;
 mod measure;
 

@@ -1,0 +1,41 @@
+//! Models damaged at random: whatever is accepted must also run.
+
+use std::sync::Arc;
+
+use burn_flex::{Flex, FlexDevice};
+use millrace_bundle::onnx::ModelProto;
+use proptest::prelude::*;
+use prost::Message;
+
+use super::super::run::Interpreter;
+use super::super::*;
+use crate::probe::{every_operator, numbers};
+
+proptest! {
+    #[test]
+    fn a_damaged_model_is_refused_or_runs(
+        which in any::<prop::sample::Index>(),
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let cases = every_operator();
+        let mut bytes = cases[which.index(cases.len())].1.encode_to_vec();
+        for (index, value) in flips {
+            let index = index.index(bytes.len());
+            bytes[index] = value;
+        }
+        let Ok(model) = ModelProto::decode(&bytes[..]) else { return Ok(()) };
+        let Ok(graph) = Graph::read(&model) else { return Ok(()) };
+        prop_assume!(graph.elements_per_row_max() < 1 << 16);
+        let weights = graph.initial_weights(&model).unwrap();
+        let (inner, outer) = (graph.input_width(), graph.output_width());
+        let mut interpreter = Interpreter::<Flex, f32>::new(Arc::new(graph), FlexDevice, Device::Cpu);
+        interpreter.hold(&weights).unwrap();
+        let grad = interpreter
+            .differentiate(numbers(2 * inner, 1), 2, &mut |outputs| {
+                assert_eq!(outputs.len(), 2 * outer);
+                Ok(vec![1.0; outputs.len()])
+            })
+            .unwrap();
+        prop_assert_eq!(grad.len(), weights.len());
+    }
+}
