@@ -16,27 +16,27 @@ use millrace_streams::dataset::DatasetSpec;
     arg_required_else_help = true,
     after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left."
 )]
-pub struct Cli {
+pub(crate) struct Cli {
     /// Folder that holds all embedded state [default: the XDG data folder]
     #[arg(long, global = true, env = "MILLRACE_HOME", value_name = "DIR")]
-    pub home: Option<PathBuf>,
+    pub(crate) home: Option<PathBuf>,
     /// Configuration file [default: ./millrace.toml, else HOME/millrace.toml, else built-in defaults]
     #[arg(long, global = true, env = "MILLRACE_CONFIG", value_name = "FILE")]
-    pub config: Option<PathBuf>,
+    pub(crate) config: Option<PathBuf>,
     /// Print one JSON object (or one per line) instead of tables
     #[arg(long, global = true)]
-    pub json: bool,
+    pub(crate) json: bool,
     /// What to log to standard error, as in `info` or `millrace_ingest=debug`
     #[arg(long, global = true, env = "MILLRACE_LOG", default_value = "warn", value_name = "FILTER")]
-    pub log: String,
+    pub(crate) log: String,
     /// What to do
     #[command(subcommand)]
-    pub command: Command,
+    pub(crate) command: Command,
 }
 
 /// The commands.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(crate) enum Command {
     /// Run the whole pipeline on real data and show that nothing was lost
     #[command(after_help = "Example:\n  millrace quickstart --workers 3 --keep")]
     Quickstart(QuickstartArgs),
@@ -105,30 +105,30 @@ pub enum Command {
 
 /// `millrace quickstart`
 #[derive(Debug, Args)]
-pub struct QuickstartArgs {
+pub(crate) struct QuickstartArgs {
     /// Training worker processes
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub workers: u32,
+    pub(crate) workers: u32,
     /// Seed of the weights and of the shuffle
     #[arg(long, default_value_t = 7)]
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// Where to train and serve
     #[arg(long, value_enum, default_value_t = DeviceArg::Cpu)]
-    pub device: DeviceArg,
+    pub(crate) device: DeviceArg,
     /// Leave everything running and say what to try
     #[arg(long)]
-    pub keep: bool,
+    pub(crate) keep: bool,
     /// Delete what an earlier run left in this home and start anew
     #[arg(long)]
-    pub clean: bool,
+    pub(crate) clean: bool,
     /// Listen on free ports instead of the usual ones of Kafka (9092) and Triton (8000 to 8002)
     #[arg(long)]
-    pub free_ports: bool,
+    pub(crate) free_ports: bool,
 }
 
 /// Where a model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum DeviceArg {
+pub(crate) enum DeviceArg {
     /// The processor
     Cpu,
     /// The first NVIDIA GPU; never the processor in silence
@@ -137,7 +137,7 @@ pub enum DeviceArg {
 
 impl DeviceArg {
     /// The word that configuration files use.
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             DeviceArg::Cpu => "cpu",
             DeviceArg::Cuda => "cuda",
@@ -147,7 +147,7 @@ impl DeviceArg {
 
 /// `millrace volume …`
 #[derive(Debug, Subcommand)]
-pub enum VolumeCommand {
+pub(crate) enum VolumeCommand {
     /// Create an empty volume
     #[command(after_help = "Example:\n  millrace volume create digits")]
     Create {
@@ -176,7 +176,7 @@ pub enum VolumeCommand {
 
 /// `millrace snapshot …`
 #[derive(Debug, Subcommand)]
-pub enum SnapshotCommand {
+pub(crate) enum SnapshotCommand {
     /// Freeze a volume under a name; takes the same time whatever its size
     #[command(after_help = "Example:\n  millrace snapshot create digits@monday")]
     Create {
@@ -199,82 +199,82 @@ pub enum SnapshotCommand {
 
 /// `millrace mount`
 #[derive(Debug, Args)]
-pub struct MountArgs {
+pub(crate) struct MountArgs {
     /// VOLUME, or VOLUME@SNAPSHOT (read-only)
-    pub spec: VolumeSpec,
+    pub(crate) spec: VolumeSpec,
     /// An existing empty folder
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Return once it is mounted; a background process serves it
     #[arg(long)]
-    pub detach: bool,
+    pub(crate) detach: bool,
 }
 
 /// `millrace produce`
 #[derive(Debug, Args)]
-pub struct ProduceArgs {
+pub(crate) struct ProduceArgs {
     /// The topic; created when it does not exist
-    pub topic: String,
+    pub(crate) topic: String,
     /// A file with one record per line [default: standard input]
-    pub file: Option<PathBuf>,
+    pub(crate) file: Option<PathBuf>,
     /// Partitions of a topic that is created
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=10_000))]
-    pub partitions: i32,
+    pub(crate) partitions: i32,
     /// JSON field that becomes the record's key (and so its partition)
     #[arg(long, value_name = "FIELD")]
-    pub key: Option<String>,
+    pub(crate) key: Option<String>,
 }
 
 /// `millrace ingest`
 #[derive(Debug, Args)]
-pub struct IngestArgs {
+pub(crate) struct IngestArgs {
     /// A job of the configuration file, by name
     #[arg(long, conflicts_with_all = ["topic", "volume", "path"])]
-    pub job: Option<String>,
+    pub(crate) job: Option<String>,
     /// The topic to land
     #[arg(long, required_unless_present = "job")]
-    pub topic: Option<String>,
+    pub(crate) topic: Option<String>,
     /// The volume to land it in; created when it does not exist
     #[arg(long, required_unless_present = "job")]
-    pub volume: Option<Name>,
+    pub(crate) volume: Option<Name>,
     /// Folder in the volume [default: the topic's name]
     #[arg(long)]
-    pub path: Option<String>,
+    pub(crate) path: Option<String>,
     /// Go on for ever instead of stopping where the topic ends now
     #[arg(long)]
-    pub follow: bool,
+    pub(crate) follow: bool,
 }
 
 /// `millrace feed`
 #[derive(Debug, Args)]
-pub struct FeedArgs {
+pub(crate) struct FeedArgs {
     /// VOLUME[@SNAPSHOT]:/PATH
-    pub dataset: DatasetSpec,
+    pub(crate) dataset: DatasetSpec,
     /// Rows of a global batch
     #[arg(long, default_value_t = 128)]
-    pub batch_rows: usize,
+    pub(crate) batch_rows: usize,
     /// Seed of the order
     #[arg(long, default_value_t = 0)]
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// This reader's number
     #[arg(long, default_value_t = 0)]
-    pub rank: u32,
+    pub(crate) rank: u32,
     /// How many readers share the dataset
     #[arg(long, default_value_t = 1)]
-    pub world: u32,
+    pub(crate) world: u32,
     /// First global batch
     #[arg(long, default_value_t = 0)]
-    pub step: u64,
+    pub(crate) step: u64,
     /// How many batches [default: 1, or one epoch with --dry]
     #[arg(long)]
-    pub batches: Option<u64>,
+    pub(crate) batches: Option<u64>,
     /// Read without printing and show the rate
     #[arg(long)]
-    pub dry: bool,
+    pub(crate) dry: bool,
 }
 
 /// `millrace model …`
 #[derive(Debug, Subcommand)]
-pub enum ModelCommand {
+pub(crate) enum ModelCommand {
     /// Write an ONNX graph with seeded weights
     #[command(after_help = "Examples:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx")]
     Init {
@@ -298,7 +298,7 @@ pub enum ModelCommand {
 
 /// `millrace model init …`
 #[derive(Debug, Subcommand)]
-pub enum ModelInit {
+pub(crate) enum ModelInit {
     /// Fully connected layers
     Mlp {
         /// Where to write the graph
@@ -346,89 +346,89 @@ pub enum ModelInit {
 
 /// `millrace train`
 #[derive(Debug, Args)]
-pub struct TrainArgs {
+pub(crate) struct TrainArgs {
     /// The job file
-    pub job: PathBuf,
+    pub(crate) job: PathBuf,
     /// Worker processes [default: as the job file says]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub workers: Option<u32>,
+    pub(crate) workers: Option<u32>,
     /// Seed of the weights and the order [default: as the job file says]
     #[arg(long)]
-    pub seed: Option<u64>,
+    pub(crate) seed: Option<u64>,
     /// Where to train [default: as the job file says]
     #[arg(long, value_enum)]
-    pub device: Option<DeviceArg>,
+    pub(crate) device: Option<DeviceArg>,
 }
 
 /// `millrace serve`
 #[derive(Debug, Args)]
-pub struct ServeArgs {
+pub(crate) struct ServeArgs {
     /// Volume that holds bundles under models/
     #[arg(long, conflicts_with = "models")]
-    pub volume: Option<VolumeSpec>,
+    pub(crate) volume: Option<VolumeSpec>,
     /// Folder that holds bundles
     #[arg(long, value_name = "DIR", required_unless_present = "volume")]
-    pub models: Option<PathBuf>,
+    pub(crate) models: Option<PathBuf>,
     /// gRPC address [default: serving.grpc]
     #[arg(long)]
-    pub grpc: Option<SocketAddr>,
+    pub(crate) grpc: Option<SocketAddr>,
     /// HTTP address [default: serving.http]
     #[arg(long)]
-    pub http: Option<SocketAddr>,
+    pub(crate) http: Option<SocketAddr>,
     /// Metrics address [default: serving.metrics]
     #[arg(long)]
-    pub metrics: Option<SocketAddr>,
+    pub(crate) metrics: Option<SocketAddr>,
     /// Where to run the models [default: serving.device]
     #[arg(long, value_enum)]
-    pub device: Option<DeviceArg>,
+    pub(crate) device: Option<DeviceArg>,
 }
 
 /// `millrace predict`
 #[derive(Debug, Args)]
-pub struct PredictArgs {
+pub(crate) struct PredictArgs {
     /// The model
-    pub model: String,
+    pub(crate) model: String,
     /// A file with one JSON record per line [default: standard input]
-    pub file: Option<PathBuf>,
+    pub(crate) file: Option<PathBuf>,
     /// The record's field that holds the input
     #[arg(long, default_value = "input", value_name = "FIELD")]
-    pub input: String,
+    pub(crate) input: String,
     /// The record's field that holds the true class, to report accuracy
     #[arg(long, value_name = "FIELD")]
-    pub label: Option<String>,
+    pub(crate) label: Option<String>,
     /// The model server [default: the one of this home, else serving.grpc]
     #[arg(long)]
-    pub grpc: Option<SocketAddr>,
+    pub(crate) grpc: Option<SocketAddr>,
     /// Which version [default: the newest]
     #[arg(long)]
-    pub version: Option<u64>,
+    pub(crate) version: Option<u64>,
     /// Records of a request
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub batch_rows: u32,
+    pub(crate) batch_rows: u32,
 }
 
 /// `millrace pipe`
 #[derive(Debug, Args)]
-pub struct PipeArgs {
+pub(crate) struct PipeArgs {
     /// A pipe of the configuration file, by name
     #[arg(long, conflicts_with_all = ["from", "to", "model"])]
-    pub pipe: Option<String>,
+    pub(crate) pipe: Option<String>,
     /// Topic to read
     #[arg(long, required_unless_present = "pipe")]
-    pub from: Option<String>,
+    pub(crate) from: Option<String>,
     /// Topic to write predictions to
     #[arg(long, required_unless_present = "pipe")]
-    pub to: Option<String>,
+    pub(crate) to: Option<String>,
     /// The model
     #[arg(long, required_unless_present = "pipe")]
-    pub model: Option<String>,
+    pub(crate) model: Option<String>,
     /// Volume that holds the bundle and the pipe's progress
     #[arg(long)]
-    pub volume: Name,
+    pub(crate) volume: Name,
     /// The record's field that holds the input
     #[arg(long, default_value = "input", value_name = "FIELD")]
-    pub input: String,
+    pub(crate) input: String,
     /// Go on for ever instead of stopping where the topic ends now
     #[arg(long)]
-    pub follow: bool,
+    pub(crate) follow: bool,
 }

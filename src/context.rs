@@ -13,25 +13,25 @@ use crate::settings::Loaded;
 
 /// What a command runs with.
 #[derive(Clone)]
-pub struct Context {
+pub(crate) struct Context {
     /// How to talk to the caller.
-    pub out: Output,
+    pub(crate) out: Output,
     /// The home folder.
-    pub home: Home,
+    pub(crate) home: Home,
     /// The configuration.
-    pub loaded: Loaded,
+    pub(crate) loaded: Loaded,
     /// Cancelled by the first Ctrl-C or SIGTERM.
-    pub stop: CancellationToken,
+    pub(crate) stop: CancellationToken,
 }
 
 impl Context {
     /// Opens the volumes of this home.
-    pub fn datafs(&self) -> Result<Datafs> {
+    pub(crate) fn datafs(&self) -> Result<Datafs> {
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
     }
 
     /// Runs blocking work (metadata, files) off the event loop.
-    pub async fn blocking<T: Send + 'static>(
+    pub(crate) async fn blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
@@ -40,7 +40,7 @@ impl Context {
 
     /// Reaches the topics: a Kafka cluster, the broker that already holds this home, or else the
     /// embedded broker, started on a free port for as long as the session lives.
-    pub async fn topics(&self) -> Result<TopicSession> {
+    pub(crate) async fn topics(&self) -> Result<TopicSession> {
         let config = &self.loaded.settings.streams;
         let dir = broker::dir(self.home.root());
         if !config.is_embedded() || broker::running_address(&dir).is_some() {
@@ -58,15 +58,15 @@ impl Context {
 }
 
 /// Topics within reach, and the embedded broker where this command had to start it.
-pub struct TopicSession {
+pub(crate) struct TopicSession {
     /// How clients reach them.
-    pub kafka: KafkaConfig,
+    pub(crate) kafka: KafkaConfig,
     broker: Option<Broker>,
 }
 
 impl TopicSession {
     /// Stops what this session started, flushed.
-    pub async fn close(self) -> Result<()> {
+    pub(crate) async fn close(self) -> Result<()> {
         if let Some(broker) = self.broker {
             broker.stop().await?;
         }
@@ -75,7 +75,7 @@ impl TopicSession {
 }
 
 /// Creates a volume unless it exists.
-pub fn ensure_volume(datafs: &Datafs, name: &Name) -> Result<()> {
+pub(crate) fn ensure_volume(datafs: &Datafs, name: &Name) -> Result<()> {
     match datafs.volume_create(name) {
         Ok(_) | Err(millrace_datafs::Error::Exists { .. }) => Ok(()),
         Err(error) => Err(error.into()),
@@ -83,6 +83,6 @@ pub fn ensure_volume(datafs: &Datafs, name: &Name) -> Result<()> {
 }
 
 /// The live volume of that name.
-pub fn live(volume: &Name) -> VolumeSpec {
+pub(crate) fn live(volume: &Name) -> VolumeSpec {
     VolumeSpec { volume: volume.clone(), snapshot: None }
 }

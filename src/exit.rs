@@ -6,7 +6,7 @@ use std::io;
 use crate::failure::{Exit, Failure};
 
 /// The code for an error: the first of its causes that says more than "failed".
-pub fn code(error: &anyhow::Error) -> Exit {
+pub(crate) fn code(error: &anyhow::Error) -> Exit {
     error.chain().map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 /// What the process ends with; the numbers are documented in `millrace --help`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Exit {
+pub(crate) enum Exit {
     /// Something failed that no other code names.
     Failed = 1,
     /// Wrong flags or configuration.
@@ -24,7 +24,7 @@ pub enum Exit {
 
 impl Exit {
     /// The exit code of another `millrace` process.
-    pub fn from_code(code: i32) -> Exit {
+    pub(crate) fn from_code(code: i32) -> Exit {
         match code {
             2 => Exit::Usage,
             3 => Exit::NotFound,
@@ -39,14 +39,14 @@ impl Exit {
 
 /// An error that already knows its exit code.
 #[derive(Debug)]
-pub struct Failure {
+pub(crate) struct Failure {
     exit: Exit,
     message: String,
 }
 
 impl Failure {
     /// The exit code.
-    pub fn exit(&self) -> Exit {
+    pub(crate) fn exit(&self) -> Exit {
         self.exit
     }
 }
@@ -60,11 +60,11 @@ impl fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 /// An error with its exit code.
-pub fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
+pub(crate) fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(Failure { exit, message: message.into() })
 }
 
 /// Ends a function with an error of that exit code.
-pub fn fail<T>(exit: Exit, message: impl Into<String>) -> anyhow::Result<T> {
+pub(crate) fn fail<T>(exit: Exit, message: impl Into<String>) -> anyhow::Result<T> {
     Err(failure(exit, message))
 }

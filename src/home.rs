@@ -16,7 +16,7 @@ const FORMAT: u32 = 1;
 
 /// An opened home folder.
 #[derive(Debug, Clone)]
-pub struct Home {
+pub(crate) struct Home {
     root: PathBuf,
 }
 
@@ -27,22 +27,22 @@ struct FormatFile {
 
 /// Where the process that holds a home answers, as other commands find it.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
-pub struct Addresses {
+pub(crate) struct Addresses {
     /// The embedded broker, or the bootstrap servers of a real one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kafka: Option<String>,
+    pub(crate) kafka: Option<String>,
     /// Open Inference Protocol over gRPC.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub grpc: Option<SocketAddr>,
+    pub(crate) grpc: Option<SocketAddr>,
     /// Open Inference Protocol over HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub http: Option<SocketAddr>,
+    pub(crate) http: Option<SocketAddr>,
     /// Prometheus metrics.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metrics: Option<SocketAddr>,
+    pub(crate) metrics: Option<SocketAddr>,
     /// The first mounted folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mount: Option<PathBuf>,
+    pub(crate) mount: Option<PathBuf>,
 }
 
 /// What the lock file says of its holder.
@@ -56,14 +56,14 @@ struct Holder {
 
 /// The right to run services on a home. Given back when dropped, or when the process dies.
 #[derive(Debug)]
-pub struct HomeLock {
+pub(crate) struct HomeLock {
     file: File,
     holder: Holder,
 }
 
 impl Home {
     /// The folder that a flag, the environment or the XDG rules name. Touches no disk.
-    pub fn locate(flag: Option<&Path>) -> Result<PathBuf> {
+    pub(crate) fn locate(flag: Option<&Path>) -> Result<PathBuf> {
         if let Some(path) = flag {
             return std::path::absolute(path).context("cannot resolve --home");
         }
@@ -84,7 +84,7 @@ impl Home {
 
     /// Opens the folder, creating it when it is missing; refuses one of a newer format and one
     /// that cannot be written.
-    pub fn open(root: PathBuf) -> Result<Home> {
+    pub(crate) fn open(root: PathBuf) -> Result<Home> {
         let way_out = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = fs::create_dir_all(&root) {
             return fail(
@@ -136,13 +136,8 @@ impl Home {
     }
 
     /// The folder itself.
-    pub fn root(&self) -> &Path {
+    pub(crate) fn root(&self) -> &Path {
         &self.root
-    }
-
-    /// Where the embedded broker keeps its segments.
-    pub fn broker_dir(&self) -> PathBuf {
-        self.root.join("broker")
     }
 
     fn lock_path(&self) -> PathBuf {
@@ -150,7 +145,7 @@ impl Home {
     }
 
     /// Takes the home for `command`; an error names the process that has it.
-    pub fn lock(&self, command: &str) -> Result<HomeLock> {
+    pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
         let mut file = OpenOptions::new()
             .read(true)
@@ -197,7 +192,7 @@ impl Home {
     }
 
     /// The addresses of the process that holds this home, or None when none does.
-    pub fn running(&self) -> Option<Addresses> {
+    pub(crate) fn running(&self) -> Option<Addresses> {
         let mut file = File::open(self.lock_path()).ok()?;
         match file.try_lock_shared() {
             // Nobody holds it: what the file says is of a process that is gone.
@@ -213,7 +208,7 @@ impl Home {
 
 impl HomeLock {
     /// Tells other commands where this process answers.
-    pub fn announce(&mut self, addresses: Addresses) -> Result<()> {
+    pub(crate) fn announce(&mut self, addresses: Addresses) -> Result<()> {
         self.holder.addresses = addresses;
         self.write()
     }
@@ -230,7 +225,7 @@ impl HomeLock {
 }
 
 /// Replaces a file as a whole: after a crash it holds the old bytes or the new ones.
-pub fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let parent = path.parent().unwrap_or(Path::new("."));
     let mut staged = tempfile::NamedTempFile::new_in(parent)?;
     staged.write_all(bytes)?;

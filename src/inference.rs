@@ -10,37 +10,37 @@ use crate::failure::{Exit, fail};
 
 /// One record that is to be predicted.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Example {
+pub(crate) struct Example {
     /// The features, flat.
-    pub features: Vec<f32>,
+    pub(crate) features: Vec<f32>,
     /// The true class, where it is known.
-    pub label: Option<i64>,
+    pub(crate) label: Option<i64>,
 }
 
 /// What the model said of one record.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Predicted {
+pub(crate) struct Predicted {
     /// Index of the largest output.
-    pub class: usize,
+    pub(crate) class: usize,
     /// Its softmax, so the model's own confidence if the outputs are logits.
-    pub confidence: f64,
+    pub(crate) confidence: f64,
     /// The true class, where it is known.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub label: Option<i64>,
+    pub(crate) label: Option<i64>,
 }
 
 /// Predictions of a model version.
 #[derive(Debug, Clone, Default)]
-pub struct Predictions {
+pub(crate) struct Predictions {
     /// The version that answered.
-    pub version: String,
+    pub(crate) version: String,
     /// One entry per record, in order.
-    pub rows: Vec<Predicted>,
+    pub(crate) rows: Vec<Predicted>,
 }
 
 impl Predictions {
     /// Part of the labelled records that were predicted right; None without labels.
-    pub fn accuracy(&self) -> Option<f64> {
+    pub(crate) fn accuracy(&self) -> Option<f64> {
         let labelled: Vec<_> = self.rows.iter().filter(|row| row.label.is_some()).collect();
         let right = labelled.iter().filter(|row| row.label == i64::try_from(row.class).ok()).count();
         (!labelled.is_empty()).then(|| right as f64 / labelled.len() as f64)
@@ -48,7 +48,7 @@ impl Predictions {
 }
 
 /// Sends `examples` to a model with one input and one class output, in requests of `batch_rows`.
-pub async fn predict(
+pub(crate) async fn predict(
     client: &mut Client,
     model: &str,
     version: Option<u64>,

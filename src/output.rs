@@ -11,23 +11,23 @@ use serde::Serialize;
 
 /// How this run talks.
 #[derive(Debug, Clone, Copy)]
-pub struct Output {
+pub(crate) struct Output {
     json: bool,
 }
 
 impl Output {
     /// Tables for people, or JSON for programs.
-    pub fn new(json: bool) -> Output {
+    pub(crate) fn new(json: bool) -> Output {
         Output { json }
     }
 
     /// Whether a program reads along.
-    pub fn is_json(self) -> bool {
+    pub(crate) fn is_json(self) -> bool {
         self.json
     }
 
     /// One result: `value` for programs, `rows` under `headers` for people.
-    pub fn table<T: Serialize>(
+    pub(crate) fn table<T: Serialize>(
         self,
         value: &T,
         headers: &[&str],
@@ -38,7 +38,7 @@ impl Output {
         }
         let mut table = Table::new();
         table
-            .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+            .load_preset(presets::NOTHING)
             .set_content_arrangement(ContentArrangement::Dynamic);
         if !headers.is_empty() {
             table.set_header(headers.iter().copied());
@@ -50,28 +50,28 @@ impl Output {
     }
 
     /// One JSON object on a line of its own, whoever reads.
-    pub fn object<T: Serialize>(self, value: &T) -> anyhow::Result<()> {
+    pub(crate) fn object<T: Serialize>(self, value: &T) -> anyhow::Result<()> {
         line(&serde_json::to_string(value)?)
     }
 
     /// Free text for people; programs get nothing.
-    pub fn text(self, text: &str) -> anyhow::Result<()> {
+    pub(crate) fn text(self, text: &str) -> anyhow::Result<()> {
         if self.json { Ok(()) } else { line(text) }
     }
 
     /// Text that is the command's whole result (a script, a configuration).
-    pub fn raw(self, text: &str) -> anyhow::Result<()> {
+    pub(crate) fn raw(self, text: &str) -> anyhow::Result<()> {
         line(text.trim_end_matches('\n'))
     }
 
     /// A remark on standard error, in either mode.
-    pub fn note(self, text: &str) {
+    pub(crate) fn note(self, text: &str) {
         eprintln!("{text}");
     }
 
     /// A progress bar on standard error, shown only to people and only once work takes over a
     /// second. `total` of None draws a spinner.
-    pub fn progress(self, what: &str, unit: &str, total: Option<u64>) -> ProgressBar {
+    pub(crate) fn progress(self, what: &str, unit: &str, total: Option<u64>) -> ProgressBar {
         if self.json || !std::io::stderr().is_terminal() {
             return ProgressBar::hidden();
         }
@@ -113,7 +113,7 @@ fn line(text: &str) -> anyhow::Result<()> {
 }
 
 /// One line on standard error for an error and its causes.
-pub fn error_line(error: &anyhow::Error) {
+pub(crate) fn error_line(error: &anyhow::Error) {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
@@ -129,16 +129,16 @@ pub fn error_line(error: &anyhow::Error) {
 }
 
 /// Bytes as people read them, binary units.
-pub fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()
 }
 
 /// Counts with thousands separators.
-pub fn count(n: u64) -> String {
+pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
 /// A time as people read it, UTC.
-pub fn time(at: std::time::SystemTime) -> String {
+pub(crate) fn time(at: std::time::SystemTime) -> String {
     chrono::DateTime::<chrono::Utc>::from(at).format("%Y-%m-%d %H:%M:%S").to_string()
 }

@@ -26,13 +26,13 @@ use crate::settings::SnapshotSchedule;
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
 
 /// A running service. Stop it with [`Service::stop`]; a dropped one only aborts.
-pub struct Service {
+pub(crate) struct Service {
     /// The volumes.
-    pub datafs: Datafs,
+    pub(crate) datafs: Datafs,
     /// The topics.
-    pub kafka: KafkaConfig,
+    pub(crate) kafka: KafkaConfig,
     /// Where everything answers.
-    pub addresses: Addresses,
+    pub(crate) addresses: Addresses,
     broker: Option<Broker>,
     serving: Option<Serving>,
     /// Serving and pipes stop first, so that nobody waits for answers that will not come.
@@ -87,7 +87,7 @@ impl Stage {
 }
 
 /// Runs `millrace up`.
-pub async fn up(context: &Context) -> Result<()> {
+pub(crate) async fn up(context: &Context) -> Result<()> {
     let settings = &context.loaded.settings;
     if context.loaded.file.is_none() {
         return fail(
@@ -122,7 +122,7 @@ pub async fn up(context: &Context) -> Result<()> {
 }
 
 /// Names and addresses as people read them.
-pub fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
+pub(crate) fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
     let mut rows = Vec::new();
     if let Some(kafka) = &addresses.kafka {
         rows.push(("kafka", kafka.clone()));
@@ -144,7 +144,7 @@ pub fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
 
 impl Service {
     /// Starts all that the configuration declares. After an error nothing runs on.
-    pub async fn start(context: &Context, command: &str) -> Result<Service> {
+    pub(crate) async fn start(context: &Context, command: &str) -> Result<Service> {
         let settings = &context.loaded.settings;
         settings.ingest.validate()?;
         let lock = context.home.lock(command)?;
@@ -262,7 +262,7 @@ impl Service {
     }
 
     /// Mounts a volume or snapshot for as long as the service runs.
-    pub async fn mount(&mut self, context: &Context, spec: &VolumeSpec, at: PathBuf) -> Result<PathBuf> {
+    pub(crate) async fn mount(&mut self, context: &Context, spec: &VolumeSpec, at: PathBuf) -> Result<PathBuf> {
         let (datafs, spec) = (self.datafs.clone(), spec.clone());
         let mounted = context
             .blocking(move || {
@@ -280,12 +280,12 @@ impl Service {
     }
 
     /// The model server, where the configuration has one.
-    pub fn serving(&self) -> Option<&Serving> {
+    pub(crate) fn serving(&self) -> Option<&Serving> {
         self.serving.as_ref()
     }
 
     /// The error of the first part that fails; pending while all run well.
-    pub async fn failed(&mut self) -> anyhow::Error {
+    pub(crate) async fn failed(&mut self) -> anyhow::Error {
         tokio::select! {
             error = self.front.failed() => error,
             error = self.middle.failed() => error,
@@ -295,7 +295,7 @@ impl Service {
 
     /// Stops everything in order: answers end, trainings write a checkpoint, ingest commits, mounts
     /// flush, the broker closes its segments. Goes on after an error and returns the first.
-    pub async fn stop(self) -> Result<()> {
+    pub(crate) async fn stop(self) -> Result<()> {
         let Service { mut front, mut middle, mut back, serving, mounts, broker, lock, .. } = self;
         front.stop.cancel();
         let mut results = Vec::new();

@@ -12,69 +12,69 @@ use crate::failure::{Exit, fail};
 /// Everything that millrace.toml can say.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Settings {
+pub(crate) struct Settings {
     /// Volumes: metadata engine, object store.
-    pub datafs: millrace_datafs::Config,
+    pub(crate) datafs: millrace_datafs::Config,
     /// Topics and the embedded broker.
-    pub streams: millrace_streams::Config,
+    pub(crate) streams: millrace_streams::Config,
     /// Topics landed in volumes.
-    pub ingest: millrace_ingest::Config,
+    pub(crate) ingest: millrace_ingest::Config,
     /// Training defaults.
-    pub trainer: millrace_trainer::Config,
+    pub(crate) trainer: millrace_trainer::Config,
     /// The model server and its pipes.
-    pub serving: millrace_serving::Config,
+    pub(crate) serving: millrace_serving::Config,
     /// What `millrace up` runs beyond what the other tables declare.
-    pub up: UpConfig,
+    pub(crate) up: UpConfig,
 }
 
 /// The table `[up]`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct UpConfig {
+pub(crate) struct UpConfig {
     /// Volumes that are created when they do not exist.
-    pub volumes: Vec<Name>,
+    pub(crate) volumes: Vec<Name>,
     /// Volumes and snapshots mounted as folders.
-    pub mounts: Vec<MountConfig>,
+    pub(crate) mounts: Vec<MountConfig>,
     /// Snapshots taken on a schedule.
-    pub snapshots: Vec<SnapshotSchedule>,
+    pub(crate) snapshots: Vec<SnapshotSchedule>,
     /// Job files that are trained once their snapshot exists, relative to this file's folder.
-    pub train: Vec<PathBuf>,
+    pub(crate) train: Vec<PathBuf>,
 }
 
 /// One mount of `[up]`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct MountConfig {
+pub(crate) struct MountConfig {
     /// VOLUME or VOLUME@SNAPSHOT.
-    pub volume: VolumeSpec,
+    pub(crate) volume: VolumeSpec,
     /// The folder, created when it does not exist; relative to this file's folder.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
 }
 
 /// One schedule of `[up]`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SnapshotSchedule {
+pub(crate) struct SnapshotSchedule {
     /// The volume.
-    pub volume: Name,
+    pub(crate) volume: Name,
     /// Seconds from one snapshot to the next, at least 1.
-    pub every_s: u64,
+    pub(crate) every_s: u64,
     /// How many of this schedule's snapshots are kept; older ones are deleted.
-    pub keep: usize,
+    pub(crate) keep: usize,
 }
 
 /// Settings and the folder that relative paths in them start from.
 #[derive(Debug, Clone)]
-pub struct Loaded {
+pub(crate) struct Loaded {
     /// What is in force.
-    pub settings: Settings,
+    pub(crate) settings: Settings,
     /// The file that was read, if any.
-    pub file: Option<PathBuf>,
+    pub(crate) file: Option<PathBuf>,
 }
 
 impl Loaded {
     /// A path of the configuration, resolved against the folder of its file.
-    pub fn resolve(&self, path: &Path) -> PathBuf {
+    pub(crate) fn resolve(&self, path: &Path) -> PathBuf {
         match self.file.as_deref().and_then(Path::parent) {
             Some(parent) => parent.join(path),
             None => path.to_owned(),
@@ -89,7 +89,7 @@ const WORKER: &str = "MILLRACE_TRAINER_";
 
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.
-pub fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
+pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
     let file = match flag {
         Some(path) => Some(std::path::absolute(path)?),
         None => [std::path::absolute("millrace.toml")?, home.join("millrace.toml")]
@@ -163,7 +163,7 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
 }
 
 /// A TOML error as `line L, column C: message`.
-pub fn one_line(error: &toml::de::Error, text: &str) -> String {
+pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
     let message = error.message().trim().replace('\n', " ");
     match error.span() {
         Some(span) => {

@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::home::Addresses;
 
 /// Runs the command.
-pub async fn run(context: &Context, listen: Option<SocketAddr>) -> Result<()> {
+pub(crate) async fn run(context: &Context, listen: Option<SocketAddr>) -> Result<()> {
     let mut lock = context.home.lock("broker")?;
     let mut config = context.loaded.settings.streams.broker.clone();
     if let Some(listen) = listen {

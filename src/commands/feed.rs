@@ -12,7 +12,7 @@ use crate::context::Context;
 use crate::output::count;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: FeedArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
     let datafs = context.datafs()?;
     let source = args.dataset.source.clone();
     let store = context.blocking(move || Ok(datafs.view(&source)?.object_store())).await?;

@@ -11,7 +11,7 @@ use crate::failure::{Exit, fail};
 use crate::output::{bytes, count};
 
 /// Runs the command.
-pub async fn run(context: &Context, args: IngestArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
     let job = job(context, &args)?;
     let volume: Name = job.volume.parse()?;
     let datafs = context.datafs()?;

@@ -1,14 +1,14 @@
 //! One file per command: arguments in, library calls, a table or JSON out.
 
-pub mod broker;
-pub mod feed;
-pub mod ingest;
-pub mod model;
-pub mod mount;
-pub mod pipe;
-pub mod predict;
-pub mod produce;
-pub mod serve;
-pub mod snapshot;
-pub mod train;
-pub mod volume;
+pub(crate) mod broker;
+pub(crate) mod feed;
+pub(crate) mod ingest;
+pub(crate) mod model;
+pub(crate) mod mount;
+pub(crate) mod pipe;
+pub(crate) mod predict;
+pub(crate) mod produce;
+pub(crate) mod serve;
+pub(crate) mod snapshot;
+pub(crate) mod train;
+pub(crate) mod volume;

@@ -19,7 +19,7 @@ use crate::output::{bytes, count};
 const MODEL_BYTES_MAX: u64 = 2 << 30;
 
 /// Runs the command.
-pub async fn run(context: &Context, command: ModelCommand) -> Result<()> {
+pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> {
     match command {
         ModelCommand::Init { kind } => init(context, kind),
         ModelCommand::Show { model, volume: None, .. } => show_file(context, Path::new(&model)),

@@ -13,7 +13,7 @@ use crate::failure::{Exit, fail, failure};
 use crate::output::Output;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: MountArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     if args.detach {
         return detach(context, &args).await;
     }
@@ -82,7 +82,7 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
 }
 
 /// Runs `millrace umount`.
-pub fn umount(out: Output, path: &Path) -> Result<()> {
+pub(crate) fn umount(out: Output, path: &Path) -> Result<()> {
     mount::umount(path)?;
     out.table(
         &serde_json::json!({ "unmounted": path }),

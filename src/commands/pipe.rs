@@ -12,7 +12,7 @@ use crate::failure::{Exit, fail};
 use crate::output::count;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: PipeArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let config = config(context, &args)?;
     let serving = context.loaded.settings.serving.clone();
     let datafs = context.datafs()?;

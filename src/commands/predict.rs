@@ -21,7 +21,7 @@ const LINE_BYTES_MAX: u64 = 16 << 20;
 const SHOWN: usize = 10;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: PredictArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let examples = read(&args)?;
     let address = match (args.grpc, context.home.running().and_then(|running| running.grpc)) {
         (Some(address), _) | (None, Some(address)) => address,

@@ -19,7 +19,7 @@ const LINE_BYTES_MAX: u64 = 16 << 20;
 const CHUNK: usize = 10_000;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     let started = Instant::now();
     let source = match &args.file {
         Some(path) => open(path)?,
@@ -80,11 +80,15 @@ async fn lines(
             if line.is_empty() {
                 continue;
             }
-            let mut record = OutRecord::new(&args.topic, &line[..]);
-            if let Some(field) = &args.key {
-                record = record.key(key_of(&line, field, number)?);
-            }
-            chunk.push(record);
+            let key = match &args.key {
+                Some(field) => Some(key_of(&line, field, number)?),
+                None => None,
+            };
+            let record = OutRecord::new(&args.topic, line);
+            chunk.push(match key {
+                Some(key) => record.key(key),
+                None => record,
+            });
         }
         if chunk.is_empty() {
             break;
@@ -94,7 +98,6 @@ async fn lines(
         produced += n;
         progress(n);
     }
-    producer.flush().await?;
     Ok(produced)
 }
 

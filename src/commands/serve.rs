@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::home::Addresses;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: ServeArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     let mut config = context.loaded.settings.serving.clone();
     for (given, into) in [
         (args.grpc, &mut config.grpc),

@@ -9,7 +9,7 @@ use crate::failure::{Exit, fail};
 use crate::output::time;
 
 /// Runs the command.
-pub fn run(context: &Context, command: SnapshotCommand) -> Result<()> {
+pub(crate) fn run(context: &Context, command: SnapshotCommand) -> Result<()> {
     let datafs = context.datafs()?;
     match command {
         SnapshotCommand::Create { spec } => {
@@ -37,7 +37,7 @@ fn parts(spec: VolumeSpec) -> Result<(Name, Name)> {
 }
 
 /// Shows snapshots as a table or as JSON.
-pub fn show(context: &Context, snapshots: &[SnapshotInfo]) -> Result<()> {
+pub(crate) fn show(context: &Context, snapshots: &[SnapshotInfo]) -> Result<()> {
     context.out.table(
         &snapshots,
         &["snapshot", "created"],

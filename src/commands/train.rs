@@ -3,7 +3,7 @@
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
 use millrace_trainer::launch::WorkerCommand;
-use millrace_trainer::train::{End, Progress, Setup, TrainReport};
+use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::TrainArgs;
@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::output::count;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: TrainArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let mut job = JobFile::load(&args.job)?;
     if let Some(workers) = args.workers {
         job.workers = Some(workers as usize);
@@ -56,7 +56,7 @@ pub async fn run(context: &Context, args: TrainArgs) -> Result<()> {
 }
 
 /// Trains a job of this home with worker processes of this program.
-pub async fn train(
+pub(crate) async fn train(
     context: &Context,
     job: &JobFile,
     stop: CancellationToken,
@@ -72,10 +72,10 @@ pub async fn train(
         config: settings.trainer.clone(),
         worker: WorkerCommand::current_exe(["worker"])?,
     };
-    Ok(millrace_trainer::train::train(job.clone(), setup, stop, progress).await?)
+    Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }
 
 /// Runs `millrace worker`.
-pub fn worker() -> Result<()> {
+pub(crate) fn worker() -> Result<()> {
     Ok(millrace_trainer::worker::run()?)
 }

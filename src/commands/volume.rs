@@ -9,7 +9,7 @@ use crate::failure::{Exit, fail};
 use crate::output::{bytes, count, time};
 
 /// Runs the command.
-pub fn run(context: &Context, command: VolumeCommand) -> Result<()> {
+pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
     let datafs = context.datafs()?;
     match command {
         VolumeCommand::Create { name } => {

@@ -12,7 +12,7 @@ const PERIOD: Duration = Duration::from_millis(50);
 
 /// A running sampler; its figure is the sum of resident sizes, so pages that processes share
 /// count once for each of them.
-pub struct PeakMemory {
+pub(crate) struct PeakMemory {
     peak_kib: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -20,7 +20,7 @@ pub struct PeakMemory {
 
 impl PeakMemory {
     /// Starts sampling.
-    pub fn start() -> std::io::Result<PeakMemory> {
+    pub(crate) fn start() -> std::io::Result<PeakMemory> {
         let peak_kib = Arc::new(AtomicU64::new(0));
         let stop = Arc::new(AtomicBool::new(false));
         let (peak, stopped) = (peak_kib.clone(), stop.clone());
@@ -34,7 +34,7 @@ impl PeakMemory {
     }
 
     /// The largest sum seen so far, in MiB.
-    pub fn peak_mib(&self) -> u64 {
+    pub(crate) fn peak_mib(&self) -> u64 {
         self.peak_kib.fetch_max(family_rss_kib(), Ordering::Relaxed);
         self.peak_kib.load(Ordering::Relaxed).div_ceil(1024)
     }

@@ -21,7 +21,7 @@ use report::{Report, Start};
 use steps::Steps;
 
 /// Runs the command.
-pub async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
+pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     let started = Instant::now();
     let memory = PeakMemory::start().context("cannot start the memory sampler")?;
     let start = prepare(context, &args)?;

@@ -13,7 +13,7 @@ use crate::output::{Output, count};
 /// How a run began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Start {
+pub(crate) enum Start {
     /// With nothing.
     Clean,
     /// With what an earlier run left.
@@ -22,54 +22,54 @@ pub enum Start {
 
 /// Counted by the steps.
 #[derive(Debug, Clone, Default, Serialize)]
-pub struct Figures {
+pub(crate) struct Figures {
     /// Records in both topics.
-    pub produced: u64,
+    pub(crate) produced: u64,
     /// Of them, records to train on.
-    pub produced_train: u64,
+    pub(crate) produced_train: u64,
     /// Of them, held-out records.
-    pub produced_test: u64,
+    pub(crate) produced_test: u64,
     /// Rows in the snapshot, both parts, each counted by its topic, partition and offset.
-    pub landed: u64,
+    pub(crate) landed: u64,
     /// Records that did not decode.
-    pub dead_letters: u64,
+    pub(crate) dead_letters: u64,
     /// Rows that training saw in each of its epochs.
-    pub rows_per_epoch: u64,
+    pub(crate) rows_per_epoch: u64,
     /// Epochs until it had converged.
-    pub epochs: u64,
+    pub(crate) epochs: u64,
     /// Steps of all epochs.
-    pub steps: u64,
+    pub(crate) steps: u64,
     /// Training workers.
-    pub workers: u64,
+    pub(crate) workers: u64,
     /// Workers that died on the way and were replaced.
-    pub workers_lost: u64,
+    pub(crate) workers_lost: u64,
     /// Mean training loss of the last epoch.
-    pub loss: f64,
+    pub(crate) loss: f64,
     /// Samples that training went through per second; 0 when the model was there already.
-    pub samples_per_second: f64,
+    pub(crate) samples_per_second: f64,
     /// Where it was trained and served.
-    pub device: String,
+    pub(crate) device: String,
     /// Version of the published model.
-    pub version: u64,
+    pub(crate) version: u64,
     /// Digest of its graph.
-    pub model_sha256: String,
+    pub(crate) model_sha256: String,
     /// Held-out records predicted over gRPC.
-    pub predicted_grpc: u64,
+    pub(crate) predicted_grpc: u64,
     /// Held-out records predicted through the topic, each counted by its source.
-    pub predicted_topic: u64,
+    pub(crate) predicted_topic: u64,
     /// Predictions in the topic beyond one per held-out record.
-    pub repeated_topic: u64,
+    pub(crate) repeated_topic: u64,
     /// Part of the held-out records that was predicted right.
-    pub accuracy: f64,
+    pub(crate) accuracy: f64,
     /// Whether both ways predicted the same classes.
-    pub ways_agree: bool,
+    pub(crate) ways_agree: bool,
     /// The file that was read through the mount, with its size; or why there is no mount.
-    pub mount_note: String,
+    pub(crate) mount_note: String,
 }
 
 /// The whole result.
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
+pub(crate) struct Report {
     start: Start,
     #[serde(flatten)]
     figures: Figures,
@@ -80,13 +80,13 @@ pub struct Report {
 
 impl Report {
     /// Puts a run's result together.
-    pub fn new(start: Start, figures: Figures, elapsed: Duration, peak_rss_mib: u64, addresses: Addresses) -> Report {
+    pub(crate) fn new(start: Start, figures: Figures, elapsed: Duration, peak_rss_mib: u64, addresses: Addresses) -> Report {
         let seconds = (elapsed.as_secs_f64() * 100.0).round() / 100.0;
         Report { start, figures, seconds, peak_rss_mib, addresses }
     }
 
     /// Prints it.
-    pub fn show(&self, out: Output) -> Result<()> {
+    pub(crate) fn show(&self, out: Output) -> Result<()> {
         let f = &self.figures;
         let row = |step: &str, records: u64, what: String| vec![step.to_owned(), count(records), what];
         out.table(
@@ -116,7 +116,7 @@ impl Report {
     }
 
     /// Whether all counts agree.
-    pub fn verdict(&self) -> Result<()> {
+    pub(crate) fn verdict(&self) -> Result<()> {
         let f = &self.figures;
         let checks = [
             ("records produced", f.produced, "rows landed and dead letters", f.landed + f.dead_letters),
@@ -137,7 +137,7 @@ impl Report {
     }
 
     /// What to do with a service that was kept.
-    pub fn things_to_try(&self, out: Output, home: &Path) -> Result<()> {
+    pub(crate) fn things_to_try(&self, out: Output, home: &Path) -> Result<()> {
         if out.is_json() {
             return Ok(());
         }

@@ -11,23 +11,23 @@ use crate::failure::{Exit, fail};
 use crate::home::{Home, write_atomically};
 
 /// The records to train on, one JSON object per line.
-pub const TRAIN: &str = include_str!("../../examples/digits/digits.jsonl");
+pub(crate) const TRAIN: &str = include_str!("../../examples/digits/digits.jsonl");
 /// The held-out records.
-pub const TEST: &str = include_str!("../../examples/digits/digits-test.jsonl");
+pub(crate) const TEST: &str = include_str!("../../examples/digits/digits-test.jsonl");
 
 /// First line of a configuration that quickstart may overwrite.
 const MARK: &str = "# Written by `millrace quickstart`; a later run writes it again.";
 
 /// What was written.
-pub struct Scaffold {
+pub(crate) struct Scaffold {
     /// The configuration that `millrace up` would read.
-    pub config: PathBuf,
+    pub(crate) config: PathBuf,
     /// The training job.
-    pub job: PathBuf,
+    pub(crate) job: PathBuf,
 }
 
 /// Writes the files. Refuses to touch a configuration that somebody else wrote.
-pub fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
+pub(crate) fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
     let config = home.root().join("millrace.toml");
     let job = home.root().join("train.toml");
     for path in [&config, &job] {
@@ -139,8 +139,10 @@ loss = "cross_entropy"
 
 [model]
 kind = "mlp"
+inputs = 64
 hidden = [128]
 classes = 10
+scale = 0.0625
 
 [optimizer]
 kind = "adamw"

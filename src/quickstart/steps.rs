@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use arrow::array::{Array, AsArray, RecordBatch};
+use arrow::array::{AsArray, RecordBatch};
 use arrow::datatypes::{Float32Type, Int32Type, Int64Type};
 use millrace_datafs::{Name, View, VolumeSpec};
 use millrace_serving::client::Client;
@@ -44,7 +44,7 @@ struct HeldOut {
 }
 
 /// A running quickstart.
-pub struct Steps {
+pub(crate) struct Steps {
     context: Context,
     service: Service,
     seed: u64,
@@ -52,27 +52,27 @@ pub struct Steps {
 
 impl Steps {
     /// Steps over a service that was started from the scaffold.
-    pub fn new(context: Context, service: Service, seed: u64) -> Steps {
+    pub(crate) fn new(context: Context, service: Service, seed: u64) -> Steps {
         Steps { context, service, seed }
     }
 
     /// Where the service answers.
-    pub fn addresses(&self) -> Addresses {
+    pub(crate) fn addresses(&self) -> Addresses {
         self.service.addresses.clone()
     }
 
     /// Gives the service back, to be stopped.
-    pub fn into_service(self) -> Service {
+    pub(crate) fn into_service(self) -> Service {
         self.service
     }
 
     /// The first error of the service; pending while it runs well.
-    pub async fn service_failed(&mut self) -> anyhow::Error {
+    pub(crate) async fn service_failed(&mut self) -> anyhow::Error {
         self.service.failed().await
     }
 
     /// All steps in the order of the data.
-    pub async fn run(&mut self, job: &Path) -> Result<Figures> {
+    pub(crate) async fn run(&mut self, job: &Path) -> Result<Figures> {
         let mut figures = Figures::default();
         figures.produced_train = self.produce(TRAIN_TOPIC, scaffold::TRAIN).await?;
         figures.produced_test = self.produce(TEST_TOPIC, scaffold::TEST).await?;
@@ -116,7 +116,7 @@ impl Steps {
             debug_assert!(partition < partitions);
             match held.get_mut(&partition) {
                 Some(left) if *left > 0 => *left -= 1,
-                _ => missing.push(OutRecord::new(name, line.as_bytes()).partition(partition)),
+                _ => missing.push(OutRecord::new(name, (*line).to_owned()).partition(partition)),
             }
         }
         if held.values().any(|left| *left > 0) {

@@ -35,7 +35,7 @@ fn job(home: &Home, dataset: &str, model: &str) -> PathBuf {
     )
 }
 
-const MLP: &str = r#"{ kind = "mlp", hidden = [4], classes = 2 }"#;
+const MLP: &str = r#"{ kind = "mlp", inputs = 2, hidden = [4], classes = 2 }"#;
 
 #[test]
 fn a_port_that_is_taken_is_named_with_the_way_out() {

@@ -1,0 +1,51 @@
+//! `make bench`: figures of every area, each against a control in the same run.
+//!
+//! Prints `<area>/<figure> <value> <unit> control=<value> ratio=<x>`. The ratio is ours to the
+//! control for rates and the control to ours for times: more is better and 1.00 is the control.
+//! Arguments choose areas (`datafs ingest feed trainer serving`; none means all);
+//! `--write FILE` replaces the generated table in that Markdown file.
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, missing_docs)]
+
+mod datafs;
+mod feed;
+mod figure;
+mod ingest;
+mod serving;
+mod trainer;
+
+use figure::Figure;
+
+fn main() {
+    let mut areas = Vec::new();
+    let mut write = None;
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--write" => write = Some(arguments.next().expect("--write takes a file")),
+            _ => areas.push(argument),
+        }
+    }
+    type Bench = fn() -> Vec<Figure>;
+    let all: [(&str, Bench); 5] = [
+        ("datafs", datafs::figures),
+        ("ingest", ingest::figures),
+        ("feed", feed::figures),
+        ("trainer", trainer::figures),
+        ("serving", serving::figures),
+    ];
+    if let Some(unknown) = areas.iter().find(|area| !all.iter().any(|(name, _)| name == area)) {
+        panic!("no area {unknown}: there are datafs, ingest, feed, trainer and serving");
+    }
+    let mut figures = Vec::new();
+    for (name, bench) in all {
+        if areas.is_empty() || areas.iter().any(|area| area == name) {
+            for figure in bench() {
+                println!("{figure}");
+                figures.push(figure);
+            }
+        }
+    }
+    if let Some(file) = write {
+        figure::write(std::path::Path::new(&file), &figures);
+    }
+}
