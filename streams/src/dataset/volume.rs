@@ -36,10 +36,22 @@ impl DatasetSpec {
             let cache = cache.map(|c| Arc::new(c) as Arc<dyn DatasetCache>);
             Ok((store, cache))
         });
-        let failed = |source| FeedError::Volume { spec: self.to_string(), source };
-        let stopped = |_| FeedError::Stopped { file: self.to_string() };
-        let (store, cache) = opened.await.map_err(stopped)?.map_err(|e| failed(Arc::new(e)))?;
-        Ok(OpenDataset { spec: self.clone(), store, cache })
+        let failed = |source| FeedError::Volume {
+            spec: self.to_string(),
+            source,
+        };
+        let stopped = |_| FeedError::Stopped {
+            file: self.to_string(),
+        };
+        let (store, cache) = opened
+            .await
+            .map_err(stopped)?
+            .map_err(|e| failed(Arc::new(e)))?;
+        Ok(OpenDataset {
+            spec: self.clone(),
+            store,
+            cache,
+        })
     }
 }
 
@@ -60,7 +72,10 @@ impl OpenDataset {
     /// # Errors
     /// Those of [`Plan::build`].
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
-        let options = PlanOptions { source: self.spec.source.to_string(), ..options.clone() };
+        let options = PlanOptions {
+            source: self.spec.source.to_string(),
+            ..options.clone()
+        };
         match &self.cache {
             Some(cache) => {
                 let cache = Arc::clone(cache);
@@ -80,9 +95,17 @@ struct VolumeCache {
 impl VolumeCache {
     /// None for a live volume, whose listing is another one with every write.
     fn of(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<Option<Self>> {
-        let Some(snapshot) = &source.snapshot else { return Ok(None) };
-        let live = datafs.view(&VolumeSpec { volume: source.volume.clone(), snapshot: None })?;
-        Ok(Some(Self { live, scope: format!("snapshot/{snapshot}") }))
+        let Some(snapshot) = &source.snapshot else {
+            return Ok(None);
+        };
+        let live = datafs.view(&VolumeSpec {
+            volume: source.volume.clone(),
+            snapshot: None,
+        })?;
+        Ok(Some(Self {
+            live,
+            scope: format!("snapshot/{snapshot}"),
+        }))
     }
 
     fn part(&self, key: &str, part: usize) -> String {
@@ -97,13 +120,17 @@ impl VolumeCache {
 impl DatasetCache for VolumeCache {
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
         let get = |key: &str| self.live.key_get(key).map_err(|e| e.to_string());
-        let Some(head) = get(&self.head(key))? else { return Ok(None) };
+        let Some(head) = get(&self.head(key))? else {
+            return Ok(None);
+        };
         let head = String::from_utf8_lossy(&head).into_owned();
         let (parts, digest) = head.split_once(' ').unwrap_or(("0", ""));
         let parts = parts.parse::<usize>().ok().filter(|&n| n <= PARTS_MAX);
         let mut value = Vec::new();
         for part in 0..parts.unwrap_or(0) {
-            let Some(bytes) = get(&self.part(key, part))? else { return Ok(None) };
+            let Some(bytes) = get(&self.part(key, part))? else {
+                return Ok(None);
+            };
             value.extend_from_slice(&bytes);
         }
         // Parts are read one by one: a writer in between shows here.

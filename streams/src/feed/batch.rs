@@ -1,6 +1,5 @@
 //! The feed: any slots of any global batch, assembled from cached row groups.
 
-use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,16 +12,12 @@ use serde::{Deserialize, Serialize};
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::gather::gather;
+use crate::feed::hash::NumberMap;
 use crate::feed::metrics;
-use crate::feed::order::{EpochLayout, Window};
+use crate::feed::pick::{Picker, Picks};
 use crate::feed::reader::GroupReader;
 use crate::feed::{Cursor, FeedStream, Plan, Shard};
 
-/// Layouts of recent epochs that are kept: the current one, the next one for prefetching, and those
-/// of a reader that lags behind.
-const LAYOUTS_KEPT: usize = 4;
-/// A window that overlaps more row groups than this marks only those as used that a batch touched.
-const NEARBY_MAX: usize = 16;
 /// Batches beyond this size are gathered on a blocking thread.
 const INLINE_BYTES_MAX: u64 = 4 << 20;
 
@@ -43,7 +38,12 @@ pub struct FeedOptions {
 
 impl Default for FeedOptions {
     fn default() -> Self {
-        Self { columns: None, cache_bytes_max: 0, decode_concurrency: 0, prefetch_batches: 4 }
+        Self {
+            columns: None,
+            cache_bytes_max: 0,
+            decode_concurrency: 0,
+            prefetch_batches: 4,
+        }
     }
 }
 
@@ -80,22 +80,13 @@ struct Inner {
     schema: SchemaRef,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
-    layouts: Mutex<VecDeque<(u64, Arc<EpochLayout>)>>,
+    picker: Picker,
     /// Per lane, the positions whose windows were prefetched last.
-    prefetched: Mutex<HashMap<u64, Range<u64>>>,
+    prefetched: Mutex<NumberMap<u64, Range<u64>>>,
     /// Positions of a lane to look ahead.
     lookahead: u64,
     row_bytes: u64,
     prefetch_batches: usize,
-}
-
-/// Which rows of which row groups make up a batch.
-struct Picks {
-    groups: Vec<u32>,
-    nearby: Vec<u32>,
-    index: Vec<(usize, usize)>,
-    rows: Vec<u64>,
-    epochs: Vec<u64>,
 }
 
 impl Feed {
@@ -118,12 +109,16 @@ impl Feed {
         }
         let schema = project(plan.dataset().schema(), options.columns.as_deref())?;
         let concurrency = match options.decode_concurrency {
-            0 => std::thread::available_parallelism().map_or(2, usize::from).min(8),
+            0 => std::thread::available_parallelism()
+                .map_or(2, usize::from)
+                .min(8),
             n => n.min(256),
         };
         let (lanes, window) = (plan.lanes(), plan.window_rows());
         let per_lane_set = plan.working_set_bytes() / lanes;
-        let needed = plan.working_set_bytes().saturating_add(per_lane_set.saturating_mul(3));
+        let needed = plan
+            .working_set_bytes()
+            .saturating_add(per_lane_set.saturating_mul(3));
         let bytes_max = match options.cache_bytes_max {
             0 => needed.max(64 << 20),
             n => {
@@ -139,21 +134,33 @@ impl Feed {
             }
         };
         // Two lanes' worth of windows on their way, and a few batches when windows are tiny.
-        let ahead = plan.order().per_lane().saturating_mul(options.prefetch_batches as u64 + 1);
-        let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
-        let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
+        let ahead = plan
+            .order()
+            .per_lane()
+            .saturating_mul(options.prefetch_batches as u64 + 1);
+        let lookahead = (2 * window)
+            .div_ceil(lanes)
+            .max(ahead)
+            .min(window.max(ahead));
+        let bytes: u64 = plan
+            .dataset()
+            .files()
+            .iter()
+            .flat_map(|f| &f.row_groups)
+            .map(|g| g.bytes)
+            .sum();
         let reader = GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency);
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes: bytes / plan.rows(),
-                plan,
                 schema,
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
-                layouts: Mutex::default(),
+                picker: Picker::new(Arc::clone(&plan)),
                 prefetched: Mutex::default(),
                 lookahead,
                 prefetch_batches: options.prefetch_batches,
+                plan,
             }),
         })
     }
@@ -178,8 +185,10 @@ impl Feed {
         let inner = &self.inner;
         inner.plan.check_step(step)?;
         inner.plan.check_slots(&slots)?;
-        let picks = inner.pick(step, slots.clone());
-        let lookups = inner.cache.demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
+        let picks = inner.picker.pick(step, slots.clone());
+        let lookups = inner
+            .cache
+            .demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
         inner.prefetch(step, slots.clone());
         let mut sources = Vec::with_capacity(lookups.len());
         let mut waited = false;
@@ -194,17 +203,31 @@ impl Feed {
         }
         metrics::count(&metrics::BATCHES_WAITED, u64::from(waited));
         metrics::count(&metrics::ROWS, slots.len() as u64);
-        let Picks { groups, index, rows, epochs, .. } = picks;
+        let Picks {
+            groups,
+            index,
+            rows,
+            epochs,
+            ..
+        } = picks;
         let schema = Arc::clone(&inner.schema);
         let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
             gather(&schema, &sources, &index)
         } else {
             tokio::task::spawn_blocking(move || gather(&schema, &sources, &index))
                 .await
-                .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
+                .map_err(|_| FeedError::Stopped {
+                    file: inner.files_of(&groups),
+                })?
         };
         let batch = gathered.map_err(|e| FeedError::assemble(inner.files_of(&groups), e))?;
-        Ok(FeedBatch { step, slots, batch, rows, epochs })
+        Ok(FeedBatch {
+            step,
+            slots,
+            batch,
+            rows,
+            epochs,
+        })
     }
 
     /// Streams a reader's slots of every global batch from the cursor on, without end (take
@@ -217,7 +240,12 @@ impl Feed {
     /// Outside of a tokio runtime.
     pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
         let step = self.inner.plan.step_of(&cursor)?;
-        Ok(FeedStream::start(self.clone(), shard, step, self.inner.prefetch_batches))
+        Ok(FeedStream::start(
+            self.clone(),
+            shard,
+            step,
+            self.inner.prefetch_batches,
+        ))
     }
 }
 
@@ -225,9 +253,14 @@ impl Inner {
     fn load(
         &self,
         group: u32,
-    ) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
+    ) -> (
+        u64,
+        impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>,
+    ) {
         let reader = Arc::clone(&self.reader);
-        (self.plan.group_bytes(group), async move { reader.read(group).await })
+        (self.plan.group_bytes(group), async move {
+            reader.read(group).await
+        })
     }
 
     fn files_of(&self, groups: &[u32]) -> String {
@@ -235,90 +268,12 @@ impl Inner {
             [] => "no file".to_string(),
             [one] => self.reader.path_of(*one).to_string(),
             [first, .., last] => {
-                format!("{} … {}", self.reader.path_of(*first), self.reader.path_of(*last))
+                format!(
+                    "{} … {}",
+                    self.reader.path_of(*first),
+                    self.reader.path_of(*last)
+                )
             }
-        }
-    }
-
-    fn layout(&self, epoch: u64) -> Arc<EpochLayout> {
-        let mut layouts = self.layouts.lock();
-        if let Some((_, found)) = layouts.iter().find(|(e, _)| *e == epoch) {
-            return Arc::clone(found);
-        }
-        let layout = Arc::new(self.plan.layout(epoch));
-        layouts.push_back((epoch, Arc::clone(&layout)));
-        if layouts.len() > LAYOUTS_KEPT {
-            layouts.pop_front();
-        }
-        layout
-    }
-
-    fn pick(&self, step: u64, slots: Range<usize>) -> Picks {
-        let order = self.plan.order();
-        let mut picks = Picks {
-            groups: Vec::new(),
-            nearby: Vec::new(),
-            index: Vec::with_capacity(slots.len()),
-            rows: Vec::with_capacity(slots.len()),
-            epochs: Vec::with_capacity(slots.len()),
-        };
-        let mut source_of: HashMap<u32, usize> = HashMap::new();
-        let mut layout = None;
-        for (lane, mut positions) in order.lane_positions(step, slots) {
-            while !positions.is_empty() {
-                let window = order.window_at(lane, positions.start);
-                let layout = match &layout {
-                    Some((epoch, found)) if *epoch == window.epoch => found,
-                    _ => &layout.insert((window.epoch, self.layout(window.epoch))).1,
-                };
-                let count = (window.rows - window.offset).min(positions.end - positions.start);
-                self.pick_window(&window, count, layout, &mut source_of, &mut picks);
-                positions.start += count;
-            }
-        }
-        picks
-    }
-
-    fn pick_window(
-        &self,
-        window: &Window,
-        count: u64,
-        layout: &EpochLayout,
-        source_of: &mut HashMap<u32, usize>,
-        picks: &mut Picks,
-    ) {
-        const UNSET: usize = usize::MAX;
-        let shuffle = self.plan.order().shuffle(window);
-        let places = layout.places(window.start, window.rows);
-        let few = places.len() <= NEARBY_MAX;
-        if few {
-            picks.nearby.extend_from_slice(&layout.groups[places.clone()]);
-        }
-        let mut sources = vec![(UNSET, 0u64); places.len()];
-        for offset in window.offset..window.offset + count {
-            let row = window.start + shuffle.apply(offset);
-            let place = if few {
-                let mut place = places.start;
-                while layout.starts[place + 1] <= row {
-                    place += 1;
-                }
-                place
-            } else {
-                layout.place_of(row)
-            };
-            let (source, base) = &mut sources[place - places.start];
-            if *source == UNSET {
-                let group = layout.groups[place];
-                *base = self.plan.base(group);
-                *source = *source_of.entry(group).or_insert_with(|| {
-                    picks.groups.push(group);
-                    picks.groups.len() - 1
-                });
-            }
-            let within = row - layout.starts[place];
-            picks.index.push((*source, within as usize));
-            picks.rows.push(*base + within);
-            picks.epochs.push(window.epoch);
         }
     }
 
@@ -337,10 +292,14 @@ impl Inner {
             } else {
                 0
             });
-            let mut begin = if position == covered.end { covered.start } else { position };
+            let mut begin = if position == covered.end {
+                covered.start
+            } else {
+                position
+            };
             while position < target {
                 let window = order.window_at(lane, position);
-                let layout = self.layout(window.epoch);
+                let layout = self.picker.layout(window.epoch);
                 let places = layout.places(window.start, window.rows);
                 let wanted = &layout.groups[places];
                 if self.cache.prefetch(step, wanted, |g| self.load(g)) < wanted.len() {
@@ -355,19 +314,32 @@ impl Inner {
 }
 
 fn project(schema: &SchemaRef, columns: Option<&[String]>) -> Result<SchemaRef> {
-    let Some(columns) = columns else { return Ok(Arc::clone(schema)) };
+    let Some(columns) = columns else {
+        return Ok(Arc::clone(schema));
+    };
     if columns.is_empty() {
-        return Err(FeedError::invalid("columns is empty; name at least one, or leave it out for all"));
+        return Err(FeedError::invalid(
+            "columns is empty; name at least one, or leave it out for all",
+        ));
     }
     let mut fields = Vec::with_capacity(columns.len());
     for (i, column) in columns.iter().enumerate() {
         if columns[..i].contains(column) {
-            return Err(FeedError::invalid(format!("column {column:?} is asked for twice")));
+            return Err(FeedError::invalid(format!(
+                "column {column:?} is asked for twice"
+            )));
         }
-        let field = schema.field_with_name(column).map_err(|_| FeedError::NoColumn {
-            column: column.clone(),
-            available: schema.fields().iter().map(|f| f.name().as_str()).collect::<Vec<_>>().join(", "),
-        })?;
+        let field = schema
+            .field_with_name(column)
+            .map_err(|_| FeedError::NoColumn {
+                column: column.clone(),
+                available: schema
+                    .fields()
+                    .iter()
+                    .map(|f| f.name().as_str())
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            })?;
         fields.push(field.clone());
     }
     Ok(Arc::new(Schema::new(fields)))

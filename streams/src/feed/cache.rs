@@ -3,7 +3,6 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
 
@@ -14,6 +13,7 @@ use parking_lot::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::feed::error::{FeedError, Result};
+use crate::feed::hash::NumberMap;
 use crate::feed::metrics;
 
 /// A decoding under way; every waiter polls the same one.
@@ -45,7 +45,7 @@ enum State {
 
 #[derive(Default)]
 struct Table {
-    entries: HashMap<u32, Entry>,
+    entries: NumberMap<u32, Entry>,
     /// Bytes of all entries; of those that are loading, an estimate.
     bytes: u64,
     loading: usize,
@@ -63,7 +63,11 @@ impl GroupCache {
     /// Keeps at most `bytes_max` bytes beyond what the current call uses; prefetching starts no more
     /// than `loading_max` decodings at a time.
     pub(crate) fn new(bytes_max: u64, loading_max: usize) -> Arc<Self> {
-        Arc::new(Self { table: Mutex::default(), bytes_max, loading_max })
+        Arc::new(Self {
+            table: Mutex::default(),
+            bytes_max,
+            loading_max,
+        })
     }
 
     /// Looks up the row groups that one batch needs, starting what is missing. `nearby` are marked
@@ -107,12 +111,7 @@ impl GroupCache {
 
     /// Starts decoding row groups that batches near `step` will need, while there is room without
     /// pushing out what is in use. Returns how many of `groups`, from the front, are on their way.
-    pub(crate) fn prefetch<F, R>(
-        self: &Arc<Self>,
-        step: u64,
-        groups: &[u32],
-        mut load: F,
-    ) -> usize
+    pub(crate) fn prefetch<F, R>(self: &Arc<Self>, step: u64, groups: &[u32], mut load: F) -> usize
     where
         F: FnMut(u32) -> (u64, R),
         R: Future<Output = Result<RecordBatch>> + Send + 'static,
@@ -165,7 +164,9 @@ impl GroupCache {
         });
         let task = AbortOnDropHandle::new(task);
         let loading = async move {
-            let stopped = |_| FeedError::Stopped { file: format!("row group {group}") };
+            let stopped = |_| FeedError::Stopped {
+                file: format!("row group {group}"),
+            };
             task.await.map_err(stopped)?
         }
         .boxed()
@@ -174,7 +175,15 @@ impl GroupCache {
         table.loading += 1;
         table.add(bytes);
         let used = table.calls;
-        table.entries.insert(group, Entry { state, bytes, used, step });
+        table.entries.insert(
+            group,
+            Entry {
+                state,
+                bytes,
+                used,
+                step,
+            },
+        );
         loading
     }
 
@@ -190,7 +199,9 @@ impl GroupCache {
             }
             Ok(batch) => {
                 let bytes = batch.get_array_memory_size() as u64;
-                let Some(entry) = table.entries.get_mut(&group) else { return };
+                let Some(entry) = table.entries.get_mut(&group) else {
+                    return;
+                };
                 let estimate = std::mem::replace(&mut entry.bytes, bytes);
                 entry.state = State::Ready(Arc::clone(batch));
                 table.subtract(estimate);
@@ -225,7 +236,9 @@ impl Table {
                 .filter(|(_, e)| matches!(e.state, State::Ready(_)) && may_go(e))
                 .min_by_key(|(group, e)| (e.used, **group))
                 .map(|(group, _)| *group);
-            let Some(entry) = oldest.and_then(|group| self.entries.remove(&group)) else { return };
+            let Some(entry) = oldest.and_then(|group| self.entries.remove(&group)) else {
+                return;
+            };
             self.subtract(entry.bytes);
         }
     }

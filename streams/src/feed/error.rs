@@ -14,7 +14,9 @@ pub type Result<T, E = FeedError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum FeedError {
     /// The path of the dataset does not exist, or holds no file that is data.
-    #[error("dataset {path}: no Parquet or Arrow IPC file found ({ignored} other files ignored); check the path, or ingest into it first")]
+    #[error(
+        "dataset {path}: no Parquet or Arrow IPC file found ({ignored} other files ignored); check the path, or ingest into it first"
+    )]
     NoFiles {
         /// Path inside the store.
         path: String,
@@ -30,7 +32,9 @@ pub enum FeedError {
         files: usize,
     },
     /// The dataset is beyond a limit of the plan.
-    #[error("dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths")]
+    #[error(
+        "dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths"
+    )]
     TooLarge {
         /// Path inside the store.
         path: String,
@@ -40,7 +44,9 @@ pub enum FeedError {
         limit: u64,
     },
     /// Two files of one dataset disagree about the type of a column.
-    #[error("column {column:?} is {first_type} in {first_file} but {file_type} in {file}; a dataset has one type per column")]
+    #[error(
+        "column {column:?} is {first_type} in {first_file} but {file_type} in {file}; a dataset has one type per column"
+    )]
     SchemaConflict {
         /// Name of the column.
         column: String,
@@ -62,7 +68,9 @@ pub enum FeedError {
         available: String,
     },
     /// A file cannot be understood: truncated, corrupt, or not of the format its name promises.
-    #[error("read {file}: {what} is truncated or corrupt; write the file again, or remove it and take a new snapshot")]
+    #[error(
+        "read {file}: {what} is truncated or corrupt; write the file again, or remove it and take a new snapshot"
+    )]
     Corrupt {
         /// Path of the file inside the store.
         file: String,
@@ -73,7 +81,9 @@ pub enum FeedError {
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// A file is not what it was when the plan was made.
-    #[error("{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan")]
+    #[error(
+        "{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan"
+    )]
     Changed {
         /// Path of the file inside the store.
         file: String,
@@ -105,7 +115,9 @@ pub enum FeedError {
         what: String,
     },
     /// A dataset specification that cannot be parsed.
-    #[error("dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train")]
+    #[error(
+        "dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train"
+    )]
     InvalidSpec {
         /// The text as given.
         text: String,
@@ -122,7 +134,9 @@ pub enum FeedError {
         source: Arc<millrace_datafs::Error>,
     },
     /// A cursor of another plan: resuming from it would repeat and skip rows.
-    #[error("cursor belongs to plan {cursor}, this feed runs plan {plan}; resume with the same snapshot, seed, lanes, window and batch size, or start a new run")]
+    #[error(
+        "cursor belongs to plan {cursor}, this feed runs plan {plan}; resume with the same snapshot, seed, lanes, window and batch size, or start a new run"
+    )]
     OtherPlan {
         /// The plan of the cursor.
         cursor: PlanId,
@@ -164,7 +178,10 @@ impl FeedError {
     }
 
     pub(crate) fn store(file: impl Into<String>, source: object_store::Error) -> Self {
-        FeedError::Store { file: file.into(), source: Arc::new(source) }
+        FeedError::Store {
+            file: file.into(),
+            source: Arc::new(source),
+        }
     }
 
     pub(crate) fn corrupt(
@@ -172,11 +189,18 @@ impl FeedError {
         what: impl Into<String>,
         source: impl std::error::Error + Send + Sync + 'static,
     ) -> Self {
-        FeedError::Corrupt { file: file.into(), what: what.into(), source: Arc::new(source) }
+        FeedError::Corrupt {
+            file: file.into(),
+            what: what.into(),
+            source: Arc::new(source),
+        }
     }
 
     pub(crate) fn assemble(file: impl Into<String>, source: arrow::error::ArrowError) -> Self {
-        FeedError::Assemble { file: file.into(), source: Arc::new(source) }
+        FeedError::Assemble {
+            file: file.into(),
+            source: Arc::new(source),
+        }
     }
 
     /// Tells a failed store apart from a bad file: both arrive as a Parquet error.

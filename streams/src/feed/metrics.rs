@@ -2,9 +2,7 @@
 
 use std::sync::LazyLock;
 
-use prometheus::{
-    IntCounter, IntGauge, register_int_counter, register_int_gauge,
-};
+use prometheus::{IntCounter, IntGauge, register_int_counter, register_int_gauge};
 
 /// Rows handed out in batches; no labels.
 pub const FEED_ROWS_TOTAL: &str = "millrace_streams_feed_rows_total";

@@ -124,7 +124,11 @@ impl Order {
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<> {
         let m = self.per_lane();
         let (first, end) = (slots.start as u64, slots.end as u64);
-        let lanes = if first < end { first / m..(end - 1) / m + 1 } else { 0..0 };
+        let lanes = if first < end {
+            first / m..(end - 1) / m + 1
+        } else {
+            0..0
+        };
         lanes.map(move |lane| {
             let from = first.max(lane * m) - lane * m;
             let to = end.min((lane + 1) * m) - lane * m;
@@ -136,7 +140,10 @@ impl Order {
     pub(crate) fn virtual_row(&self, step: u64, slot: u64) -> (u64, u64) {
         let m = self.per_lane();
         let window = self.window_at(slot / m, step * m + slot % m);
-        (window.epoch, window.start + self.shuffle(&window).apply(window.offset))
+        (
+            window.epoch,
+            window.start + self.shuffle(&window).apply(window.offset),
+        )
     }
 
     /// The inverse of [`Order::virtual_row`]: step and slot of a virtual row of an epoch.
@@ -144,7 +151,11 @@ impl Order {
         let (mut low, mut high) = (0, self.lanes);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
-            if self.lane_start(epoch, middle) <= row { low = middle } else { high = middle }
+            if self.lane_start(epoch, middle) <= row {
+                low = middle
+            } else {
+                high = middle
+            }
         }
         // Of several lanes that start here only the last has rows.
         let lane = low;
@@ -171,8 +182,9 @@ impl EpochLayout {
     /// O(row groups); `rows` gives the size of each.
     pub(crate) fn new(order: &Order, epoch: u64, rows: &[u32]) -> Self {
         let permutation = order.group_order(rows.len(), epoch);
-        let groups: Vec<u32> =
-            (0..rows.len() as u64).map(|i| permutation.apply(i) as u32).collect();
+        let groups: Vec<u32> = (0..rows.len() as u64)
+            .map(|i| permutation.apply(i) as u32)
+            .collect();
         let mut starts = Vec::with_capacity(rows.len() + 1);
         let mut start = 0u64;
         for &group in &groups {

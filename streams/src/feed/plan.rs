@@ -71,7 +71,9 @@ impl PlanOptions {
             if (1..=max).contains(&value) {
                 return Ok(());
             }
-            Err(FeedError::invalid(format!("{name} is {value}; it must be 1 to {max}")))
+            Err(FeedError::invalid(format!(
+                "{name} is {value}; it must be 1 to {max}"
+            )))
         };
         within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
         within("lanes", u64::from(self.lanes), u64::from(LANES_MAX))?;
@@ -185,7 +187,11 @@ impl Plan {
                 }
                 // Bounded when the footer was read and when a stored plan was checked.
                 let rows = u32::try_from(group.rows).unwrap_or(u32::MAX);
-                groups.push(GroupAddress { file: f as u32, index: g as u32, rows });
+                groups.push(GroupAddress {
+                    file: f as u32,
+                    index: g as u32,
+                    rows,
+                });
                 total += u64::from(rows);
                 bases.push(total);
             }
@@ -193,7 +199,16 @@ impl Plan {
         let group_rows = groups.iter().map(|g| g.rows).collect();
         let id = record::plan_id(&dataset, &source, &order);
         let working_set_bytes = sizing::working_set_bytes(&dataset, order.lanes, order.window);
-        Self { id, source, dataset, order, groups, group_rows, bases, working_set_bytes }
+        Self {
+            id,
+            source,
+            dataset,
+            order,
+            groups,
+            group_rows,
+            bases,
+            working_set_bytes,
+        }
     }
 
     /// The hash of everything that decides the order: algorithm version, source, path, files with
@@ -245,7 +260,10 @@ impl Plan {
 
     /// The cursor that stands before global batch `step`.
     pub fn cursor(&self, step: u64) -> Cursor {
-        Cursor { plan_id: self.id, step }
+        Cursor {
+            plan_id: self.id,
+            step,
+        }
     }
 
     /// The step of a cursor of this plan.
@@ -254,7 +272,10 @@ impl Plan {
     /// [`FeedError::OtherPlan`] when it belongs to another one.
     pub fn step_of(&self, cursor: &Cursor) -> Result<u64> {
         if cursor.plan_id != self.id {
-            return Err(FeedError::OtherPlan { cursor: cursor.plan_id, plan: self.id });
+            return Err(FeedError::OtherPlan {
+                cursor: cursor.plan_id,
+                plan: self.id,
+            });
         }
         self.check_step(cursor.step)?;
         Ok(cursor.step)
@@ -277,7 +298,10 @@ impl Plan {
     /// [`Plan::rows`].
     pub fn rows_of_epoch(&self, epoch: u64, steps: Range<u64>) -> u64 {
         let (batch, rows) = (u128::from(self.order.batch), u128::from(self.order.rows));
-        let (first, last) = (u128::from(steps.start) * batch, u128::from(steps.end) * batch);
+        let (first, last) = (
+            u128::from(steps.start) * batch,
+            u128::from(steps.end) * batch,
+        );
         let (from, to) = (u128::from(epoch) * rows, (u128::from(epoch) + 1) * rows);
         u64::try_from(last.min(to).saturating_sub(first.max(from))).unwrap_or(u64::MAX)
     }
@@ -305,14 +329,22 @@ impl Plan {
     pub fn slot_of(&self, epoch: u64, row: u64) -> Result<(u64, usize)> {
         if row >= self.rows() {
             let rows = self.rows();
-            return Err(FeedError::invalid(format!("row {row} of a dataset of {rows} rows")));
+            return Err(FeedError::invalid(format!(
+                "row {row} of a dataset of {rows} rows"
+            )));
         }
         if epoch >= PLACES_MAX / self.rows() {
-            return Err(FeedError::invalid(format!("epoch {epoch} is beyond the order")));
+            return Err(FeedError::invalid(format!(
+                "epoch {epoch} is beyond the order"
+            )));
         }
         let layout = self.layout(epoch);
         let group = self.group_of(row);
-        let place = layout.groups.iter().position(|&g| g as usize == group).unwrap_or(0);
+        let place = layout
+            .groups
+            .iter()
+            .position(|&g| g as usize == group)
+            .unwrap_or(0);
         let virtual_row = layout.starts[place] + row - self.bases[group];
         let (step, slot) = self.order.place_of(epoch, virtual_row);
         Ok((step, slot as usize))
@@ -369,7 +401,9 @@ impl Plan {
     pub(crate) fn check_step(&self, step: u64) -> Result<()> {
         let last = (PLACES_MAX / self.order.batch).saturating_sub(1);
         if step > last {
-            return Err(FeedError::invalid(format!("step {step} is beyond {last}, the last one")));
+            return Err(FeedError::invalid(format!(
+                "step {step} is beyond {last}, the last one"
+            )));
         }
         Ok(())
     }

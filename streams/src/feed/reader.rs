@@ -49,7 +49,11 @@ impl StoreFile {
     pub(crate) fn new(store: &Arc<dyn ObjectStore>, path: &str, bytes: u64) -> Result<Self> {
         let parsed = Path::parse(path)
             .map_err(|e| FeedError::invalid(format!("path {path:?} of the dataset: {e}")))?;
-        Ok(Self { store: Arc::clone(store), path: parsed, bytes })
+        Ok(Self {
+            store: Arc::clone(store),
+            path: parsed,
+            bytes,
+        })
     }
 }
 
@@ -59,14 +63,23 @@ fn external(error: object_store::Error) -> ParquetError {
 
 impl AsyncFileReader for StoreFile {
     fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
-        self.store.get_range(&self.path, range).map_err(external).boxed()
+        self.store
+            .get_range(&self.path, range)
+            .map_err(external)
+            .boxed()
     }
 
     fn get_byte_ranges(
         &mut self,
         ranges: Vec<Range<u64>>,
     ) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
-        async move { self.store.get_ranges(&self.path, &ranges).await.map_err(external) }.boxed()
+        async move {
+            self.store
+                .get_ranges(&self.path, &ranges)
+                .await
+                .map_err(external)
+        }
+        .boxed()
     }
 
     fn get_metadata<'a>(
@@ -104,7 +117,11 @@ async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>
             .map(String::as_str)
             .or_else(|| panic.downcast_ref::<&str>().copied())
             .unwrap_or("the decoder panicked");
-        Err(FeedError::corrupt(path, what, ArrowError::ParseError(text.to_string())))
+        Err(FeedError::corrupt(
+            path,
+            what,
+            ArrowError::ParseError(text.to_string()),
+        ))
     })
 }
 
@@ -118,10 +135,16 @@ async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Foo
                 .iter()
                 .map(|g| {
                     let rows = rows_of(g, path)?;
-                    Ok(RowGroup { rows, bytes: decoded_bytes(g) })
+                    Ok(RowGroup {
+                        rows,
+                        bytes: decoded_bytes(g),
+                    })
                 })
                 .collect::<Result<Vec<_>>>()?;
-            Ok(Footer { schema: metadata.schema().as_ref().clone(), row_groups })
+            Ok(Footer {
+                schema: metadata.schema().as_ref().clone(),
+                row_groups,
+            })
         }
         FileFormat::ArrowIpc => ipc::read_footer(file, path).await,
     }
@@ -225,7 +248,9 @@ impl GroupReader {
     pub(crate) async fn read(&self, group: u32) -> Result<RecordBatch> {
         let address = self.plan.group(group);
         let file = self.plan.group_file(group);
-        let stopped = || FeedError::Stopped { file: file.path.clone() };
+        let stopped = || FeedError::Stopped {
+            file: file.path.clone(),
+        };
         let _permit = self.permits.acquire().await.map_err(|_| stopped())?;
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let index = address.index as usize;
@@ -265,7 +290,10 @@ impl GroupReader {
         let reading = parquet_metadata(source, &file.path);
         let metadata = calm(&file.path, "the footer", reading).await?;
         let groups = metadata.metadata().row_groups();
-        let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
+        let rows = groups
+            .iter()
+            .map(|g| rows_of(g, &file.path))
+            .collect::<Result<Vec<_>>>()?;
         check_unchanged(file, &rows)?;
         let mut footers = self.footers.lock();
         if footers.parquet.insert(number, metadata.clone()).is_none() {
@@ -345,7 +373,9 @@ fn decode_parquet(
     path: &str,
     index: usize,
 ) -> Result<HashMap<String, ArrayRef>> {
-    let Some(decoder) = decoder else { return Ok(HashMap::new()) };
+    let Some(decoder) = decoder else {
+        return Ok(HashMap::new());
+    };
     let corrupt = |e| FeedError::corrupt(path, format!("row group {index}"), e);
     let batches = decoder.collect::<Result<Vec<_>, _>>().map_err(corrupt)?;
     let batch = match batches.as_slice() {
@@ -371,7 +401,10 @@ fn finish(
     if let Some(short) = columns.values().find(|c| c.len() != rows) {
         return Err(FeedError::Changed {
             file: path.to_string(),
-            what: format!("planned {rows} rows in a row group, decoded {}", short.len()),
+            what: format!(
+                "planned {rows} rows in a row group, decoded {}",
+                short.len()
+            ),
         });
     }
     conform(&columns, rows, schema).map_err(|e| FeedError::assemble(path, e))

@@ -33,7 +33,10 @@ impl TryFrom<ShardRecord> for Shard {
 
 impl From<Shard> for ShardRecord {
     fn from(s: Shard) -> Self {
-        ShardRecord { rank: s.rank, world: s.world }
+        ShardRecord {
+            rank: s.rank,
+            world: s.world,
+        }
     }
 }
 

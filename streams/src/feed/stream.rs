@@ -1,43 +1,56 @@
 //! A reader's batches in step order, assembled ahead of it.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use futures::Stream;
-use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::feed::error::Result;
+use crate::feed::error::{FeedError, Result};
 use crate::feed::{Feed, FeedBatch, Shard};
 
 /// The batches of one reader, from a cursor on, without end.
 ///
-/// At most `prefetch_batches` batches wait for the reader; beyond that the feed stands still. After
-/// an error the stream ends; a new one from the last consumed step goes on. Dropping it stops the
-/// work at once. A batch counts as consumed when the reader says so, by storing
-/// `plan.cursor(batch.step + 1)`: what was prefetched and dropped is delivered again.
+/// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel
+/// where there are processors for it; beyond that the feed stands still. After an error the stream
+/// ends; a new one from the last consumed step goes on. Dropping it stops the work. A batch counts
+/// as consumed when the reader says so, by storing `plan.cursor(batch.step + 1)`: what was
+/// prefetched and dropped is delivered again.
 pub struct FeedStream {
-    receiver: mpsc::Receiver<Result<FeedBatch>>,
-    _task: AbortOnDropHandle<()>,
+    feed: Feed,
+    slots: Range<usize>,
+    /// The step that is begun next; none after an error.
+    next: Option<u64>,
+    ahead: usize,
+    begun: VecDeque<AbortOnDropHandle<Result<FeedBatch>>>,
 }
 
 impl FeedStream {
     pub(crate) fn start(feed: Feed, shard: Shard, first: u64, ahead: usize) -> Self {
-        let (sender, receiver) = mpsc::channel(ahead.max(1));
         let slots = feed.plan().slots(shard);
-        let task = tokio::spawn(async move {
-            for step in first.. {
-                // Waiting for room first keeps the batches in memory at the number asked for.
-                let Ok(permit) = sender.reserve().await else { return };
-                let batch = feed.batch(step, slots.clone()).await;
-                let failed = batch.is_err();
-                permit.send(batch);
-                if failed {
-                    return;
-                }
-            }
-        });
-        Self { receiver, _task: AbortOnDropHandle::new(task) }
+        let mut stream = Self {
+            feed,
+            slots,
+            next: Some(first),
+            ahead,
+            begun: VecDeque::new(),
+        };
+        stream.begin();
+        stream
+    }
+
+    fn begin(&mut self) {
+        while self.begun.len() < self.ahead
+            && let Some(step) = self.next
+        {
+            let (feed, slots) = (self.feed.clone(), self.slots.clone());
+            let task: JoinHandle<_> = tokio::spawn(async move { feed.batch(step, slots).await });
+            self.begun.push_back(AbortOnDropHandle::new(task));
+            self.next = step.checked_add(1);
+        }
     }
 }
 
@@ -45,6 +58,21 @@ impl Stream for FeedStream {
     type Item = Result<FeedBatch>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.receiver.poll_recv(cx)
+        let Some(first) = self.begun.front_mut() else {
+            return Poll::Ready(None);
+        };
+        let batch = match ready!(Pin::new(first).poll(cx)) {
+            Ok(batch) => batch,
+            Err(_) => Err(FeedError::Stopped {
+                file: self.feed.plan().dataset().path().into(),
+            }),
+        };
+        self.begun.pop_front();
+        if batch.is_err() {
+            self.next = None;
+            self.begun.clear();
+        }
+        self.begin();
+        Poll::Ready(Some(batch))
     }
 }

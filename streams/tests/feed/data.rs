@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arrow::array::{
-    ArrayRef, Float32Array, FixedSizeListArray, Int64Array, RecordBatch, StringArray,
+    ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch, StringArray,
 };
 use arrow::datatypes::{DataType, Field};
 use bytes::Bytes;
@@ -24,7 +24,10 @@ use parquet::file::properties::WriterProperties;
 /// Rows `first..first + rows` with columns that follow from `id`, the global row index.
 pub(crate) fn rows(first: u64, rows: u64) -> RecordBatch {
     let ids: Vec<i64> = (first..first + rows).map(|i| i as i64).collect();
-    let pixels: Vec<f32> = ids.iter().flat_map(|&i| (0..4).map(move |k| pixel(i, k))).collect();
+    let pixels: Vec<f32> = ids
+        .iter()
+        .flat_map(|&i| (0..4).map(move |k| pixel(i, k)))
+        .collect();
     let item = Arc::new(Field::new("item", DataType::Float32, false));
     let pixels = FixedSizeListArray::new(item, 4, Arc::new(Float32Array::from(pixels)), None);
     let names: Vec<Option<String>> = ids.iter().map(|&i| name(i)).collect();
@@ -46,7 +49,9 @@ pub(crate) fn name(id: i64) -> Option<String> {
 
 /// A Parquet file, one row group per batch.
 pub(crate) fn parquet(batches: &[RecordBatch]) -> Vec<u8> {
-    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::SNAPPY)
+        .build();
     let mut writer =
         ArrowWriter::try_new(Vec::new(), batches[0].schema(), Some(properties)).unwrap();
     for batch in batches {
@@ -67,7 +72,10 @@ pub(crate) fn ipc(batches: &[RecordBatch]) -> Vec<u8> {
 }
 
 pub(crate) async fn put(store: &dyn ObjectStore, path: &str, bytes: Vec<u8>) {
-    store.put(&Path::parse(path).unwrap(), PutPayload::from(bytes)).await.unwrap();
+    store
+        .put(&Path::parse(path).unwrap(), PutPayload::from(bytes))
+        .await
+        .unwrap();
 }
 
 /// `train/NNN.parquet` (every third one `.arrow`) with row groups of the sizes in `shape`.
@@ -101,7 +109,11 @@ pub(crate) struct Watched {
 
 impl Watched {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>) -> Arc<Self> {
-        Arc::new(Self { inner, reads: AtomicUsize::new(0), failures: AtomicUsize::new(0) })
+        Arc::new(Self {
+            inner,
+            reads: AtomicUsize::new(0),
+            failures: AtomicUsize::new(0),
+        })
     }
 
     pub(crate) fn reads(&self) -> usize {
@@ -110,9 +122,14 @@ impl Watched {
 
     fn pass(&self) -> Result<()> {
         self.reads.fetch_add(1, Ordering::SeqCst);
-        let failing = self.failures.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+        let failing = self
+            .failures
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
         match failing {
-            Ok(_) => Err(object_store::Error::Generic { store: "test", source: "reset".into() }),
+            Ok(_) => Err(object_store::Error::Generic {
+                store: "test",
+                source: "reset".into(),
+            }),
             Err(_) => Ok(()),
         }
     }

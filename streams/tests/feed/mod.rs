@@ -4,3 +4,4 @@ mod data;
 mod order;
 mod reading;
 mod speed;
+mod volume;

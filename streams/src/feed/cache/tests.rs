@@ -18,7 +18,12 @@ async fn ready(lookup: Lookup) -> Result<Arc<RecordBatch>> {
     }
 }
 
-fn immediately(_: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static) {
+fn immediately(
+    _: u32,
+) -> (
+    u64,
+    impl Future<Output = Result<RecordBatch>> + Send + 'static,
+) {
     (8_000, async { Ok(batch(1000)) })
 }
 

@@ -4,7 +4,13 @@ use proptest::prelude::*;
 use super::*;
 
 fn order(rows: u64, lanes: u64, window: u64, per_lane: u64) -> Order {
-    Order { seed: 7, rows, lanes, window, batch: lanes * per_lane }
+    Order {
+        seed: 7,
+        rows,
+        lanes,
+        window,
+        batch: lanes * per_lane,
+    }
 }
 
 /// Virtual row and epoch of the places of the first `steps` batches, in the order of `t`.
@@ -54,7 +60,10 @@ fn layout_finds_the_places_of_a_range() {
         let place = layout.place_of(row);
         assert!(layout.starts[place] <= row && row < layout.starts[place + 1]);
         for rows in 1..=60 - row {
-            assert_eq!(layout.places(row, rows), place..layout.place_of(row + rows - 1) + 1);
+            assert_eq!(
+                layout.places(row, rows),
+                place..layout.place_of(row + rows - 1) + 1
+            );
         }
     }
 }

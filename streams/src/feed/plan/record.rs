@@ -39,7 +39,9 @@ impl FromStr for PlanId {
     fn from_str(text: &str) -> Result<Self> {
         let mut bytes = [0; 32];
         hex::decode_to_slice(text, &mut bytes).map_err(|_| {
-            FeedError::invalid(format!("plan id {text:?}: 64 hexadecimal digits are expected"))
+            FeedError::invalid(format!(
+                "plan id {text:?}: 64 hexadecimal digits are expected"
+            ))
         })?;
         Ok(Self(bytes))
     }
@@ -53,7 +55,9 @@ impl Serialize for PlanId {
 
 impl<'de> Deserialize<'de> for PlanId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }
 
@@ -166,7 +170,10 @@ impl TryFrom<PlanRecord> for Plan {
         };
         let plan = Plan::assemble(r.dataset, r.source, order);
         if plan.id != r.id {
-            return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
+            return Err(unusable(format!(
+                "it says id {} but hashes to {}",
+                r.id, plan.id
+            )));
         }
         Ok(plan)
     }
