@@ -14,6 +14,7 @@
 //! mounts (locks hold among the processes that use one mount), `O_TMPFILE`.
 
 mod adapter;
+mod answer;
 mod convert;
 mod fusermount;
 mod handles;
@@ -56,8 +57,8 @@ impl Default for MountOptions {
 ///
 /// # Errors
 /// [`Error::Exists`] when the path is a mount already, [`Error::NotEmpty`], [`Error::NotADirectory`],
-/// [`Error::Invalid`] for options out of bounds, and [`Error::Unsupported`]-like refusals of the
-/// system as [`Error::Io`]; ask [`can_mount`] first for the reason in words.
+/// [`Error::Invalid`] for options out of bounds, and [`Error::Io`] when the system refuses; ask
+/// [`can_mount`] first for the reason in words.
 pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
     session::mount(view, at, &options)
 }
@@ -72,7 +73,7 @@ pub fn umount(at: &Path) -> Result<()> {
     if point::find(&at)?.is_none() {
         return Err(Error::NotFound { what: format!("a mounted volume at {}", at.display()) });
     }
-    let failed = |e| Error::io("unmount", &at, e);
+    let failed = |e| point::refused("unmount", &at, e);
     match point::detach(&at, false) {
         Err(e) if session::is_busy(&e) => point::detach(&at, true).map_err(failed),
         result => result.map_err(failed),

@@ -436,6 +436,69 @@ fn what_is_not_there_says_so() {
 }
 
 #[test]
+fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    fs::write(mount.path().join("file"), pattern(200_000, 1)).unwrap();
+    fs::write(mount.path().join("other"), pattern(200_000, 2)).unwrap();
+    let objects = home.dir.path().join("home/datafs/objects");
+    let expected = pattern(200_000, 1);
+    let mut damaged = 0;
+    for fan_out in fs::read_dir(objects).unwrap() {
+        for object in fs::read_dir(fan_out.unwrap().path()).unwrap() {
+            let path = object.unwrap().path();
+            let mut bytes = fs::read(&path).unwrap();
+            if bytes[..1000] == expected[..1000] {
+                bytes[150_000] ^= 1;
+                fs::write(&path, &bytes).unwrap();
+                damaged += 1;
+            }
+        }
+    }
+    assert_eq!(damaged, 1);
+    let file = File::open(mount.path().join("file")).unwrap();
+    assert_eq!(errno(file.read_at(&mut [0; 1000], 149_900)), libc::EIO);
+    assert!(fs::read(mount.path().join("other")).unwrap() == pattern(200_000, 2));
+}
+
+#[test]
+fn a_full_disk_is_said_so_and_loses_nothing_old() {
+    let Some(home) = Home::new() else { return };
+    let disk = home.dir.path().join("disk");
+    fs::create_dir(&disk).unwrap();
+    let size = "size=12m";
+    let flags = nix::mount::MsFlags::empty();
+    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some(size)) {
+        eprintln!("skipped: no small disk can be made ({error})");
+        return;
+    }
+    let _disk = Detach(disk.clone());
+    let datafs = Datafs::open(&disk.join("home"), &Config::default()).unwrap();
+    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    let mount = mount_of(&datafs, "data", &home.at("full"));
+    let old = pattern(2_000_000, 1);
+    fs::write(mount.path().join("old"), &old).unwrap();
+    let mut file = File::create(mount.path().join("new")).unwrap();
+    let full = file.write_all(&pattern(20_000_000, 2)).and_then(|()| file.sync_all());
+    assert_eq!(errno(full), libc::ENOSPC);
+    assert!(fs::read(mount.path().join("old")).unwrap() == old);
+    drop(file);
+    fs::remove_file(mount.path().join("new")).unwrap();
+    fs::write(mount.path().join("small"), pattern(100_000, 3)).unwrap();
+    assert!(fs::read(mount.path().join("small")).unwrap() == pattern(100_000, 3));
+    mount.unmount().unwrap();
+}
+
+/// Takes a disk off its path at the end of a test, also of one that fails.
+struct Detach(PathBuf);
+
+impl Drop for Detach {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
 fn an_unmount_with_open_files_keeps_what_was_written() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");

@@ -7,9 +7,11 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use parking_lot::Mutex;
 
 use super::checksum::{FOOTER_BYTES, Footer, Sums};
@@ -23,6 +25,11 @@ const OPEN_MAX: usize = 256;
 /// space of an object that another process deleted comes free.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
+/// How far ahead of a sequential reader the disk is asked for data.
+const AHEAD_BYTES: u64 = 8 * 1024 * 1024;
+/// Reads no further apart than this are one sequential reader, whose requests may arrive out of order.
+const NEAR_BYTES: u64 = 4 * 1024 * 1024;
+
 /// An object with its checksums in memory.
 #[derive(Debug)]
 pub(super) struct OpenObject {
@@ -30,6 +37,10 @@ pub(super) struct OpenObject {
     path: PathBuf,
     file: File,
     sums: Sums,
+    /// Where the last read ended.
+    position: AtomicU64,
+    /// Up to where the disk has been asked for data.
+    ahead: AtomicU64,
 }
 
 impl OpenObject {
@@ -65,7 +76,8 @@ impl OpenObject {
             });
         }
         metrics::OBJECTS_OPENED.inc();
-        Ok(OpenObject { id, path, file, sums })
+        let (position, ahead) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(OpenObject { id, path, file, sums, position, ahead })
     }
 
     pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes> {
@@ -125,7 +137,30 @@ impl OpenObject {
             reason: "checksum mismatch".into(),
         })?;
         metrics::OBJECT_READ_BYTES.inc_by(window.len() as u64);
+        self.read_ahead(from, from + window.len() as u64);
         Ok(())
+    }
+
+    /// Asks the disk for what a sequential reader will want next. The kernel's own read-ahead stops at
+    /// 128 KiB by default, less than one request of a mount.
+    fn read_ahead(&self, from: u64, to: u64) {
+        let last = self.position.swap(to, Ordering::Relaxed);
+        if from.abs_diff(last) > NEAR_BYTES {
+            self.ahead.store(0, Ordering::Relaxed);
+            return;
+        }
+        let start = self.ahead.load(Ordering::Relaxed).max(to);
+        let end = to.saturating_add(AHEAD_BYTES).min(self.sums.data_bytes());
+        // In steps of half the distance, so that few reads pay for a call.
+        if last == 0 || start.saturating_add(AHEAD_BYTES / 2) > end {
+            return;
+        }
+        self.ahead.store(end, Ordering::Relaxed);
+        let advice = PosixFadviseAdvice::POSIX_FADV_WILLNEED;
+        let (offset, len) = (start as libc::off_t, (end - start) as libc::off_t);
+        if let Err(error) = posix_fadvise(&self.file, offset, len, advice) {
+            tracing::debug!(%error, path = %self.path.display(), "read-ahead");
+        }
     }
 }
 

@@ -1,154 +1,29 @@
-//! Answers the kernel: each request becomes one call of the view, each error one errno.
+//! The kernel's requests: each becomes one call of the view.
 
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
-use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use fuser::{
-    BackingId, BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo,
-    InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
     ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
-use super::convert::{Inodes, file_type, kind_of_mode, open_flags, set_time};
-use super::errno;
-use super::handles::{Handle, Handles};
-use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, Owner, SetAttr};
+use super::answer::Adapter;
+use super::convert::{kind_of_mode, open_flags, set_time};
+use super::handles::{Handle, Version};
+use crate::error::Error;
+use crate::fs::{Owner, SetAttr};
 use crate::metrics;
 
 /// Largest write of the kernel at once.
 const WRITE_BYTES_MAX: u32 = 1024 * 1024;
 /// Requests that the kernel may have under way in the background (read-ahead).
 const BACKGROUND_MAX: u16 = 64;
-/// How long the kernel may believe what it knows of a snapshot: it never changes.
-const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long it may believe what it knows of the live tree: other processes write the same volume, and
-/// what they closed must be seen by the next open.
-const NOT_AT_ALL: Duration = Duration::ZERO;
-/// Entries that one call of the view lists for one request of the kernel.
-const ENTRIES_MAX: usize = 512;
-/// Files below this size are not handed to the kernel: setting that up costs more than reading them.
-const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
-
-/// The FUSE file system over a view.
-#[derive(Debug)]
-pub(super) struct Adapter {
-    handles: Arc<Handles>,
-    inodes: Inodes,
-    passthrough: bool,
-}
-
-impl Adapter {
-    pub(super) fn new(handles: Arc<Handles>, passthrough: bool) -> Adapter {
-        let inodes = Inodes::new(handles.view.root());
-        Adapter { handles, inodes, passthrough }
-    }
-
-    fn node(&self, ino: INodeNo) -> Node {
-        self.inodes.node(ino)
-    }
-
-    fn lifetime(&self, node: Node) -> Duration {
-        if node.is_live() { NOT_AT_ALL } else { FOREVER }
-    }
-
-    /// The errno of an error, counted; what the user did is not logged, what broke is.
-    fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
-        let errno = errno(error);
-        if errno == Errno::ENOENT {
-            return errno;
-        }
-        metrics::MOUNT_ERRORS.inc();
-        if errno == Errno::EIO || errno == Errno::ENOSPC {
-            let cause = std::error::Error::source(error).map(ToString::to_string);
-            let volume = self.handles.view.spec();
-            tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "mount");
-        }
-        errno
-    }
-
-    fn entry(&self, operation: &'static str, parent: Node, result: Result<Attr>, reply: ReplyEntry) {
-        match result {
-            Ok(attr) => {
-                let lifetime = self.lifetime(attr.node);
-                reply.entry(&lifetime, &self.inodes.attr(&attr), Generation(0));
-            }
-            Err(error) => reply.error(self.failed(operation, parent, &error)),
-        }
-    }
-
-    fn empty(&self, operation: &'static str, node: Node, result: Result<()>, reply: ReplyEmpty) {
-        match result {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(self.failed(operation, node, &error)),
-        }
-    }
-
-    /// The file to hand to the kernel for this open file, if it is a large one of a snapshot.
-    fn backing(
-        &self,
-        handle: &Handle,
-        size: u64,
-        register: impl FnOnce(std::fs::File) -> io::Result<BackingId>,
-    ) -> Option<BackingId> {
-        if !self.passthrough || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
-            return None;
-        }
-        let image = match handle.file.image() {
-            Ok(image) => image?,
-            Err(error) => {
-                tracing::warn!(%error, node = handle.node.to_u64(), "looking for a file's image");
-                return None;
-            }
-        };
-        match register(image) {
-            Ok(backing) => Some(backing),
-            Err(error) => {
-                tracing::debug!(%error, "the kernel takes no file from us; reading for it");
-                None
-            }
-        }
-    }
-
-    fn read_bytes(&self, number: u64, offset: u64, size: u32) -> Result<bytes::Bytes> {
-        self.handles.get(number)?.file.read_at(offset, size as usize)
-    }
-
-    fn write_bytes(&self, number: u64, offset: u64, data: &[u8]) -> Result<u32> {
-        let written = self.handles.get(number)?.file.write_at(offset, data)?;
-        // At most WRITE_BYTES_MAX.
-        Ok(written as u32)
-    }
-
-    fn fill_directory(&self, node: Node, offset: u64, reply: &mut ReplyDirectory) -> Result<()> {
-        let mut cursor = offset;
-        loop {
-            let entries = self.handles.view.readdir(node, cursor, ENTRIES_MAX)?;
-            for (i, entry) in entries.iter().enumerate() {
-                let ino = self.inodes.ino(entry.node);
-                // Of entries that share a cursor only the last may send the reader beyond it.
-                let shared = entries.get(i + 1).is_some_and(|next| next.cursor == entry.cursor);
-                let offset = if shared { cursor } else { entry.cursor };
-                if reply.add(ino, offset, file_type(entry.kind), &entry.name) {
-                    return Ok(());
-                }
-                cursor = offset;
-            }
-            if let Some(last) = entries.last() {
-                cursor = last.cursor;
-            }
-            if entries.is_empty() {
-                return Ok(());
-            }
-        }
-    }
-}
-
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
 }
@@ -340,7 +215,8 @@ impl Filesystem for Adapter {
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, self.handles.may_keep_pages(&attr));
         // A file that is only read has nothing to tell when it is closed.
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write);
-        let handle = Handle { file, node, writes: flags.write };
+        let version = Version::from(&attr);
+        let handle = Handle { file, node, writes: flags.write, version };
         let (number, backing) = self.handles.insert(handle, |handle| {
             self.backing(handle, attr.size, |image| reply.open_backing(image))
         });
@@ -369,7 +245,8 @@ impl Filesystem for Adapter {
         let created = self.handles.view.create(parent, name, mode & 0o7777, owner(request), flags);
         match created {
             Ok((attr, file)) => {
-                let handle = Handle { file, node: attr.node, writes: flags.write };
+                let version = Version::from(&attr);
+                let handle = Handle { file, node: attr.node, writes: flags.write, version };
                 self.handles.may_keep_pages(&attr);
                 let (number, _) = self.handles.insert(handle, |_| None);
                 let lifetime = self.lifetime(attr.node);

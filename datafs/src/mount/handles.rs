@@ -17,6 +17,8 @@ pub(super) struct Handle {
     pub(super) file: OpenFile,
     pub(super) node: Node,
     pub(super) writes: bool,
+    /// The contents when it was opened.
+    pub(super) version: Version,
 }
 
 /// The open files of one mount. Kept apart from the FUSE session, so that they can be flushed
@@ -27,8 +29,8 @@ pub(super) struct Handles {
     next: AtomicU64,
     open: RwLock<HashMap<u64, Arc<Handle>>>,
     nodes: Mutex<HashMap<Node, OpenNode>>,
-    /// Contents of live files as the kernel's page cache may hold them.
-    cached: Mutex<HashMap<Node, Version>>,
+    /// What the kernel's page cache may hold of live files.
+    cached: Mutex<HashMap<Node, Cached>>,
 }
 
 /// A node with files open. The kernel serves all of a node's open files either from its page cache
@@ -37,6 +39,16 @@ pub(super) struct Handles {
 struct OpenNode {
     count: usize,
     backing: Option<Arc<BackingId>>,
+}
+
+/// Pages of a live file in the kernel.
+#[derive(Debug)]
+struct Cached {
+    /// None of them is older than this.
+    version: Version,
+    /// Whether the kernel has surely dropped older ones: it does so when it gets the answer to an
+    /// open, which is known to have happened once the file is closed again.
+    settled: bool,
 }
 
 /// Tells contents of a live file apart: every change of the contents moves the times.
@@ -94,6 +106,9 @@ impl Handles {
     pub(super) fn release(&self, number: u64) -> Result<()> {
         let Some(handle) = self.open.write().remove(&number) else { return Ok(()) };
         let flushed = self.flush(&handle);
+        if let Some(cached) = self.cached.lock().get_mut(&handle.node) {
+            cached.settled |= cached.version == handle.version;
+        }
         let mut nodes = self.nodes.lock();
         if let Some(node) = nodes.get_mut(&handle.node) {
             node.count -= 1;
@@ -136,8 +151,15 @@ impl Handles {
         if !attr.node.is_live() {
             return true;
         }
-        let now = Version::from(attr);
-        self.cached.lock().insert(attr.node, now) == Some(now)
+        let version = Version::from(attr);
+        let mut cached = self.cached.lock();
+        match cached.get(&attr.node) {
+            Some(known) if known.version == version => known.settled,
+            _ => {
+                cached.insert(attr.node, Cached { version, settled: false });
+                false
+            }
+        }
     }
 
     /// The kernel has dropped a node, and its pages with it.

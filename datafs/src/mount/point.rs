@@ -47,6 +47,11 @@ pub(super) struct Attach<'a> {
     pub(super) allow_other: bool,
 }
 
+/// A refusal of the system. Not [`Error::io`], whose advice is about the home folder.
+pub(super) fn refused(operation: &'static str, at: impl Into<PathBuf>, source: io::Error) -> Error {
+    Error::Io { operation, path: at.into(), source }
+}
+
 /// Whether this process may mount, else the reason and the way out, in one line.
 pub(super) fn can_mount() -> Result<(), String> {
     match OpenOptions::new().read(true).write(true).open(DEVICE) {
@@ -105,23 +110,17 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
     match fs::metadata(&absolute) {
         Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
             if find(&absolute)?.is_none() {
-                return Err(Error::Io {
-                    operation: "mount on",
-                    path: absolute,
-                    source: io::Error::new(
-                        ErrorKind::NotConnected,
-                        "a dead mount of another program is there: unmount it first",
-                    ),
-                });
+                let reason = "a dead mount of another program is there: unmount it first";
+                return Err(refused("mount on", &absolute, io::Error::other(reason)));
             }
             tracing::info!(path = %absolute.display(), "taking off a mount whose process has died");
-            detach(&absolute, true).map_err(|e| Error::io("take off the dead mount at", &absolute, e))?;
+            detach(&absolute, true).map_err(|e| refused("take off the dead mount at", &absolute, e))?;
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
             fs::create_dir_all(&absolute)
-                .map_err(|e| Error::io("create mount point", &absolute, e))?;
+                .map_err(|e| refused("create mount point", &absolute, e))?;
         }
-        Err(e) => return Err(Error::io("open mount point", &absolute, e)),
+        Err(e) => return Err(refused("open mount point", &absolute, e)),
         Ok(metadata) if !metadata.is_dir() => {
             return Err(Error::NotADirectory { what: absolute.display().to_string() });
         }
@@ -131,7 +130,7 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
         return Err(Error::Exists { what: format!("a mount at {}", absolute.display()) });
     }
     let mut entries =
-        fs::read_dir(&absolute).map_err(|e| Error::io("open mount point", &absolute, e))?;
+        fs::read_dir(&absolute).map_err(|e| refused("open mount point", &absolute, e))?;
     if entries.next().is_some() {
         return Err(Error::NotEmpty { what: absolute.display().to_string() });
     }
@@ -141,7 +140,7 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
 /// `at` with symbolic links resolved, as the kernel will list it. The last component is not looked
 /// at: it may be a dead mount.
 pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
-    let failed = |e| Error::io("open mount point", at, e);
+    let failed = |e| refused("open mount point", at, e);
     match fs::canonicalize(at) {
         Ok(path) => return Ok(path),
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTCONN | libc::ENOENT)) => {}
@@ -159,7 +158,7 @@ pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
 /// The topmost mount of this crate at exactly this absolute path.
 pub(super) fn find(at: &Path) -> Result<Option<Entry>> {
     let table = "/proc/self/mountinfo";
-    let table = fs::read(table).map_err(|e| Error::io("read", table, e))?;
+    let table = fs::read(table).map_err(|e| refused("read", table, e))?;
     Ok(parse_mountinfo(&table).into_iter().rfind(|entry| entry.at == at))
 }
 
@@ -205,7 +204,7 @@ fn unescape(field: &[u8]) -> OsString {
 
 /// Mounts on a prepared directory and returns the descriptor that the kernel's requests come from.
 pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
-    let failed = |e| Error::io("mount on", at, e);
+    let failed = |e| refused("mount on", at, e);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     if !has_mount_privilege(&status) {
         return fusermount::attach(at, how).map_err(failed);

@@ -10,7 +10,7 @@ use fuser::{Session, SessionACL};
 use parking_lot::{Condvar, Mutex};
 
 use super::MountOptions;
-use super::adapter::Adapter;
+use super::answer::Adapter;
 use super::handles::Handles;
 use super::point::{self, Attach};
 use crate::error::{Error, Result};
@@ -88,7 +88,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
             if let Err(error) = point::detach(&at, true) {
                 tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
             }
-            return Err(Error::io("serve the mount at", &at, error));
+            return Err(point::refused("serve the mount at", &at, error));
         }
     };
     let device = point::find(&at)?.map(|entry| entry.device).unwrap_or_default();
@@ -183,7 +183,7 @@ impl Mount {
         if !point::find(&self.at)?.as_ref().is_some_and(ours) {
             return Ok(());
         }
-        let failed = |e| Error::io("unmount", &self.at, e);
+        let failed = |e| point::refused("unmount", &self.at, e);
         match point::detach(&self.at, false) {
             Err(e) if is_busy(&e) => {
                 let flushed = self.handles.flush_all();
@@ -201,8 +201,8 @@ impl Mount {
         self.handles.clear();
         match served {
             Ok(Ok(())) => flushed,
-            Ok(Err(error)) => Err(Error::io("serve the mount at", &self.at, error)),
-            Err(_) => Err(Error::io(
+            Ok(Err(error)) => Err(point::refused("serve the mount at", &self.at, error)),
+            Err(_) => Err(point::refused(
                 "serve the mount at",
                 &self.at,
                 io::Error::other("a serving thread panicked"),

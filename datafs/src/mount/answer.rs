@@ -1,0 +1,139 @@
+//! What the requests of the kernel have in common: how an answer or an error goes back, how long the
+//! kernel may believe it, which files it is handed.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fuser::{BackingId, Errno, Generation, INodeNo, ReplyDirectory, ReplyEmpty, ReplyEntry};
+
+use super::convert::{Inodes, file_type};
+use super::errno;
+use super::handles::{Handle, Handles};
+use crate::error::{Error, Result};
+use crate::fs::{Attr, Node};
+use crate::metrics;
+
+/// How long the kernel may believe what it knows of a snapshot: it never changes.
+const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long it may believe what it knows of the live tree: other processes write the same volume, and
+/// what they closed must be seen by the next open.
+const NOT_AT_ALL: Duration = Duration::ZERO;
+/// Entries that one call of the view lists for one request of the kernel.
+const ENTRIES_MAX: usize = 512;
+/// Files below this size are not handed to the kernel: setting that up costs more than reading them.
+const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
+
+/// The FUSE file system over a view.
+#[derive(Debug)]
+pub(super) struct Adapter {
+    pub(super) handles: Arc<Handles>,
+    pub(super) inodes: Inodes,
+    pub(super) passthrough: bool,
+}
+
+impl Adapter {
+    pub(super) fn new(handles: Arc<Handles>, passthrough: bool) -> Adapter {
+        let inodes = Inodes::new(handles.view.root());
+        Adapter { handles, inodes, passthrough }
+    }
+
+    pub(super) fn node(&self, ino: INodeNo) -> Node {
+        self.inodes.node(ino)
+    }
+
+    pub(super) fn lifetime(&self, node: Node) -> Duration {
+        if node.is_live() { NOT_AT_ALL } else { FOREVER }
+    }
+
+    /// The errno of an error, counted; what the user did is not logged, what broke is.
+    pub(super) fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
+        let errno = errno(error);
+        if errno == Errno::ENOENT {
+            return errno;
+        }
+        metrics::MOUNT_ERRORS.inc();
+        if errno == Errno::EIO || errno == Errno::ENOSPC {
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            let volume = self.handles.view.spec();
+            tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "mount");
+        }
+        errno
+    }
+
+    pub(super) fn entry(&self, operation: &'static str, parent: Node, result: Result<Attr>, reply: ReplyEntry) {
+        match result {
+            Ok(attr) => {
+                let lifetime = self.lifetime(attr.node);
+                reply.entry(&lifetime, &self.inodes.attr(&attr), Generation(0));
+            }
+            Err(error) => reply.error(self.failed(operation, parent, &error)),
+        }
+    }
+
+    pub(super) fn empty(&self, operation: &'static str, node: Node, result: Result<()>, reply: ReplyEmpty) {
+        match result {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(self.failed(operation, node, &error)),
+        }
+    }
+
+    /// The file to hand to the kernel for this open file, if it is a large one of a snapshot.
+    pub(super) fn backing(
+        &self,
+        handle: &Handle,
+        size: u64,
+        register: impl FnOnce(std::fs::File) -> io::Result<BackingId>,
+    ) -> Option<BackingId> {
+        if !self.passthrough || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
+            return None;
+        }
+        let image = match handle.file.image() {
+            Ok(image) => image?,
+            Err(error) => {
+                tracing::warn!(%error, node = handle.node.to_u64(), "looking for a file's image");
+                return None;
+            }
+        };
+        match register(image) {
+            Ok(backing) => Some(backing),
+            Err(error) => {
+                tracing::debug!(%error, "the kernel takes no file from us; reading for it");
+                None
+            }
+        }
+    }
+
+    pub(super) fn read_bytes(&self, number: u64, offset: u64, size: u32) -> Result<bytes::Bytes> {
+        self.handles.get(number)?.file.read_at(offset, size as usize)
+    }
+
+    pub(super) fn write_bytes(&self, number: u64, offset: u64, data: &[u8]) -> Result<u32> {
+        let written = self.handles.get(number)?.file.write_at(offset, data)?;
+        // At most WRITE_BYTES_MAX.
+        Ok(written as u32)
+    }
+
+    pub(super) fn fill_directory(&self, node: Node, offset: u64, reply: &mut ReplyDirectory) -> Result<()> {
+        let mut cursor = offset;
+        loop {
+            let entries = self.handles.view.readdir(node, cursor, ENTRIES_MAX)?;
+            for (i, entry) in entries.iter().enumerate() {
+                let ino = self.inodes.ino(entry.node);
+                // Of entries that share a cursor only the last may send the reader beyond it.
+                let shared = entries.get(i + 1).is_some_and(|next| next.cursor == entry.cursor);
+                let offset = if shared { cursor } else { entry.cursor };
+                if reply.add(ino, offset, file_type(entry.kind), &entry.name) {
+                    return Ok(());
+                }
+                cursor = offset;
+            }
+            if let Some(last) = entries.last() {
+                cursor = last.cursor;
+            }
+            if entries.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+}
