@@ -8,6 +8,9 @@ use arrow::datatypes::{DataType, Float32Type, Int64Type};
 use crate::engine::{Labels, Loss, ShardBatch};
 use crate::error::{Error, Result};
 
+#[cfg(test)]
+mod tests;
+
 /// Which columns a job reads, and what it expects in them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Columns {

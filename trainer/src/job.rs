@@ -14,6 +14,9 @@ use crate::error::{Error, Result};
 use crate::init::ModelSpec;
 use crate::optim::OptimizerConfig;
 
+#[cfg(test)]
+mod tests;
+
 /// Largest job file.
 const JOB_BYTES_MAX: u64 = 1 << 20;
 /// Most virtual shards a batch may be cut into.
@@ -135,7 +138,7 @@ impl Default for Output {
 pub enum ModelSource {
     /// An ONNX file.
     File(PathBuf),
-    /// A built-in model; without a `seed` of its own it takes the job's.
+    /// A built-in model; its `seed` 0, the default, stands for the job's.
     Init(ModelSpec),
 }
 
@@ -258,9 +261,9 @@ impl JobFile {
     }
 
     /// SHA-256, in hex, of everything that decides the result: this file without `workers`,
-    /// `checkpoint_every_steps` and the model's path, the first weights' digest `model_sha256`, and
-    /// the plan's id.
-    pub fn digest(&self, model_sha256: &str, plan_id: &str) -> String {
+    /// `checkpoint_every_steps` and the model's path, the first model's digest `model_sha256`, and
+    /// the identity of the rows and their order, `data`.
+    pub fn digest(&self, model_sha256: &str, data: &str) -> String {
         let mut decisive = self.clone();
         decisive.workers = None;
         decisive.checkpoint_every_steps = 0;
@@ -270,7 +273,7 @@ impl JobFile {
         // Field order is fixed by the type, so equal jobs give equal bytes.
         let text = serde_json::to_string(&decisive).unwrap_or_default();
         let mut digest = Sha256::new();
-        for part in ["millrace job 1", text.as_str(), model_sha256, plan_id] {
+        for part in ["millrace job 1", text.as_str(), model_sha256, data] {
             digest.update((part.len() as u64).to_le_bytes());
             digest.update(part.as_bytes());
         }
@@ -279,7 +282,7 @@ impl JobFile {
 }
 
 fn parse(text: &str) -> Result<JobFile, String> {
-    let mut job: JobFile = toml::from_str(text).map_err(|error| {
+    let job: JobFile = toml::from_str(text).map_err(|error| {
         let line = error.span().map(|span| {
             let before = text.as_bytes().get(..span.start).unwrap_or_default();
             1 + before.iter().filter(|byte| **byte == b'\n').count()
@@ -290,17 +293,6 @@ fn parse(text: &str) -> Result<JobFile, String> {
             None => message,
         }
     })?;
-    job.model = match job.model {
-        ModelSource::Init(spec) if !has_model_seed(text) => {
-            ModelSource::Init(spec.with_seed(job.seed))
-        }
-        model => model,
-    };
     job.check()?;
     Ok(job)
-}
-
-fn has_model_seed(text: &str) -> bool {
-    let table: Option<toml::Table> = text.parse().ok();
-    table.is_some_and(|table| table.get("model").is_some_and(|model| model.get("seed").is_some()))
 }

@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::fixed::Wide;
 
+#[cfg(test)]
+mod tests;
+
 /// Fixed lanes in front of the per-epoch ones.
 const LANES_FIXED: usize = 6;
 /// Lanes of each epoch that a step touches.

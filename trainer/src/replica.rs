@@ -66,7 +66,7 @@ impl Replica {
         let Assignment { job, home, datafs, config, run, owner, plan } = assignment;
         let datafs = Datafs::open(&home, &datafs)
             .map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
-        let dataset = source::open_dataset(&datafs, &job)?;
+        let dataset = runtime.block_on(source::open_dataset(&datafs, &job))?;
         let plan = Arc::new(plan);
         let feed = {
             let _context = runtime.enter();

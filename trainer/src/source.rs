@@ -1,7 +1,8 @@
 //! The dataset of a job: its plan, its feed and its columns.
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, View};
+use millrace_datafs::Datafs;
+use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions};
 
 use crate::data::{Columns, Rows};
@@ -13,37 +14,36 @@ use crate::job::JobFile;
 const PROBE_ROWS: usize = 16;
 
 /// Opens the snapshot a job reads.
-pub(crate) fn open_dataset(datafs: &Datafs, job: &JobFile) -> Result<View> {
-    datafs
-        .view(&job.dataset.source)
-        .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))
+pub(crate) async fn open_dataset(datafs: &Datafs, job: &JobFile) -> Result<OpenDataset> {
+    job.dataset.open(datafs).await.map_err(|e| Error::feed(format!("job {}", job.name), e))
 }
 
-/// Options that decide the order of rows. The snapshot is named by its number too, so that one that
-/// was deleted and made again is another one.
-pub(crate) fn plan_options(datafs: &Datafs, job: &JobFile) -> Result<PlanOptions> {
-    let fail = |e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e);
-    let source = &job.dataset.source;
-    let snapshots = datafs.snapshot_list(&source.volume).map_err(fail)?;
-    let number = snapshots
-        .iter()
-        .find(|snapshot| Some(&snapshot.name) == source.snapshot.as_ref())
-        .map_or(0, |snapshot| snapshot.id);
-    Ok(PlanOptions {
-        source: format!("{source}#{number}"),
+/// Options that decide the order of rows.
+pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
+    PlanOptions {
         seed: job.seed,
         batch_rows: job.batch_rows,
         lanes: job.shuffle.lanes,
         window_rows: job.shuffle.window_rows,
         ..PlanOptions::default()
-    })
+    }
+}
+
+/// The snapshot's number: one that was deleted and made again under its name is another one.
+pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile) -> Result<u64> {
+    let source = &job.dataset.source;
+    let snapshots = datafs
+        .snapshot_list(&source.volume)
+        .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+    let found = snapshots.iter().find(|snapshot| Some(&snapshot.name) == source.snapshot.as_ref());
+    Ok(found.map_or(0, |snapshot| snapshot.id))
 }
 
 /// Opens the feed of the job's two columns.
 pub(crate) fn open_feed(
     job: &JobFile,
     plan: Arc<Plan>,
-    view: &View,
+    dataset: &OpenDataset,
     cache_bytes_max: u64,
 ) -> Result<Feed> {
     let options = FeedOptions {
@@ -52,8 +52,8 @@ pub(crate) fn open_feed(
         decode_concurrency: 1,
         ..FeedOptions::default()
     };
-    Feed::open(plan, view.object_store(), &options)
-        .map_err(|e| Error::feed(format!("job {}: open dataset {}", job.name, job.dataset), e))
+    Feed::open(plan, Arc::clone(dataset.store()), &options)
+        .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))
 }
 
 /// What the job's columns must be for its model.

@@ -13,6 +13,9 @@ use crate::engine::ParamLayout;
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
 
+#[cfg(test)]
+mod tests;
+
 /// The metadata entry with the counters.
 const COUNTERS: &str = "millrace";
 /// Room for names, shapes and counters in a state, beyond its numbers: epochs take 64 bytes each.
@@ -111,6 +114,7 @@ impl State {
             }
             Ok::<_, String>(values)
         };
+        let weights = vector("model")?;
         let slots = counters
             .optimizer_slots
             .iter()
@@ -118,7 +122,7 @@ impl State {
             .collect::<Result<Vec<_>, String>>()?;
         Ok(State {
             step: counters.step,
-            weights: vector("model")?,
+            weights,
             optimizer: OptimizerState { step: counters.optimizer_step, slots },
             ledger: counters.ledger,
         })

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::elastic::coordinator::{self, Crew, Outcome};
 use crate::engine::{Device, Engine};
 use crate::error::{Error, Result};
+use crate::init::{CnnSpec, MlpSpec, ModelSpec};
 use crate::job::{JobFile, ModelSource};
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
@@ -213,19 +214,16 @@ impl Prepared {
         let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;
-        let dataset = source::open_dataset(&setup.datafs, &job)?;
+        let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job))?;
         let output = open_output(&setup.datafs, &job)?;
         let model = load_model(&job)?;
         // The graph is checked on the processor; workers put it on the job's device.
         let engine = Engine::load(&model, job.loss, Device::Cpu)?;
         Optimizer::new(&job.optimizer, engine.layout().elements())?;
 
-        let options = source::plan_options(&setup.datafs, &job)?;
-        let store = dataset.object_store();
-        let opening = |e| Error::feed(format!("job {}: open dataset {}", job.name, job.dataset), e);
         let plan = runtime
-            .block_on(Plan::build(&store, &job.dataset.path, &options))
-            .map_err(opening)?;
+            .block_on(dataset.plan(&source::plan_options(&job)))
+            .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
         let columns = source::columns(&job, &engine);
         columns.check_schema(plan.dataset().schema())?;
@@ -236,7 +234,8 @@ impl Prepared {
         runtime.block_on(source::probe(&feed, &columns))?;
 
         let model = model.encode_to_vec();
-        let run = job.digest(&hex::encode(Sha256::digest(&model)), &plan.id().to_string());
+        let data = format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job)?);
+        let run = job.digest(&hex::encode(Sha256::digest(&model)), &data);
         let lock = JobLock::take(&setup.home, job.name.as_str())?;
         let checkpoints = Checkpoints {
             view: output,
@@ -252,7 +251,11 @@ impl Prepared {
         if let Some(pointer) = &resumed {
             tracing::info!(job = %job.name, step = pointer.step, "going on from the last checkpoint");
         }
-        let origin = Origin { run, offsets: publish::offsets(&dataset)? };
+        let snapshot = setup
+            .datafs
+            .view(&job.dataset.source)
+            .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+        let origin = Origin { run, offsets: publish::offsets(&snapshot)? };
         Ok(Prepared {
             job,
             setup,
@@ -361,6 +364,12 @@ fn fill(report: &mut TrainReport, state: &State) {
 fn load_model(job: &JobFile) -> Result<ModelProto> {
     let path = match &job.model {
         ModelSource::Init(spec) => {
+            let spec = match spec {
+                ModelSpec::Mlp(MlpSpec { seed: 0, .. }) | ModelSpec::Cnn(CnnSpec { seed: 0, .. }) => {
+                    spec.clone().with_seed(job.seed)
+                }
+                _ => spec.clone(),
+            };
             return spec.build().map_err(|e| Error::Job {
                 job: job.name.to_string(),
                 reason: e.to_string(),

@@ -283,7 +283,7 @@ impl Edge {
             let send = send_frame(next, out);
             let receive = receive_frame(prev, wanted, into);
             tokio::pin!(send, receive);
-            loop {
+            let cause = loop {
                 if sent && received {
                     return Ok(());
                 }
@@ -311,7 +311,13 @@ impl Edge {
                         false => Cause::PrevSilent,
                     },
                 }
+            };
+            // The news about the missing rank can follow a whole frame only.
+            let upstream = !matches!(cause, Cause::Aborted | Cause::NextLost(_) | Cause::NextStuck);
+            if !sent && upstream {
+                sent = matches!(timeout(self.grace, &mut send).await, Ok(Ok(())));
             }
+            cause
         };
         Err(self.settle(links, step, cause, sent).await)
     }

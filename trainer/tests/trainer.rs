@@ -1,0 +1,443 @@
+//! Whole jobs: datasets in volumes, worker processes, kills, restarts, bad input.
+//!
+//! Worker processes are this very test binary: `worker_entry` and `job_entry` do nothing unless they
+//! were launched by a test.
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
+use arrow::datatypes::{DataType, Field, Schema};
+use millrace_datafs::{Datafs, VolumeSpec};
+use millrace_trainer::job::JobFile;
+use millrace_trainer::launch::{ENV_COORDINATOR, WorkerCommand};
+use millrace_trainer::{Config, End, Error, Progress, Setup, TrainReport, train};
+use parquet::arrow::ArrowWriter;
+use parquet::file::properties::WriterProperties;
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+
+const ROWS: usize = 301;
+const WIDTH: usize = 16;
+const CLASSES: i64 = 3;
+const ENV_HOME: &str = "MILLRACE_TEST_HOME";
+
+/// A worker process, when this binary was launched as one.
+#[test]
+fn worker_entry() {
+    if std::env::var_os(ENV_COORDINATOR).is_some() {
+        millrace_trainer::worker::run().unwrap();
+    }
+}
+
+/// A job process, when this binary was launched as one: writes progress and the report to files.
+#[test]
+fn job_entry() {
+    let Some(home) = std::env::var_os(ENV_HOME).map(PathBuf::from) else { return };
+    if std::env::var_os(ENV_COORDINATOR).is_some() {
+        return;
+    }
+    let job = JobFile::load(&home.join("train.toml")).unwrap();
+    let progress = home.join("progress.json");
+    let report = run(setup(&home), job, |seen| {
+        let written = home.join("progress.new");
+        std::fs::write(&written, serde_json::to_vec(&seen).unwrap()).unwrap();
+        std::fs::rename(&written, &progress).unwrap();
+    });
+    let report = serde_json::to_vec(&report.unwrap()).unwrap();
+    std::fs::write(home.join("report.json"), report).unwrap();
+}
+
+/// Points around one centre per class; row `i` is the same in every home.
+fn rows(range: std::ops::Range<usize>) -> RecordBatch {
+    let noise = |i: usize| {
+        let mut z = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z ^= z >> 29;
+        z = z.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (z >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let class = |row: usize| row as i64 * 7 % CLASSES;
+    let values: Vec<f32> = range
+        .clone()
+        .flat_map(|row| {
+            (0..WIDTH).map(move |i| {
+                let centre = if i as i64 % CLASSES == class(row) { 1.0 } else { 0.0 };
+                centre + 0.8 * noise(row * WIDTH + i)
+            })
+        })
+        .collect();
+    let item = Arc::new(Field::new("item", DataType::Float32, true));
+    let pixels =
+        FixedSizeListArray::new(Arc::clone(&item), WIDTH as i32, Arc::new(Float32Array::from(values)), None);
+    let labels = Int64Array::from_iter_values(range.map(class));
+    let schema = Schema::new(vec![
+        Field::new("pixels", DataType::FixedSizeList(item, WIDTH as i32), true),
+        Field::new("label", DataType::Int64, true),
+    ]);
+    let columns: Vec<ArrayRef> = vec![Arc::new(pixels), Arc::new(labels)];
+    RecordBatch::try_new(Arc::new(schema), columns).unwrap()
+}
+
+fn parquet_bytes(batch: &RecordBatch) -> Vec<u8> {
+    let properties = WriterProperties::builder().set_max_row_group_row_count(Some(70)).build();
+    let mut bytes = Vec::new();
+    let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(properties)).unwrap();
+    writer.write(batch).unwrap();
+    writer.close().unwrap();
+    bytes
+}
+
+fn volume(datafs: &Datafs, spec: &str) -> millrace_datafs::View {
+    datafs.view(&spec.parse::<VolumeSpec>().unwrap()).unwrap()
+}
+
+/// A home with the dataset `data@v1:/train` and the empty volume `models`.
+fn home() -> TempDir {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    for name in ["data", "models"] {
+        datafs.volume_create(&name.parse().unwrap()).unwrap();
+    }
+    let live = volume(&datafs, "data");
+    live.write_file("train/a.parquet", &parquet_bytes(&rows(0..200))).unwrap();
+    live.write_file("train/b.parquet", &parquet_bytes(&rows(200..ROWS))).unwrap();
+    live.write_file("broken/a.parquet", b"PAR1 and then nothing like it PAR1").unwrap();
+    live.publish(millrace_datafs::Publish::new().put_key("ingest/landing/digits/0", "301")).unwrap();
+    datafs.snapshot_create(&"data".parse().unwrap(), &"v1".parse().unwrap()).unwrap();
+    home
+}
+
+fn job_text(name: &str, more: &str) -> String {
+    format!(
+        "name = \"{name}\"\n\
+         dataset = \"data@v1:/train\"\n\
+         features = \"pixels\"\n\
+         label = \"label\"\n\
+         model = {{ kind = \"mlp\", inputs = {WIDTH}, hidden = [12], classes = {CLASSES} }}\n\
+         optimizer = {{ kind = \"adamw\", learning_rate = 0.01 }}\n\
+         batch_rows = 32\n\
+         seed = 11\n\
+         output = {{ volume = \"models\" }}\n\
+         {more}\n"
+    )
+}
+
+fn job(name: &str, more: &str) -> JobFile {
+    JobFile::parse(&job_text(name, more)).unwrap()
+}
+
+fn setup(home: &Path) -> Setup {
+    let datafs_config = millrace_datafs::Config::default();
+    Setup {
+        datafs: Datafs::open(home, &datafs_config).unwrap(),
+        home: home.to_owned(),
+        datafs_config,
+        config: Config {
+            heartbeat_ms: 50,
+            heartbeat_lost_ms: 1_500,
+            respawn_backoff_ms: 20,
+            progress_ms: 2,
+            ..Config::default()
+        },
+        worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]).unwrap(),
+    }
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn run(
+    setup: Setup,
+    job: JobFile,
+    on_progress: impl FnMut(Progress) + Send,
+) -> millrace_trainer::Result<TrainReport> {
+    runtime().block_on(train(job, setup, CancellationToken::new(), on_progress))
+}
+
+fn signal(name: &str, pid: u32) {
+    assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
+}
+
+/// Whether a process still runs; one that only waits to be reaped does not.
+fn runs(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
+}
+
+fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what} took more than a minute");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn bundle(home: &Path, name: &str, version: u64) -> millrace_bundle::Bundle {
+    let datafs = Datafs::open(home, &millrace_datafs::Config::default()).unwrap();
+    let store = volume(&datafs, "models").object_store();
+    runtime().block_on(millrace_bundle::load(store.as_ref(), "models", name, version)).unwrap()
+}
+
+fn versions(home: &Path) -> usize {
+    let datafs = Datafs::open(home, &millrace_datafs::Config::default()).unwrap();
+    let store = volume(&datafs, "models").object_store();
+    runtime().block_on(millrace_bundle::list(store.as_ref(), "models")).unwrap().len()
+}
+
+#[test]
+fn any_number_of_workers_gives_the_same_model() {
+    let home = home();
+    let mut digests = Vec::new();
+    for workers in 1..=3 {
+        let name = format!("w{workers}");
+        let job = job(&name, &format!("workers = {workers}\nepochs_max = 12"));
+        let report = run(setup(home.path()), job, |_| {}).unwrap();
+        assert_eq!(report.end, End::EpochsDone);
+        assert_eq!(report.rows_per_epoch, [ROWS as u64; 12]);
+        assert_eq!((report.epochs, report.steps), (12, (12 * ROWS).div_ceil(32) as u64));
+        assert_eq!((report.version, report.workers_lost), (Some(1), 0));
+        assert!(report.accuracy.unwrap() > 0.95, "{report:?}");
+        assert!(report.loss_per_epoch[11] < report.loss_per_epoch[0] / 2.0, "{report:?}");
+        assert!(report.samples_per_second > 0.0);
+
+        let bundle = bundle(home.path(), &name, 1);
+        let lineage = &bundle.manifest().lineage;
+        assert_eq!((lineage.volume.as_str(), lineage.snapshot.as_str()), ("data", "v1"));
+        assert_eq!(lineage.offsets["digits"][&0], 301);
+        assert_eq!((lineage.seed, lineage.epochs, lineage.steps), (11, 12, report.steps));
+        assert_eq!(lineage.config_sha256, report.run);
+        assert_eq!(bundle.manifest().metrics["train_accuracy"], report.accuracy.unwrap());
+        digests.push(report.model_sha256.unwrap());
+        assert_eq!(bundle.model_sha256(), digests[0]);
+    }
+    assert_eq!(digests, vec![digests[0].clone(); 3]);
+
+    // Another seed is another model; a loss target ends a job early.
+    let other = JobFile { seed: 12, ..job("other", "epochs_max = 12\nloss_target = 0.5") };
+    let report = run(setup(home.path()), other, |_| {}).unwrap();
+    assert_eq!(report.end, End::Converged);
+    assert!(report.epochs < 12 && report.loss.unwrap() <= 0.5, "{report:?}");
+    assert_ne!(report.model_sha256.unwrap(), digests[0]);
+}
+
+#[test]
+fn killed_and_frozen_workers_change_nothing() {
+    let home = home();
+    let more = "epochs_max = 250\ncheckpoint_every_steps = 700";
+    let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
+
+    let mut plan = vec![(150, "KILL", 1), (500, "KILL", 0), (900, "STOP", 2), (1200, "KILL", 0)];
+    plan.reverse();
+    // What must still be there: everybody but the victim of the last blow.
+    let mut survivors: Vec<u32> = Vec::new();
+    let mut epoch_of_blow = 0;
+    let (mut seen_alone, mut seen_back) = (false, false);
+    let report = run(setup(home.path()), job("battered", &format!("workers = 3\n{more}")), |seen| {
+        if seen.membership_epoch > epoch_of_blow {
+            for pid in &survivors {
+                assert!(seen.worker_pids.contains(pid), "survivor {pid} restarted: {seen:?}");
+            }
+            seen_alone |= !survivors.is_empty() && seen.worker_pids.len() == 2;
+            seen_back |= !survivors.is_empty() && seen.worker_pids.len() == 3;
+        }
+        let due = plan.last().is_some_and(|(step, ..)| seen.step >= *step);
+        if due && seen.worker_pids.len() == 3 && seen.membership_epoch > epoch_of_blow {
+            let (_, how, rank) = plan.pop().unwrap();
+            let victim = seen.worker_pids[rank];
+            survivors = seen.worker_pids.iter().copied().filter(|pid| *pid != victim).collect();
+            epoch_of_blow = seen.membership_epoch;
+            signal(how, victim);
+        }
+    })
+    .unwrap();
+    assert!(plan.is_empty(), "blows left: {plan:?}");
+    assert!(seen_alone && seen_back, "alone {seen_alone}, back {seen_back}");
+    assert_eq!(report.workers_lost, 4);
+    assert_eq!(report.rows_per_epoch, vec![ROWS as u64; 250]);
+    assert_eq!(report.loss_per_epoch, plain.loss_per_epoch);
+    assert_eq!(report.model_sha256, plain.model_sha256);
+
+    // Old checkpoints are gone, folders included.
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let kept = volume(&datafs, "models").list("checkpoints/battered").unwrap();
+    let folders: Vec<_> = kept.iter().filter(|entry| entry.name.starts_with('0')).collect();
+    assert_eq!(folders.len(), Config::default().checkpoints_keep, "{kept:?}");
+}
+
+#[test]
+fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
+    let home = home();
+    let text = job_text("journey", "workers = 2\nepochs_max = 120\ncheckpoint_every_steps = 50");
+    std::fs::write(home.path().join("train.toml"), text).unwrap();
+    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 120"), |_| {}).unwrap();
+
+    let progress = home.path().join("progress.json");
+    let read = || -> Option<serde_json::Value> {
+        serde_json::from_slice(&std::fs::read(&progress).ok()?).ok()
+    };
+    let launch = || {
+        let _ = std::fs::remove_file(&progress);
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "job_entry", "--nocapture"])
+            .env(ENV_HOME, home.path())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    for step in [130u64, 420, 800] {
+        let mut coordinator = launch();
+        wait_until("the step", || read().is_some_and(|p| p["step"].as_u64().unwrap() >= step));
+        coordinator.kill().unwrap();
+        coordinator.wait().unwrap();
+        for pid in read().unwrap()["worker_pids"].as_array().unwrap() {
+            let pid = pid.as_u64().unwrap() as u32;
+            wait_until("an orphan's exit", || !runs(pid));
+        }
+    }
+    assert!(launch().wait().unwrap().success());
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(home.path().join("report.json")).unwrap()).unwrap();
+    assert!(report["resumed_from_step"].as_u64().unwrap() >= 750, "{report}");
+    assert_eq!(report["model_sha256"].as_str(), plain.model_sha256.as_deref());
+    assert_eq!(report["rows_per_epoch"], serde_json::json!(plain.rows_per_epoch));
+    assert_eq!((report["version"].as_u64(), versions(home.path())), (Some(1), 2));
+
+    // Again after the end: nothing is trained, nothing is published twice.
+    let job = JobFile::load(&home.path().join("train.toml")).unwrap();
+    let again = run(setup(home.path()), job, |_| {}).unwrap();
+    assert!(again.already_published);
+    assert_eq!((again.version, again.membership_epochs), (Some(1), 0));
+    assert_eq!((again.model_sha256, versions(home.path())), (plain.model_sha256, 2));
+
+    // A changed job is another run and the next version.
+    let changed = JobFile { epochs_max: 3, ..job_again(home.path()) };
+    let changed = run(setup(home.path()), changed, |_| {}).unwrap();
+    assert_eq!((changed.version, changed.resumed_from_step), (Some(2), None));
+}
+
+fn job_again(home: &Path) -> JobFile {
+    JobFile::load(&home.join("train.toml")).unwrap()
+}
+
+#[test]
+fn a_stopped_job_keeps_its_place_and_only_one_runs() {
+    let home = home();
+    let more = "workers = 2\nepochs_max = 60";
+    let cancel = CancellationToken::new();
+    let mut last = 0;
+    let busy = std::sync::Mutex::new(None);
+    let stopped = runtime().block_on(async {
+        let setup_again = setup(home.path());
+        let second = job("stopped", more);
+        let (begun, mut running) = tokio::sync::mpsc::channel(1);
+        let first = train(job("stopped", more), setup(home.path()), cancel.clone(), |seen| {
+            last = seen.step;
+            // Full means that the other side knows already.
+            let _ = begun.try_send(());
+        });
+        let other = async {
+            running.recv().await.unwrap();
+            let refused = train(second, setup_again, CancellationToken::new(), |_| {}).await;
+            *busy.lock().unwrap() = refused.err();
+            cancel.cancel();
+        };
+        tokio::join!(first, other).0
+    });
+    let busy = busy.into_inner().unwrap().unwrap();
+    assert!(matches!(busy, Error::Busy { .. }), "{busy}");
+    assert!(busy.to_string().contains(&format!("process {}", std::process::id())), "{busy}");
+    let stopped = stopped.unwrap();
+    assert_eq!((stopped.end, stopped.version), (End::Stopped, None));
+    assert!(stopped.steps >= last && stopped.steps > 0);
+
+    let resumed = run(setup(home.path()), job("stopped", more), |_| {}).unwrap();
+    assert_eq!(resumed.resumed_from_step, Some(stopped.steps));
+    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 60"), |_| {}).unwrap();
+    assert_eq!(resumed.model_sha256, plain.model_sha256);
+    assert_eq!(resumed.rows_per_epoch, plain.rows_per_epoch);
+}
+
+/// An ONNX file with one node of an operator that cannot be trained.
+fn unsupported_model(path: &Path) {
+    use millrace_bundle::onnx;
+    use prost::Message;
+    let mut model = millrace_trainer::init::mlp(WIDTH, &[4], CLASSES as usize, 1).unwrap();
+    let graph: &mut onnx::GraphProto = model.graph.as_mut().unwrap();
+    let relu = graph.node.iter_mut().find(|node| node.op_type() == "Relu").unwrap();
+    relu.op_type = Some("Det".to_owned());
+    std::fs::write(path, model.encode_to_vec()).unwrap();
+}
+
+#[test]
+fn bad_jobs_are_refused_before_any_worker_starts() {
+    let home = home();
+    let model = home.path().join("model.onnx");
+    unsupported_model(&model);
+    let narrow = format!("model = {{ kind = \"mlp\", inputs = 9, classes = {CLASSES} }}");
+    let two_classes = format!("model = {{ kind = \"mlp\", inputs = {WIDTH}, classes = 2 }}");
+    let onnx = format!("model = {:?}", model.display().to_string());
+    let missing = format!("model = {:?}", home.path().join("no.onnx").display().to_string());
+    let replace = |key: &str, line: &str| {
+        job_text("bad", "")
+            .lines()
+            .map(|old| if old.starts_with(key) { line } else { old })
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
+    let cases = [
+        (job_text("bad", "epoch_max = 3"), vec!["line 10", "epoch_max", "epochs_max"]),
+        (job_text("bad", "workers = 13"), vec!["workers", "12", "virtual_shards"]),
+        (job_text("bad", "batch_rows = 3"), vec!["line 10", "duplicate key"]),
+        (job_text("bad", "device = \"tpu\""), vec!["line 10", "tpu", "cuda"]),
+        (replace("optimizer", "optimizer = { kind = \"adamw\", learning_rate = -1.0 }"), vec!["learning_rate", "above 0"]),
+        (replace("optimizer", "optimizer = { kind = \"adam\" }"), vec!["line 6", "adam"]),
+        (replace("name", "name = \"../up\""), vec!["line 1", "../up"]),
+        (replace("dataset", "dataset = \"data:/train\""), vec!["snapshot", "millrace snapshot create data@NAME"]),
+        (replace("dataset", "dataset = \"nowhere@v1:/train\""), vec!["nowhere"]),
+        (replace("dataset", "dataset = \"data@v9:/train\""), vec!["data@v9", "not exist"]),
+        (replace("dataset", "dataset = \"data@v1:/tests\""), vec!["/tests", "no Parquet"]),
+        (replace("dataset", "dataset = \"data@v1:/broken\""), vec!["broken/a.parquet", "corrupt"]),
+        (replace("features", "features = \"image\""), vec!["data@v1:/train", "\"image\"", "pixels"]),
+        (replace("label", "label = \"pixels\""), vec!["features and label"]),
+        (replace("model", &narrow), vec!["pixels", "16", "9"]),
+        (replace("model", &two_classes), vec!["label 2", "0 to 1", ".parquet"]),
+        (replace("model", &onnx), vec!["Det"]),
+        (replace("model", &missing), vec!["no.onnx", "No such file"]),
+        (replace("output", "output = { volume = \"nowhere\" }"), vec!["nowhere", "not exist"]),
+    ];
+    for (text, words) in cases {
+        // No worker can start: an error about starting one would be another error.
+        let mut setup = setup(home.path());
+        setup.worker.program = PathBuf::from("/does/not/exist");
+        let error = JobFile::parse(&text).and_then(|job| run(setup, job, |_| {})).unwrap_err();
+        let line = error.one_line();
+        assert!(!line.contains('\n') && line.len() < 400, "{line}");
+        for word in words {
+            assert!(line.contains(word), "{line:?} lacks {word:?}\n{text}");
+        }
+    }
+    assert_eq!(versions(home.path()), 0);
+}
+
+#[test]
+fn failures_of_workers_end_the_job_with_one_line() {
+    let home = home();
+    let text = job_text("diverges", "workers = 2")
+        .replace("kind = \"adamw\", learning_rate = 0.01", "kind = \"sgd\", learning_rate = 1e30");
+    let error = run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap_err();
+    assert!(matches!(error, Error::Worker { .. }), "{error:?}");
+    let line = error.one_line();
+    assert!(line.contains("step ") && line.contains("learning rate") && !line.contains('\n'), "{line}");
+
+    let mut broken = setup(home.path());
+    broken.worker.program = PathBuf::from("/does/not/exist");
+    broken.config.respawns_max = 1;
+    let error = run(broken, job("unstartable", "workers = 2"), |_| {}).unwrap_err();
+    assert!(matches!(error, Error::WorkersLost { respawns: 1, .. }), "{error:?}");
+    assert!(error.to_string().contains("/does/not/exist"), "{error}");
+    assert_eq!(versions(home.path()), 0);
+}
