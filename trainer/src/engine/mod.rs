@@ -6,7 +6,8 @@
 //! all-reduces and checkpoints never see a tensor.
 //!
 //! [`Engine::gradients`] is a pure function of the weights and the shard: the same bits for any
-//! number of threads. It sums over the rows of the shard and never mixes rows, hence shards can be
+//! number of threads on one kind of processor (matrix kernels are chosen by the vector instructions
+//! it has, so mixed machines need the same kind, or the same device, for equal bits). It sums over the rows of the shard and never mixes rows, hence shards can be
 //! computed anywhere and summed by [`crate::fixed`].
 
 mod backward;
