@@ -66,8 +66,24 @@ impl Site {
 pub(super) enum Named {
     /// A float value of the graph.
     Float(ValueId),
-    /// Constant integers, used for shapes and axes.
-    Ints(Vec<i64>),
+    /// Integers known up to the number of rows, used for shapes and axes.
+    Ints(Vec<Size>),
+}
+
+/// An integer of a shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Size {
+    /// Known.
+    Plain(i64),
+    /// This many times the rows of the batch.
+    Rows(usize),
+}
+
+impl Named {
+    /// Known integers.
+    pub(super) fn ints(values: &[i64]) -> Named {
+        Named::Ints(values.iter().copied().map(Size::Plain).collect())
+    }
 }
 
 /// The graph so far.
@@ -195,12 +211,42 @@ impl<'a> Call<'a> {
         index: usize,
     ) -> Result<Option<Vec<i64>>, GraphError> {
         match self.named(builder, index) {
-            Some(Named::Ints(values)) => Ok(Some(values.clone())),
-            Some(Named::Float(_)) => Err(self.site.form(format!(
-                "input {index} must be constant int64 (export with fixed shapes apart from the batch)"
-            ))),
+            Some(Named::Ints(sizes)) => {
+                let values = sizes.iter().map(|size| match size {
+                    Size::Plain(value) => Ok(*value),
+                    Size::Rows(_) => Err(self
+                        .site
+                        .form(format!("input {index} depends on the number of rows"))),
+                });
+                values.collect::<Result<_, _>>().map(Some)
+            }
+            Some(Named::Float(_)) => Err(self.not_constant(index)),
             None => Ok(None),
         }
+    }
+
+    fn not_constant(&self, index: usize) -> GraphError {
+        self.site.form(format!(
+            "input {index} must be constant int64 (export with fixed shapes apart from the batch)"
+        ))
+    }
+
+    /// The integers of a shape at an optional input position.
+    pub(super) fn sizes_input(
+        &self,
+        builder: &Builder,
+        index: usize,
+    ) -> Result<Option<Vec<Size>>, GraphError> {
+        match self.named(builder, index) {
+            Some(Named::Ints(sizes)) => Ok(Some(sizes.clone())),
+            Some(Named::Float(_)) => Err(self.not_constant(index)),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether the first input holds integers.
+    pub(super) fn on_ints(&self, builder: &Builder) -> bool {
+        matches!(self.named(builder, 0), Some(Named::Ints(_)))
     }
 
     fn attribute(

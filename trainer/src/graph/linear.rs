@@ -1,7 +1,7 @@
 //! Matrix products and operators that move elements without computing.
 
 use super::arithmetic::{apply, join};
-use super::builder::{Builder, Call};
+use super::builder::{Builder, Call, Size};
 use super::{Binary, Dim, GraphError, Op, Unary, ValueId, shape};
 
 pub(super) fn matmul(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
@@ -106,7 +106,7 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
 pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
     let target = call
-        .ints_input(b, 1)?
+        .sizes_input(b, 1)?
         .ok_or_else(|| call.site.form("the target shape is not constant"))?;
     call.only("allowzero", 0)?;
     call.finish(2)?;
@@ -115,14 +115,15 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
         .iter()
         .enumerate()
         .map(|(axis, size)| match *size {
-            -1 => Ok(None),
-            0 => from.get(axis).copied().map(Some).ok_or_else(|| {
+            Size::Rows(factor) => Ok(Some(Dim::Rows(factor))),
+            Size::Plain(-1) => Ok(None),
+            Size::Plain(0) => from.get(axis).copied().map(Some).ok_or_else(|| {
                 call.site.shape(format!(
                     "0 at axis {axis} copies nothing of {}",
                     shape::display(&from)
                 ))
             }),
-            size => usize::try_from(size)
+            Size::Plain(size) => usize::try_from(size)
                 .map(|size| Some(Dim::Fixed(size)))
                 .map_err(|_| call.site.shape(format!("target dimension {size}"))),
         })

@@ -14,6 +14,7 @@ mod error;
 mod linear;
 mod read;
 mod shape;
+mod sizes;
 mod spatial;
 mod tensor;
 #[cfg(test)]

@@ -8,13 +8,13 @@ use millrace_bundle::onnx::{
 
 use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
 use super::{
-    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape,
+    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape, sizes,
     spatial, tensor,
     wiring::{input, makers, order, output},
 };
 
 /// Operators whose derivatives are checked by finite differences and whose results are compared with
-/// ONNX Runtime.
+/// ONNX Runtime. Shape and Gather only where they compute the shape of another tensor.
 pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Add",
     "AveragePool",
@@ -25,6 +25,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Erf",
     "Exp",
     "Flatten",
+    "Gather",
     "Gelu",
     "Gemm",
     "GlobalAveragePool",
@@ -41,6 +42,7 @@ pub const SUPPORTED_OPERATORS: &[&str] = &[
     "ReduceSum",
     "Relu",
     "Reshape",
+    "Shape",
     "Sigmoid",
     "Softmax",
     "Sqrt",
@@ -195,7 +197,7 @@ fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphErro
         node: tensor.name().to_owned(),
     };
     if tensor::is_int(tensor) {
-        return Ok(Named::Ints(tensor::ints(tensor)?));
+        return Ok(Named::ints(&tensor::ints(tensor)?));
     }
     let elements = tensor::floats(tensor)?;
     let shape = tensor::dims(tensor)?;
@@ -225,7 +227,7 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
                 .as_ref()
                 .ok_or_else(|| site.form("its tensor is missing"))?;
             if tensor::is_int(tensor) {
-                return Ok(Named::Ints(tensor::ints(tensor)?));
+                return Ok(Named::ints(&tensor::ints(tensor)?));
             }
             (tensor::dims(tensor)?, tensor::floats(tensor)?)
         }
@@ -233,8 +235,8 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
         ("value_floats", AttributeType::Floats) => {
             (vec![attribute.floats.len()], attribute.floats.clone())
         }
-        ("value_int", AttributeType::Int) => return Ok(Named::Ints(vec![attribute.i()])),
-        ("value_ints", AttributeType::Ints) => return Ok(Named::Ints(attribute.ints.clone())),
+        ("value_int", AttributeType::Int) => return Ok(Named::ints(&[attribute.i()])),
+        ("value_ints", AttributeType::Ints) => return Ok(Named::ints(&attribute.ints)),
         (name, _) => return Err(site.form(format!("attribute {name:?} is not supported"))),
     };
     if elements.iter().any(|value| !value.is_finite()) {
@@ -252,6 +254,10 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
     }
     let value = match node.op_type() {
         "Constant" => return constant(b, node),
+        "Shape" => return sizes::shape_of(b, call),
+        "Gather" => return sizes::gather(b, call),
+        "Concat" if call.on_ints(b) => return sizes::concat(b, call),
+        "Squeeze" | "Unsqueeze" if call.on_ints(b) => return sizes::same(b, call),
         "Identity" => {
             call.finish(1)?;
             let name = node.input.first().map(String::as_str).unwrap_or_default();

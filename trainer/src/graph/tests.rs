@@ -147,6 +147,30 @@ fn operations_across_rows_are_refused() {
 }
 
 #[test]
+fn gather_of_floats_and_shapes_with_rows_elsewhere_are_refused() {
+    let mut probe = Probe::new(17, &[4]);
+    let w = probe.param(&[4]);
+    let first = probe.index(0);
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let out = probe.node("Gather", &[&scaled, &first], vec![]);
+    refused(&probe.finish(&out), "must be constant int64");
+    let mut probe = Probe::new(17, &[4]);
+    let w = probe.param(&[4]);
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let shape = probe.node("Shape", &[&scaled], vec![]);
+    let out = probe.node("ReduceSum", &[&scaled, &shape], vec![]);
+    refused(&probe.finish(&out), "depends on the number of rows");
+    let mut probe = Probe::new(17, &[4]);
+    let w = probe.param(&[4]);
+    let past = probe.index(2);
+    let scaled = probe.node("Mul", &["x", &w], vec![]);
+    let shape = probe.node("Shape", &[&scaled], vec![]);
+    let size = probe.node("Gather", &[&shape, &past], vec![]);
+    let out = probe.node("Reshape", &[&scaled, &size], vec![]);
+    refused(&probe.finish(&out), "axis 2");
+}
+
+#[test]
 fn broken_wiring_is_refused() {
     let cycle = spoiled(|m| {
         let graph = m.graph.as_mut().unwrap();

@@ -105,6 +105,15 @@ impl Probe {
         name
     }
 
+    /// An integer of rank 0.
+    pub(crate) fn index(&mut self, value: i64) -> String {
+        let name = self.shape(&[value]);
+        if let Some(tensor) = self.graph.initializer.last_mut() {
+            tensor.dims.clear();
+        }
+        name
+    }
+
     pub(crate) fn constant(&mut self, dims: &[i64], data: Vec<f32>) -> String {
         let tensor = TensorProto {
             dims: dims.to_vec(),

@@ -174,6 +174,27 @@ pub(super) fn movement() -> Vec<Case> {
         let product = p.node("Gemm", &[&flat, &w], vec![]);
         p.node("Reshape", &[&product, &back], vec![])
     }));
+    for (opset, name) in [(11, "flattening by attribute"), (17, "flattening by input")] {
+        cases.push(case(name, opset, &[2, 3], |p, x| {
+            // As PyTorch exports x.view(x.size(0), -1).
+            let w = p.param(&[3]);
+            let v = p.param(&[6, 2]);
+            let scaled = p.node("Mul", &[x, &w], vec![]);
+            let shape = p.node("Shape", &[&scaled], vec![]);
+            let first = p.index(0);
+            let rows = p.node("Gather", &[&shape, &first], vec![int("axis", 0)]);
+            let rows = if opset < 13 {
+                p.node("Unsqueeze", &[&rows], vec![ints("axes", &[0])])
+            } else {
+                let axes = p.shape(&[0]);
+                p.node("Unsqueeze", &[&rows, &axes], vec![])
+            };
+            let rest = p.shape(&[-1]);
+            let target = p.node("Concat", &[&rows, &rest], vec![int("axis", 0)]);
+            let flat = p.node("Reshape", &[&scaled, &target], vec![]);
+            p.node("MatMul", &[&flat, &v], vec![])
+        }));
+    }
     cases.push(case("Concat", 17, &[2, 3], |p, x| {
         let w = p.param(&[3, 4]);
         let product = p.node("MatMul", &[x, &w], vec![]);
