@@ -308,14 +308,15 @@ impl Filesystem for Adapter {
     fn release(
         &self,
         _request: &Request,
-        ino: INodeNo,
+        _ino: INodeNo,
         fh: FileHandle,
         _flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        self.empty("release", self.node(ino), self.handles.release(fh.0), reply);
+        self.handles.release(fh.0);
+        reply.ok();
     }
 
     fn fsync(

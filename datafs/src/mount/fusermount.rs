@@ -99,7 +99,24 @@ fn receive_descriptor(socket: &UnixStream) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use super::super::point;
     use super::*;
+
+    #[test]
+    fn the_helper_mounts_and_unmounts() {
+        if point::can_mount().is_err() || program().is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = point::absolute(dir.path()).unwrap();
+        let how = Attach { source: "data@v1", read_only: true, allow_other: false };
+        let device = attach(&at, &how).unwrap();
+        assert!(point::find(&at).unwrap().is_some());
+        drop(device);
+        detach(&at, true).unwrap();
+        assert_eq!(point::find(&at).unwrap(), None);
+        assert!(attach(&at.join("none"), &how).is_err());
+    }
 
     #[test]
     fn a_helper_that_says_nothing_is_an_error() {

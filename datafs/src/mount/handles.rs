@@ -102,10 +102,10 @@ impl Handles {
         self.open.read().get(&number).cloned().ok_or(Error::BadHandle("anything"))
     }
 
-    /// Forgets an open file and commits what it has not committed.
-    pub(super) fn release(&self, number: u64) -> Result<()> {
-        let Some(handle) = self.open.write().remove(&number) else { return Ok(()) };
-        let flushed = self.flush(&handle);
+    /// Forgets an open file. What was written through a mapping after the last flush is committed when
+    /// the file is dropped; the kernel has nobody left to tell an error.
+    pub(super) fn release(&self, number: u64) {
+        let Some(handle) = self.open.write().remove(&number) else { return };
         if let Some(cached) = self.cached.lock().get_mut(&handle.node) {
             cached.settled |= cached.version == handle.version;
         }
@@ -116,7 +116,6 @@ impl Handles {
                 nodes.remove(&handle.node);
             }
         }
-        flushed
     }
 
     /// Makes what was written through a handle visible.

@@ -258,8 +258,7 @@ pub(super) fn abort(device: &str) -> bool {
 /// A program somewhere in `PATH`.
 pub(super) fn in_path(program: &OsStr) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
-    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file());
-    found
+    std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file())
 }
 
 /// The last line that a program wrote to its standard error.
