@@ -5,6 +5,7 @@
 
 mod dead;
 mod file;
+mod pending;
 mod target;
 
 use std::collections::BTreeMap;
@@ -18,7 +19,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
 use crate::config::Job;
-use crate::decode::{Decoder, Outcome, Reject, RejectClass};
+use crate::decode::{Decoder, Outcome, Reject};
 use crate::error::{Error, Result};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
@@ -26,6 +27,7 @@ use crate::schema::{Field, Inference, Schema};
 use crate::state::State;
 
 use dead::DeadLetters;
+use pending::Pending;
 use target::{Layout, Target};
 
 /// Files that are written at the same time; beyond it all are completed (and published later).
@@ -37,21 +39,6 @@ const FILES_PUBLISHED_MAX: usize = 1024;
 pub(crate) struct Completed {
     path: String,
     file: StagedFile,
-}
-
-/// What was decoded since the last commit.
-#[derive(Debug, Default)]
-struct Pending {
-    landed: u64,
-    dead: BTreeMap<RejectClass, u64>,
-    bytes: u64,
-    since: Option<Instant>,
-}
-
-impl Pending {
-    fn records(&self) -> u64 {
-        self.landed + self.dead.values().sum::<u64>()
-    }
 }
 
 /// Turns batches of one topic into publishes of one volume.
@@ -367,55 +354,21 @@ impl Lander {
     }
 
     fn count(&mut self, pending: &Pending, files: u64, elapsed: Duration) {
-        let dead: u64 = pending.dead.values().sum();
-        let report = &mut self.report;
-        report.records += pending.records();
-        report.landed += pending.landed;
-        report.dead_letters += dead;
-        report.files += files;
-        report.bytes += pending.bytes;
-        report.commits += 1;
-        report.offsets.clone_from(&self.state.offsets);
-        self.progress.send_modify(|p| {
-            p.landed = report.landed;
-            p.dead_letters = report.dead_letters;
-            p.bytes = report.bytes;
-            p.files = report.files;
-            p.commits = report.commits;
-            p.offsets.clone_from(&report.offsets);
-        });
+        self.report.offsets.clone_from(&self.state.offsets);
+        pending.add_to(&mut self.report, files);
+        self.progress.send_modify(|p| p.adopt(&self.report));
+        pending.publish_metrics(self.job.name(), files, elapsed);
+        metrics::set_lag(self.job.name(), &self.progress.borrow());
         tracing::debug!(
             job = self.job.name(),
             volume = self.job.config.volume,
             topic = self.job.topic(),
-            landed = pending.landed,
-            dead_letters = dead,
+            records = pending.records(),
             files,
             bytes = pending.bytes,
             elapsed_ms = elapsed.as_millis() as u64,
             "published"
         );
-        metrics::set_lag(self.job.name(), &self.progress.borrow());
-        let Some(metrics) = metrics::metrics() else {
-            return;
-        };
-        let job = [self.job.name()];
-        metrics
-            .landed
-            .with_label_values(&job)
-            .inc_by(pending.landed);
-        metrics.bytes.with_label_values(&job).inc_by(pending.bytes);
-        metrics.files.with_label_values(&job).inc_by(files);
-        metrics
-            .commit_seconds
-            .with_label_values(&job)
-            .observe(elapsed.as_secs_f64());
-        for (class, count) in &pending.dead {
-            metrics
-                .dead_letters
-                .with_label_values(&[self.job.name(), class.label()])
-                .inc_by(*count);
-        }
     }
 
     fn stopped(&self) -> Error {

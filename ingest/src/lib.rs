@@ -25,6 +25,16 @@
 //! record followed by `_topic`, `_partition`, `_offset` and `_timestamp`. Dead letters lie in
 //! `<directory>/<job>/` under names of the same form, with the record as it came and `_reason`.
 //!
+//! # Records
+//!
+//! A record value is one JSON object (RFC 8259) in UTF-8. Each field must have the type of its
+//! column ([`schema::Type`]) and fit it without loss: numbers out of range, integers that a float
+//! cannot hold, fractions in integers, fixed lists of another length, `null` in a required column
+//! or inside a list, a missing required field, a field that is there twice, a value over
+//! `record_bytes_max` or nested deeper than `depth_max`, a record without a value: each is a dead
+//! letter that says which field and why. So is a field without a column under a declared schema;
+//! an inferred schema gets a new nullable column instead, typed by that first value.
+//!
 //! # Memory
 //!
 //! Reading stops while the landing thread is busy: besides the consumer's own queue (32 MiB) there

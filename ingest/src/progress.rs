@@ -27,6 +27,16 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Takes over what a publish has changed.
+    pub(crate) fn adopt(&mut self, report: &IngestReport) {
+        self.landed = report.landed;
+        self.dead_letters = report.dead_letters;
+        self.bytes = report.bytes;
+        self.files = report.files;
+        self.commits = report.commits;
+        self.offsets.extend(&report.offsets);
+    }
+
     /// Offsets between the committed positions and the ends of the partitions: an upper bound of
     /// the records to come, because offsets have gaps.
     #[must_use]

@@ -1,5 +1,8 @@
 //! A run: from the volume's offsets to the topic's end, or for ever.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,8 +79,17 @@ pub async fn run_with_progress(
 ) -> Result<IngestReport> {
     let started = Instant::now();
     let job = Arc::new(job.validate()?);
-    let marks = watermarks(&job, kafka).await?;
-    let producer = dead_letter_producer(&job, kafka).await?;
+    let reached = async {
+        let marks = watermarks(&job, kafka).await?;
+        let producer = dead_letter_producer(&job, kafka).await?;
+        Ok((marks, producer))
+    };
+    // Brokers that do not answer must not delay a shutdown.
+    let (marks, producer) = tokio::select! {
+        biased;
+        () = cancel.cancelled() => return Ok(IngestReport::default()),
+        reached = reached => reached?,
+    };
 
     let claim = {
         let (job, datafs) = (job.clone(), datafs.clone());
@@ -95,7 +107,7 @@ pub async fn run_with_progress(
         }
     };
     let (view, state) = blocking(&job, claim).await?;
-    let positions = start(&job, &state, &marks)?;
+    let positions = start(&job, &state.offsets, &marks)?;
     tracing::info!(
         job = job.name(),
         topic = job.topic(),
@@ -221,9 +233,8 @@ async fn dead_letter_producer(job: &Job, kafka: &KafkaConfig) -> Result<Option<P
 }
 
 /// Where each partition goes on: at the volume's offset, else at its first record.
-fn start(job: &Job, state: &State, marks: &Marks) -> Result<BTreeMap<i32, i64>> {
-    if let Some((partition, committed)) = state
-        .offsets
+fn start(job: &Job, committed: &BTreeMap<i32, i64>, marks: &Marks) -> Result<BTreeMap<i32, i64>> {
+    if let Some((partition, committed)) = committed
         .iter()
         .find(|(partition, next)| **next > 0 && !marks.contains_key(partition))
     {
@@ -232,7 +243,7 @@ fn start(job: &Job, state: &State, marks: &Marks) -> Result<BTreeMap<i32, i64>> 
     marks
         .iter()
         .map(
-            |(&partition, &(low, high))| match state.offsets.get(&partition) {
+            |(&partition, &(low, high))| match committed.get(&partition) {
                 Some(&next) if !(low..=high).contains(&next) => {
                     Err(offset_lost(job, partition, next, (low, high)))
                 }
@@ -263,7 +274,11 @@ impl Reader {
         };
         let rows = self.job.config.flush_rows_max.min(BATCH_ROWS_MAX) as usize;
         let bytes = self.job.config.flush_bytes_max.min(BATCH_BYTES_MAX) as usize;
-        let mut consumer = self.assign().await?;
+        let mut consumer = tokio::select! {
+            biased;
+            () = cancel.cancelled() => return Ok(()),
+            consumer = self.assign() => consumer?,
+        };
         let mut heard = Instant::now();
         loop {
             if until == Until::CaughtUp && self.is_at(&ends) {

@@ -8,6 +8,9 @@
 //! | `ingest/<job>/schema` | [`Schema`] as JSON |
 //! | `ingest/<job>/<topic>/<partition>` | next offset to land, in decimal |
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -97,22 +100,37 @@ impl State {
 
     /// Adds this commit's keys to `publish` and commits it: files, offsets and schema move in one
     /// transaction or not at all.
-    ///
-    /// An outcome that the metadata engine could not tell is resolved by reading the fence back:
-    /// its value names this very commit.
     pub(crate) fn commit(
         &mut self,
         view: &View,
         job: &Job,
-        mut publish: Publish,
+        publish: Publish,
         offsets: &BTreeMap<i32, i64>,
         schema: Option<&Schema>,
     ) -> Result<()> {
-        let fence_key = key(job.name(), "fence");
         let fence = fence_value(self.owner, self.commits + 1);
-        publish = publish
+        let publish = self.with_keys(job, publish, &fence, offsets, schema)?;
+        let outcome = view.publish(publish);
+        self.conclude(view, job, outcome, fence)?;
+        self.offsets.extend(offsets);
+        if let Some(schema) = schema {
+            self.schema = Some(schema.clone());
+        }
+        Ok(())
+    }
+
+    fn with_keys(
+        &self,
+        job: &Job,
+        publish: Publish,
+        fence: &[u8],
+        offsets: &BTreeMap<i32, i64>,
+        schema: Option<&Schema>,
+    ) -> Result<Publish> {
+        let fence_key = key(job.name(), "fence");
+        let mut publish = publish
             .expect_key(&fence_key, Some(self.fence.clone()))
-            .put_key(&fence_key, fence.clone());
+            .put_key(&fence_key, fence);
         for (partition, next) in offsets {
             let key = offset_key(job.name(), job.topic(), *partition);
             let before = self.offsets.get(partition).map(|next| decimal(*next));
@@ -131,12 +149,28 @@ impl State {
             })?;
             publish = publish.put_key(key, bytes);
         }
-        match view.publish(publish) {
+        Ok(publish)
+    }
+
+    /// Learns what became of the commit that set `fence`. An outcome that the metadata engine
+    /// could not tell is resolved by reading the fence back: its value names this very commit.
+    fn conclude(
+        &mut self,
+        view: &View,
+        job: &Job,
+        outcome: millrace_datafs::Result<()>,
+        fence: Vec<u8>,
+    ) -> Result<()> {
+        match outcome {
             Ok(()) => {}
             Err(millrace_datafs::Error::Conflict { .. }) => return Err(fenced(job)),
-            Err(error) => match view.key_get(&fence_key) {
+            Err(error) => match view.key_get(&key(job.name(), "fence")) {
                 Ok(Some(now)) if now == fence => {
-                    tracing::warn!(job = job.name(), error = %error, "the outcome of a commit was unknown; the volume has it");
+                    tracing::warn!(
+                        job = job.name(),
+                        %error,
+                        "the outcome of a commit was unknown; the volume has it"
+                    );
                 }
                 Ok(Some(now)) if now != self.fence => return Err(fenced(job)),
                 _ => return Err(volume_error(job, error)),
@@ -144,10 +178,6 @@ impl State {
         }
         self.fence = fence;
         self.commits += 1;
-        self.offsets.extend(offsets);
-        if let Some(schema) = schema {
-            self.schema = Some(schema.clone());
-        }
         Ok(())
     }
 }

@@ -1,0 +1,79 @@
+//! Where a run starts, and partitions that appear later.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+fn job() -> Job {
+    JobConfig::new("job", "events", "records", "data")
+        .validate()
+        .unwrap()
+}
+
+fn marks(entries: &[(i32, i64, i64)]) -> Marks {
+    entries
+        .iter()
+        .map(|(p, low, high)| (*p, (*low, *high)))
+        .collect()
+}
+
+#[test]
+fn a_run_starts_at_the_volumes_offsets_else_at_the_first_record() {
+    let marks = marks(&[(0, 0, 10), (1, 5, 10), (2, 3, 3)]);
+    let committed = BTreeMap::from([(0, 7), (2, 3)]);
+    let positions = start(&job(), &committed, &marks).unwrap();
+    assert_eq!(positions, BTreeMap::from([(0, 7), (1, 5), (2, 3)]));
+    // Everything landed is no offset out of range.
+    assert_eq!(
+        start(&job(), &BTreeMap::from([(0, 10)]), &marks).unwrap()[&0],
+        10
+    );
+}
+
+#[test]
+fn offsets_that_the_topic_lacks_are_refused() {
+    let marks = marks(&[(0, 5, 10)]);
+    for (partition, committed, why) in [
+        (0, 4, "deleted before they landed"),
+        (0, 11, "created again or truncated"),
+        (1, 1, "created again or truncated"),
+    ] {
+        let committed = BTreeMap::from([(partition, committed)]);
+        let error = start(&job(), &committed, &marks).unwrap_err();
+        assert!(matches!(error, Error::OffsetLost { .. }), "{error:?}");
+        assert!(error.to_string().contains(why), "{error}");
+    }
+}
+
+#[test]
+fn new_partitions_are_read_from_their_first_record() {
+    let (batches, _received) = mpsc::channel(1);
+    let (progress, watched) = watch::channel(Progress::default());
+    let mut reader = Reader {
+        job: Arc::new(job()),
+        kafka: KafkaConfig::new("127.0.0.1:1"),
+        positions: BTreeMap::from([(0, 8)]),
+        batches,
+        progress,
+    };
+    assert!(!reader.adopt(&marks(&[(0, 0, 10)])));
+    assert!(reader.adopt(&marks(&[(0, 0, 12), (1, 2, 6)])));
+    assert_eq!(reader.positions, BTreeMap::from([(0, 8), (1, 2)]));
+    assert!(!reader.is_at(&BTreeMap::from([(0, 8), (1, 3)])));
+    assert!(reader.is_at(&BTreeMap::from([(0, 8), (1, 2)])));
+    assert_eq!(watched.borrow().lag(), 12 + 4);
+}
+
+#[tokio::test]
+async fn cancellation_does_not_wait_for_brokers() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let job = JobConfig::new("job", "events", "records", "data");
+    // A port that nobody listens on.
+    let kafka = KafkaConfig::new("127.0.0.1:1");
+    let cancel = CancellationToken::new();
+    cancel.cancel();
+    let report = run(&job, &datafs, &kafka, cancel, Until::Forever)
+        .await
+        .unwrap();
+    assert_eq!(report, IngestReport::default());
+}
