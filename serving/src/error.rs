@@ -31,7 +31,9 @@ pub enum Error {
         reason: String,
     },
     /// The configured device is not there. There is no fallback.
-    #[error("device {device} is not available: {reason}; choose another with --device or [serving] device")]
+    #[error(
+        "device {device} is not available: {reason}; choose another with --device or [serving] device"
+    )]
     DeviceUnavailable {
         /// The device.
         device: crate::config::Device,
@@ -39,7 +41,9 @@ pub enum Error {
         reason: String,
     },
     /// An address cannot be listened on.
-    #[error("cannot listen on {address} for {service}: {reason}; choose another address with --{flag} or [serving] {flag} (port 0 takes a free one)")]
+    #[error(
+        "cannot listen on {address} for {service}: {reason}; choose another address with --{flag} or [serving] {flag} (port 0 takes a free one)"
+    )]
     Bind {
         /// The address.
         address: SocketAddr,
@@ -87,7 +91,9 @@ pub enum Error {
     #[error("inference failed")]
     Infer(#[from] InferError),
     /// Another process runs the same pipe.
-    #[error("pipe {name} is run by another process, which committed {topic} partition {partition} in between: give this one another name")]
+    #[error(
+        "pipe {name} is run by another process, which committed {topic} partition {partition} in between: give this one another name"
+    )]
     PipeFenced {
         /// Name of the pipe.
         name: String,
@@ -170,11 +176,15 @@ pub enum InferError {
 
 impl InferError {
     pub(crate) fn invalid(reason: impl Into<String>) -> InferError {
-        InferError::Invalid { reason: reason.into() }
+        InferError::Invalid {
+            reason: reason.into(),
+        }
     }
 
     pub(crate) fn internal(reason: impl Into<String>) -> InferError {
-        InferError::Internal { reason: reason.into() }
+        InferError::Internal {
+            reason: reason.into(),
+        }
     }
 
     /// True when the same request may succeed later.
@@ -203,4 +213,16 @@ pub(crate) fn quote(text: &str) -> String {
         short.push('…');
     }
     format!("{short:?}")
+}
+
+/// An error and what caused it, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        line.push_str(": ");
+        line.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    line
 }

@@ -23,7 +23,9 @@ impl From<InferError> for Status {
     fn from(error: InferError) -> Status {
         let code = match &error {
             InferError::NotFound { .. } => Code::NotFound,
-            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
+            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => {
+                Code::InvalidArgument
+            }
             InferError::TooLarge { .. } => Code::ResourceExhausted,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
@@ -67,7 +69,9 @@ impl GrpcInferenceService for Service {
         &self,
         _: Request<pb::ServerReadyRequest>,
     ) -> Result<Response<pb::ServerReadyResponse>, Status> {
-        Ok(Response::new(pb::ServerReadyResponse { ready: self.inference.is_ready() }))
+        Ok(Response::new(pb::ServerReadyResponse {
+            ready: self.inference.is_ready(),
+        }))
     }
 
     async fn model_ready(
@@ -76,8 +80,14 @@ impl GrpcInferenceService for Service {
     ) -> Result<Response<pb::ModelReadyResponse>, Status> {
         let request = request.into_inner();
         let version = parse_version(&request.version)?;
-        let found = self.inference.repository().get(&request.name, version).is_ok();
-        Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
+        let found = self
+            .inference
+            .repository()
+            .get(&request.name, version)
+            .is_ok();
+        Ok(Response::new(pb::ModelReadyResponse {
+            ready: found && self.inference.is_ready(),
+        }))
     }
 
     async fn server_metadata(
@@ -97,7 +107,11 @@ impl GrpcInferenceService for Service {
     ) -> Result<Response<pb::ModelMetadataResponse>, Status> {
         let request = request.into_inner();
         let model = self.find(&request.name, &request.version)?;
-        let versions = self.inference.repository().versions(model.name()).unwrap_or_default();
+        let versions = self
+            .inference
+            .repository()
+            .versions(model.name())
+            .unwrap_or_default();
         let tensors = |specs: &[millrace_bundle::TensorSpec]| {
             specs
                 .iter()
@@ -126,8 +140,13 @@ impl GrpcInferenceService for Service {
         let id = std::mem::take(&mut request.id);
         let model = self.find(&request.model_name, &request.model_version)?;
         let (response, form) = self.inference.answer(&model, || decode(request)).await?;
-        let message =
-            write_response(&response.model, response.version, id, response.outputs, form);
+        let message = write_response(
+            &response.model,
+            response.version,
+            id,
+            response.outputs,
+            form,
+        );
         Ok(Response::new(message))
     }
 }
@@ -140,6 +159,17 @@ fn decode(
         check_output_parameters(&output.name, output.parameters.keys())?;
     }
     let (inputs, form) = read_inputs(&mut request)?;
-    let outputs = request.outputs.into_iter().map(|output| output.name).collect();
-    Ok((infer::Request { inputs, outputs, ..Default::default() }, form))
+    let outputs = request
+        .outputs
+        .into_iter()
+        .map(|output| output.name)
+        .collect();
+    Ok((
+        infer::Request {
+            inputs,
+            outputs,
+            ..Default::default()
+        },
+        form,
+    ))
 }

@@ -39,6 +39,7 @@
 //! # }
 //! ```
 
+mod blocking;
 pub mod client;
 pub mod config;
 pub mod error;

@@ -3,6 +3,7 @@
 
 mod body;
 mod elements;
+mod output;
 
 pub(crate) use elements::Elements;
 
@@ -46,7 +47,10 @@ pub(crate) fn router(inference: Inference, message_bytes_max: usize) -> Router {
         .route(&format!("{version}/infer"), post(infer))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(App { inference, message_bytes_max })
+        .with_state(App {
+            inference,
+            message_bytes_max,
+        })
 }
 
 /// An error as this protocol answers it: a status and `{"error": …}`.
@@ -67,7 +71,10 @@ impl From<InferError> for Failure {
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             InferError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Failure { status, reason: error.to_string() }
+        Failure {
+            status,
+            reason: error.to_string(),
+        }
     }
 }
 
@@ -97,7 +104,10 @@ impl Target {
 }
 
 async fn unknown_path() -> Failure {
-    Failure { status: StatusCode::NOT_FOUND, reason: "there is nothing at this path".into() }
+    Failure {
+        status: StatusCode::NOT_FOUND,
+        reason: "there is nothing at this path".into(),
+    }
 }
 
 async fn wrong_method() -> Failure {
@@ -126,7 +136,11 @@ async fn server_ready(State(app): State<App>) -> Response {
 }
 
 fn status_of(ready: bool) -> StatusCode {
-    if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+    if ready {
+        StatusCode::OK
+    } else {
+        StatusCode::SERVICE_UNAVAILABLE
+    }
 }
 
 async fn model_ready(
@@ -134,11 +148,19 @@ async fn model_ready(
     Path(target): Path<Target>,
 ) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
-    let name = match app.inference.repository().get(&target.model, target.version()?) {
+    let name = match app
+        .inference
+        .repository()
+        .get(&target.model, target.version()?)
+    {
         Ok(model) => model.name().to_owned(),
         Err(error) => return Err(error.into()),
     };
-    Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
+    Ok((
+        status_of(ready),
+        Json(json!({ "name": name, "ready": ready })),
+    )
+        .into_response())
 }
 
 async fn model_metadata(
@@ -146,7 +168,11 @@ async fn model_metadata(
     Path(target): Path<Target>,
 ) -> Result<Response, Failure> {
     let model = app.inference.find(&target.model, target.version()?)?;
-    let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
+    let versions = app
+        .inference
+        .repository()
+        .versions(model.name())
+        .unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     // The specs serialize with the protocol's own keys: name, datatype, shape.
     Ok(Json(json!({
@@ -171,23 +197,32 @@ async fn infer(
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;
     let body = read(body, &headers, app.message_bytes_max).await?;
-    let (response, reply) =
-        app.inference.answer(&model, || body::decode(&body, header_length)).await?;
+    let (response, reply) = app
+        .inference
+        .answer(&model, || body::decode(&body, header_length))
+        .await?;
     let (json_length, body) = body::encode(response, &reply)?;
     let mut response = Response::new(Body::from(body));
     let content_type = match json_length {
         None => HeaderValue::from_static("application/json"),
         Some(length) => {
-            response.headers_mut().insert(HEADER_LENGTH, HeaderValue::from(length));
+            response
+                .headers_mut()
+                .insert(HEADER_LENGTH, HeaderValue::from(length));
             HeaderValue::from_static("application/octet-stream")
         }
     };
-    response.headers_mut().insert(header::CONTENT_TYPE, content_type);
+    response
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, content_type);
     Ok(response)
 }
 
 fn check_encoding(headers: &HeaderMap) -> Result<(), Failure> {
-    match headers.get(header::CONTENT_ENCODING).map(HeaderValue::to_str) {
+    match headers
+        .get(header::CONTENT_ENCODING)
+        .map(HeaderValue::to_str)
+    {
         None | Some(Ok("" | "identity")) => Ok(()),
         Some(encoding) => Err(Failure {
             status: StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -200,7 +235,9 @@ fn check_encoding(headers: &HeaderMap) -> Result<(), Failure> {
 }
 
 fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
-    let Some(value) = headers.get(HEADER_LENGTH) else { return Ok(None) };
+    let Some(value) = headers.get(HEADER_LENGTH) else {
+        return Ok(None);
+    };
     let length = value.to_str().ok().and_then(|text| text.parse().ok());
     length.map(Some).ok_or_else(|| {
         InferError::invalid("Inference-Header-Content-Length is not a number of bytes")
@@ -208,7 +245,10 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
 }
 
 async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes, Failure> {
-    let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
+    let too_large = |bytes: u64| InferError::TooLarge {
+        bytes,
+        bytes_max: bytes_max as u64,
+    };
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok())

@@ -85,7 +85,9 @@ fn find() -> Result<PathBuf> {
         .map(Path::to_path_buf)
         .chain(working)
         .map(|folder| folder.join(PROJECT_FOLDER));
-    let folders: Vec<PathBuf> = project.chain(SYSTEM_FOLDERS.iter().map(PathBuf::from)).collect();
+    let folders: Vec<PathBuf> = project
+        .chain(SYSTEM_FOLDERS.iter().map(PathBuf::from))
+        .collect();
     folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::RuntimeMissing {
         searched: format!(
             "{LIBRARY_VARIABLE} is not set, and neither {PROJECT_FOLDER} above the executable and in the working directory nor the system's library folders have it"
@@ -104,12 +106,20 @@ fn library_in(folder: &Path) -> Option<PathBuf> {
         return Some(plain);
     }
     let versioned = |path: &PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
         name.starts_with("libonnxruntime.so.") && path.is_file()
     };
     let numbers = |path: &PathBuf| -> Vec<u64> {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        name.split('.').filter_map(|part| part.parse().ok()).collect()
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        name.split('.')
+            .filter_map(|part| part.parse().ok())
+            .collect()
     };
     std::fs::read_dir(folder)
         .ok()?
@@ -119,7 +129,10 @@ fn library_in(folder: &Path) -> Option<PathBuf> {
 }
 
 fn open(library: &Path) -> Result<Runtime> {
-    let unusable = |reason: String| Error::RuntimeUnusable { path: library.to_path_buf(), reason };
+    let unusable = |reason: String| Error::RuntimeUnusable {
+        path: library.to_path_buf(),
+        reason,
+    };
     // Opening a pipe or a device would block or have effects, so only regular files get that far.
     let is_file = std::fs::metadata(library).map(|meta| meta.is_file());
     if !is_file.map_err(|error| unusable(error.to_string()))? {
@@ -136,7 +149,10 @@ fn open(library: &Path) -> Result<Runtime> {
     // `ort` forwards everything to `tracing` by default, which costs on every call.
     environment.set_log_level(LogLevel::Warning);
     tracing::info!(library = %library.display(), "loaded ONNX Runtime");
-    Ok(Runtime { environment, library })
+    Ok(Runtime {
+        environment,
+        library,
+    })
 }
 
 fn load_reason(error: ort::LoadDynamicError) -> String {

@@ -3,20 +3,23 @@
 //! A request takes a free session and runs on the thread that it came in on: a hop to another thread
 //! costs more than a small model takes. Only when every session is busy does it wait, in order.
 
+mod values;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{Bundle, Datatype, Signature, TensorSpec};
+use millrace_bundle::{Bundle, Signature, TensorSpec};
+use ort::session::Session;
 use ort::session::builder::SessionBuilder;
-use ort::session::{Session, SessionInputValue, SessionOutputs};
-use ort::value::{DynValue, TensorElementType, TensorRef, ValueType};
+use ort::value::ValueType;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::config::{Config, Device};
 use crate::error::{Error, InferError, Result};
 use crate::runtime::Runtime;
-use crate::tensor::{Data, Tensor, for_numbers};
+use crate::tensor::{Data, Tensor};
+use values::{datatype, run};
 
 /// Models up to this size get one session per thread, each with its own copy of the weights.
 const REPLICATED_BYTES_MAX: usize = 64 << 20;
@@ -57,7 +60,9 @@ impl Pool {
         for _ in 0..sessions {
             let session = builder
                 .commit_from_memory(bundle.model_onnx())
-                .map_err(|error| failed(format!("ONNX Runtime refuses it: {}", one_line(&error))))?;
+                .map_err(|error| {
+                    failed(format!("ONNX Runtime refuses it: {}", one_line(&error)))
+                })?;
             check_signature(&manifest.signature, &session).map_err(&failed)?;
             free.push(session);
         }
@@ -114,7 +119,10 @@ impl Pool {
                 ),
             });
         }
-        self.permits.acquire().await.map_err(|_| InferError::internal("the sessions are gone"))
+        self.permits
+            .acquire()
+            .await
+            .map_err(|_| InferError::internal("the sessions are gone"))
     }
 
     fn run_timed(
@@ -128,7 +136,11 @@ impl Pool {
         let elapsed = start.elapsed();
         let micros = usize::try_from(elapsed.as_micros()).unwrap_or(usize::MAX);
         let average = self.run_micros.load(Ordering::Relaxed);
-        let next = if average == 0 { micros } else { average - average / 8 + micros / 8 };
+        let next = if average == 0 {
+            micros
+        } else {
+            average - average / 8 + micros / 8
+        };
         self.run_micros.store(next, Ordering::Relaxed);
         Ok((tensors, elapsed))
     }
@@ -140,8 +152,11 @@ impl Pool {
             .inputs
             .iter()
             .map(|spec| {
-                let shape: Vec<i64> =
-                    spec.shape.iter().map(|extent| if *extent < 0 { 1 } else { *extent }).collect();
+                let shape: Vec<i64> = spec
+                    .shape
+                    .iter()
+                    .map(|extent| if *extent < 0 { 1 } else { *extent })
+                    .collect();
                 let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
                 let small = count <= 1 << 24;
                 small.then(|| Tensor {
@@ -176,7 +191,9 @@ impl<'a> Lease<'a> {
     }
 
     fn session(&mut self) -> Result<&mut Session, InferError> {
-        self.session.as_mut().ok_or_else(|| InferError::internal("the sessions are gone"))
+        self.session
+            .as_mut()
+            .ok_or_else(|| InferError::internal("the sessions are gone"))
     }
 }
 
@@ -194,7 +211,9 @@ fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<Se
         reason: format!("ONNX Runtime refuses a session option: {error}"),
     };
     let builder = SessionBuilder::new(runtime.environment())
-        .map_err(|error| Error::Config { reason: format!("ONNX Runtime gives no options: {error}") })?
+        .map_err(|error| Error::Config {
+            reason: format!("ONNX Runtime gives no options: {error}"),
+        })?
         .with_log_level(ort::logging::LogLevel::Warning)
         .map_err(options)?
         .with_intra_threads(intra_threads)
@@ -212,11 +231,16 @@ fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<Se
 
 #[cfg(feature = "cuda")]
 fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
-    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
-    builder.with_execution_providers([provider]).map_err(|error| Error::DeviceUnavailable {
-        device: Device::Cuda(ordinal),
-        reason: one_line(&error),
-    })
+    let provider = ort::ep::CUDA::default()
+        .with_device_id(ordinal)
+        .build()
+        .error_on_failure();
+    builder
+        .with_execution_providers([provider])
+        .map_err(|error| Error::DeviceUnavailable {
+            device: Device::Cuda(ordinal),
+            reason: one_line(&error),
+        })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -251,11 +275,16 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
         let found: Vec<&str> = outlets.iter().map(|outlet| outlet.name()).collect();
         let expected: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
         if found != expected {
-            return Err(format!("the graph has {side}s {found:?}, the manifest {expected:?}"));
+            return Err(format!(
+                "the graph has {side}s {found:?}, the manifest {expected:?}"
+            ));
         }
         for (spec, outlet) in specs.iter().zip(outlets) {
             let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else {
-                return Err(format!("{side} {:?} of the graph is not a tensor", spec.name));
+                return Err(format!(
+                    "{side} {:?} of the graph is not a tensor",
+                    spec.name
+                ));
             };
             if datatype(*ty) != Some(spec.datatype) {
                 return Err(format!(
@@ -272,106 +301,4 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
         }
     }
     Ok(())
-}
-
-fn datatype(ty: TensorElementType) -> Option<Datatype> {
-    use TensorElementType as T;
-    Some(match ty {
-        T::Bool => Datatype::Bool,
-        T::Uint8 => Datatype::Uint8,
-        T::Uint16 => Datatype::Uint16,
-        T::Uint32 => Datatype::Uint32,
-        T::Uint64 => Datatype::Uint64,
-        T::Int8 => Datatype::Int8,
-        T::Int16 => Datatype::Int16,
-        T::Int32 => Datatype::Int32,
-        T::Int64 => Datatype::Int64,
-        T::Float16 => Datatype::Fp16,
-        T::Bfloat16 => Datatype::Bf16,
-        T::Float32 => Datatype::Fp32,
-        T::Float64 => Datatype::Fp64,
-        T::String => Datatype::Bytes,
-        _ => return None,
-    })
-}
-
-fn run(
-    session: &mut Session,
-    inputs: &[&Tensor],
-    outputs: &[&TensorSpec],
-) -> Result<Vec<Tensor>, InferError> {
-    let failed =
-        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
-    // At most one input and output are the rule, so the array form spares a map.
-    let values = match inputs {
-        [input] => session.run([value(input)?]).map_err(failed)?,
-        _ => {
-            let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
-            session.run(values.as_slice()).map_err(failed)?
-        }
-    };
-    outputs.iter().map(|spec| output(&values, spec)).collect()
-}
-
-/// A view of the tensor's elements; only strings are copied.
-fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
-    let failed =
-        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
-    let shape = tensor.shape.as_slice();
-    Ok(for_numbers!(
-        &tensor.data,
-        values => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
-        bool => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
-        bytes => {
-            let texts = values
-                .iter()
-                .map(|value| match std::str::from_utf8(value) {
-                    Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
-                    _ => Err(InferError::invalid(format!(
-                        "input {:?}: a BYTES element is not UTF-8 text without NUL, which ONNX strings are",
-                        tensor.name
-                    ))),
-                })
-                .collect::<Result<Vec<String>, _>>()?;
-            ort::value::Tensor::from_string_array((shape, texts.as_slice())).map_err(failed)?.into()
-        }
-    ))
-}
-
-fn output(values: &SessionOutputs<'_>, spec: &TensorSpec) -> Result<Tensor, InferError> {
-    let value = values
-        .get(&spec.name)
-        .ok_or_else(|| InferError::internal(format!("the model gave no output {:?}", spec.name)))?;
-    let (shape, data) = extract(value, spec.datatype).map_err(|error| {
-        InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error)))
-    })?;
-    Ok(Tensor { name: spec.name.clone(), shape, data })
-}
-
-fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)> {
-    macro_rules! numbers {
-        ($variant:ident, $number:ty) => {{
-            let (shape, values) = value.try_extract_tensor::<$number>()?;
-            (shape.to_vec(), Data::$variant(values.to_vec()))
-        }};
-    }
-    Ok(match datatype {
-        Datatype::Bool => numbers!(Bool, bool),
-        Datatype::Uint8 => numbers!(Uint8, u8),
-        Datatype::Uint16 => numbers!(Uint16, u16),
-        Datatype::Uint32 => numbers!(Uint32, u32),
-        Datatype::Uint64 => numbers!(Uint64, u64),
-        Datatype::Int8 => numbers!(Int8, i8),
-        Datatype::Int16 => numbers!(Int16, i16),
-        Datatype::Int32 => numbers!(Int32, i32),
-        Datatype::Int64 => numbers!(Int64, i64),
-        Datatype::Fp16 => numbers!(Fp16, half::f16),
-        Datatype::Bf16 => numbers!(Bf16, half::bf16),
-        Datatype::Fp32 => numbers!(Fp32, f32),
-        Datatype::Fp64 => numbers!(Fp64, f64),
-        Datatype::Bytes => {
-            let (shape, texts) = value.try_extract_strings()?;
-            (shape.to_vec(), Data::Bytes(texts.into_iter().map(Into::into).collect()))
-        }
-    })
 }

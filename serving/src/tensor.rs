@@ -78,7 +78,11 @@ impl Tensor {
         if count != data.len() {
             return Err(wrong_count(name, &shape, count, data.len()));
         }
-        Ok(Tensor { name: name.to_owned(), shape, data })
+        Ok(Tensor {
+            name: name.to_owned(),
+            shape,
+            data,
+        })
     }
 
     /// A tensor from its raw form: little-endian elements, for BYTES a 4-byte length before each.
@@ -92,18 +96,22 @@ impl Tensor {
         raw: &Bytes,
     ) -> Result<Tensor, InferError> {
         let count = element_count(name, &shape)?;
-        if let Some(width) = datatype.element_bytes() {
-            if count.checked_mul(width) != Some(raw.len()) {
-                return Err(InferError::invalid(format!(
-                    "input {}: {} bytes of raw data, shape {shape:?} of {datatype} takes {}",
-                    quote(name),
-                    raw.len(),
-                    count.saturating_mul(width)
-                )));
-            }
+        if let Some(width) = datatype.element_bytes()
+            && count.checked_mul(width) != Some(raw.len())
+        {
+            return Err(InferError::invalid(format!(
+                "input {}: {} bytes of raw data, shape {shape:?} of {datatype} takes {}",
+                quote(name),
+                raw.len(),
+                count.saturating_mul(width)
+            )));
         }
         let data = Data::from_raw(name, datatype, count, raw)?;
-        Ok(Tensor { name: name.to_owned(), shape, data })
+        Ok(Tensor {
+            name: name.to_owned(),
+            shape,
+            data,
+        })
     }
 }
 
@@ -113,12 +121,19 @@ impl Tensor {
 /// [`InferError::Invalid`] for a negative extent and for a product beyond the address space.
 pub(crate) fn element_count(name: &str, shape: &[i64]) -> Result<usize, InferError> {
     let product = shape.iter().try_fold(1usize, |product, extent| {
-        usize::try_from(*extent).ok().and_then(|extent| product.checked_mul(extent))
+        usize::try_from(*extent)
+            .ok()
+            .and_then(|extent| product.checked_mul(extent))
     });
-    product.filter(|count| *count <= isize::MAX as usize).ok_or_else(|| {
-        let shown: Vec<_> = shape.iter().take(16).collect();
-        InferError::invalid(format!("input {}: shape {shown:?} is negative or too large", quote(name)))
-    })
+    product
+        .filter(|count| *count <= isize::MAX as usize)
+        .ok_or_else(|| {
+            let shown: Vec<_> = shape.iter().take(16).collect();
+            InferError::invalid(format!(
+                "input {}: shape {shown:?} is negative or too large",
+                quote(name)
+            ))
+        })
 }
 
 pub(crate) fn wrong_count(name: &str, shape: &[i64], expected: usize, found: usize) -> InferError {
@@ -267,7 +282,10 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
                 elements.len()
             ))
         };
-        let prefix: [u8; 4] = rest.get(..4).and_then(|p| p.try_into().ok()).ok_or_else(torn)?;
+        let prefix: [u8; 4] = rest
+            .get(..4)
+            .and_then(|p| p.try_into().ok())
+            .ok_or_else(torn)?;
         let len = u32::from_le_bytes(prefix) as usize;
         if rest.len() - 4 < len {
             return Err(torn());

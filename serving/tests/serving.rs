@@ -1,11 +1,13 @@
 //! The server as its users meet it: every call over real sockets, malformed requests, bad bundles,
 //! missing libraries, draining, and topic-to-topic inference.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "serving/lifecycle.rs"]
 mod lifecycle;
 #[path = "serving/malformed.rs"]
 mod malformed;
+#[path = "serving/malformed_rest.rs"]
+mod malformed_rest;
 #[path = "serving/measure.rs"]
 mod measure;
 #[path = "serving/pipe.rs"]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use millrace_datafs::{Publish, View};
 
+use crate::blocking::blocking;
 use crate::error::{Error, Result};
 
 /// Progress of one pipe on one topic. Every commit expects the values of the last one, so a second
@@ -26,18 +27,29 @@ impl Progress {
     ) -> Result<Progress> {
         let (name, topic) = (name.to_owned(), topic.to_owned());
         let partitions: Vec<i32> = partitions.copied().collect();
-        blocking(move || {
+        blocking("pipe progress", move || {
             let mut committed = BTreeMap::new();
             for partition in partitions {
                 let key = key(&name, &topic, partition);
-                let Some(value) = view.key_get(&key)? else { continue };
-                let next = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
-                let next = next.filter(|next| *next >= 0).ok_or_else(|| Error::Config {
-                    reason: format!("key {key} of volume {} is no offset", view.spec()),
-                })?;
+                let Some(value) = view.key_get(&key)? else {
+                    continue;
+                };
+                let next = std::str::from_utf8(&value)
+                    .ok()
+                    .and_then(|text| text.parse().ok());
+                let next = next
+                    .filter(|next| *next >= 0)
+                    .ok_or_else(|| Error::Config {
+                        reason: format!("key {key} of volume {} is no offset", view.spec()),
+                    })?;
                 committed.insert(partition, next);
             }
-            Ok(Progress { view, name, topic, committed })
+            Ok(Progress {
+                view,
+                name,
+                topic,
+                committed,
+            })
         })
         .await
     }
@@ -59,14 +71,21 @@ impl Progress {
         let mut publish = Publish::new();
         for (partition, next) in &moved {
             let key = key(&self.name, &self.topic, *partition);
-            let before = self.next(*partition).map(|before| before.to_string().into_bytes());
-            publish = publish.expect_key(&key, before).put_key(&key, next.to_string().into_bytes());
+            let before = self
+                .next(*partition)
+                .map(|before| before.to_string().into_bytes());
+            publish = publish
+                .expect_key(&key, before)
+                .put_key(&key, next.to_string().into_bytes());
         }
         let view = self.view.clone();
-        let outcome = blocking(move || Ok(view.publish(publish)?)).await;
+        let outcome = blocking("pipe progress", move || Ok(view.publish(publish)?)).await;
         match outcome {
             Err(Error::Datafs(millrace_datafs::Error::Conflict { key })) => {
-                let partition = key.rsplit('/').next().and_then(|number| number.parse().ok());
+                let partition = key
+                    .rsplit('/')
+                    .next()
+                    .and_then(|number| number.parse().ok());
                 Err(Error::PipeFenced {
                     name: self.name.clone(),
                     topic: self.topic.clone(),
@@ -84,14 +103,4 @@ impl Progress {
 
 fn key(name: &str, topic: &str, partition: i32) -> String {
     format!("pipe/{name}/{topic}/{partition}")
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(Error::Service { service: "pipe", reason: "it was aborted".into() }),
-        },
-    }
 }

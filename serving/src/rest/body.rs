@@ -6,7 +6,8 @@ use millrace_bundle::Datatype;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::elements::{Elements, JsonData, check_representable};
+use super::elements::Elements;
+use super::output::{JsonData, check_representable};
 use crate::error::{InferError, quote};
 use crate::infer::{Request, Response, TENSORS_MAX};
 use crate::tensor::Tensor;
@@ -67,17 +68,27 @@ pub(super) fn decode(
         )));
     }
     let request: RequestJson = serde_json::from_slice(&body[..json_length]).map_err(|error| {
-        InferError::invalid(format!("the body is not an inference request in JSON: {error}"))
+        InferError::invalid(format!(
+            "the body is not an inference request in JSON: {error}"
+        ))
     })?;
     check_parameters(request.parameters.keys())?;
-    for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
+    for (what, count) in [
+        ("inputs", request.inputs.len()),
+        ("outputs", request.outputs.len()),
+    ] {
         if count > TENSORS_MAX {
-            return Err(InferError::invalid(format!("{count} {what}, the limit is {TENSORS_MAX}")));
+            return Err(InferError::invalid(format!(
+                "{count} {what}, the limit is {TENSORS_MAX}"
+            )));
         }
     }
     let mut rest = body.slice(json_length..);
-    let inputs =
-        request.inputs.into_iter().map(|input| read_input(input, &mut rest)).collect::<Result<_, _>>()?;
+    let inputs = request
+        .inputs
+        .into_iter()
+        .map(|input| read_input(input, &mut rest))
+        .collect::<Result<_, _>>()?;
     if !rest.is_empty() {
         return Err(InferError::invalid(format!(
             "{} bytes of binary data belong to no input",
@@ -94,20 +105,39 @@ pub(super) fn decode(
         }
         outputs.push(output.name);
     }
-    let reply = Reply { id: request.id, binary, chosen };
-    Ok((Request { inputs, outputs, ..Default::default() }, reply))
+    let reply = Reply {
+        id: request.id,
+        binary,
+        chosen,
+    };
+    Ok((
+        Request {
+            inputs,
+            outputs,
+            ..Default::default()
+        },
+        reply,
+    ))
 }
 
 fn flag(parameters: &Map<String, Value>, name: &str) -> Result<Option<bool>, InferError> {
     match parameters.get(name) {
         None => Ok(None),
         Some(Value::Bool(value)) => Ok(Some(*value)),
-        Some(_) => Err(InferError::invalid(format!("parameter {name:?} is not a boolean"))),
+        Some(_) => Err(InferError::invalid(format!(
+            "parameter {name:?} is not a boolean"
+        ))),
     }
 }
 
 fn read_input(input: InputJson, rest: &mut Bytes) -> Result<Tensor, InferError> {
-    let InputJson { name, shape, datatype, parameters, data } = input;
+    let InputJson {
+        name,
+        shape,
+        datatype,
+        parameters,
+        data,
+    } = input;
     let datatype: Datatype = datatype
         .parse()
         .map_err(|error| InferError::invalid(format!("input {}: {error}", quote(&name))))?;

@@ -1,5 +1,5 @@
 //! The `data` of a JSON tensor: a flat or nested list of numbers, booleans or strings, read straight
-//! into vectors of eight bytes an element, and written back.
+//! into vectors of eight bytes an element.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use millrace_bundle::Datatype;
 use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer};
 
 use crate::error::{InferError, quote};
 use crate::tensor::{Data, element_count, wrong_count};
@@ -56,7 +56,13 @@ impl Elements {
             return Err(wrong_count(name, shape, count, found));
         }
         let nested = self.extents.len() > 1;
-        if nested && !self.extents.iter().map(|n| *n as i64).eq(shape.iter().copied()) {
+        if nested
+            && !self
+                .extents
+                .iter()
+                .map(|n| *n as i64)
+                .eq(shape.iter().copied())
+        {
             return Err(InferError::invalid(format!(
                 "input {}: data is nested as {:?}, the shape is {shape:?}",
                 quote(name),
@@ -105,7 +111,11 @@ impl Values {
             Values::Float(values) => values.push(value as f64),
             Values::Unsigned(values) => match u64::try_from(value) {
                 Ok(value) => values.push(value),
-                Err(_) => return Err(format!("{value} beside an integer beyond 64 bits with a sign")),
+                Err(_) => {
+                    return Err(format!(
+                        "{value} beside an integer beyond 64 bits with a sign"
+                    ));
+                }
             },
             other => return Err(format!("a number among {}", other.kind())),
         }
@@ -158,9 +168,13 @@ impl Values {
 
     fn into_data(self, name: &str, datatype: Datatype) -> Result<Data, InferError> {
         let kind = self.kind();
-        let mismatch = || InferError::invalid(format!("input {}: {kind} for {datatype}", quote(name)));
+        let mismatch =
+            || InferError::invalid(format!("input {}: {kind} for {datatype}", quote(name)));
         let outside = |value: &dyn fmt::Display| {
-            InferError::invalid(format!("input {}: {value} does not fit {datatype}", quote(name)))
+            InferError::invalid(format!(
+                "input {}: {value} does not fit {datatype}",
+                quote(name)
+            ))
         };
         macro_rules! integers {
             ($variant:ident, $number:ty) => {
@@ -183,19 +197,25 @@ impl Values {
                 let convert: fn(f64) -> $number = $from;
                 let checked = |value: f64| {
                     let converted = convert(value);
-                    if $finite(converted) { Ok(converted) } else { Err(outside(&value)) }
+                    if $finite(converted) {
+                        Ok(converted)
+                    } else {
+                        Err(outside(&value))
+                    }
                 };
                 Data::$variant(match self {
                     Values::Empty => Vec::new(),
                     Values::Float(values) => {
                         values.into_iter().map(checked).collect::<Result<_, _>>()?
                     }
-                    Values::Signed(values) => {
-                        values.into_iter().map(|v| checked(v as f64)).collect::<Result<_, _>>()?
-                    }
-                    Values::Unsigned(values) => {
-                        values.into_iter().map(|v| checked(v as f64)).collect::<Result<_, _>>()?
-                    }
+                    Values::Signed(values) => values
+                        .into_iter()
+                        .map(|v| checked(v as f64))
+                        .collect::<Result<_, _>>()?,
+                    Values::Unsigned(values) => values
+                        .into_iter()
+                        .map(|v| checked(v as f64))
+                        .collect::<Result<_, _>>()?,
                     _ => return Err(mismatch()),
                 })
             }};
@@ -230,7 +250,10 @@ impl Values {
 impl<'de> Deserialize<'de> for Elements {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut elements = Elements::default();
-        deserializer.deserialize_seq(List { elements: &mut elements, depth: 0 })?;
+        deserializer.deserialize_seq(List {
+            elements: &mut elements,
+            depth: 0,
+        })?;
         Ok(elements)
     }
 }
@@ -251,14 +274,22 @@ impl<'de> Visitor<'de> for List<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
         let depth = self.depth;
         if depth >= DEPTH_MAX {
-            return Err(A::Error::custom(format!("data is nested deeper than {DEPTH_MAX} lists")));
+            return Err(A::Error::custom(format!(
+                "data is nested deeper than {DEPTH_MAX} lists"
+            )));
         }
         if self.elements.extents.len() == depth {
             // The first list of this depth sets the extent when it ends.
             self.elements.extents.push(usize::MAX);
         }
         let mut length = 0usize;
-        while list.next_element_seed(Item { elements: self.elements, depth: depth + 1 })?.is_some() {
+        while list
+            .next_element_seed(Item {
+                elements: self.elements,
+                depth: depth + 1,
+            })?
+            .is_some()
+        {
             length += 1;
         }
         match self.elements.extents.get_mut(depth) {
@@ -312,7 +343,11 @@ impl<'de> Visitor<'de> for Item<'_> {
         if self.elements.extents.len() == self.depth && self.elements.values.len() > 0 {
             return Err(A::Error::custom("data mixes lists and elements"));
         }
-        List { elements: self.elements, depth: self.depth }.visit_seq(list)
+        List {
+            elements: self.elements,
+            depth: self.depth,
+        }
+        .visit_seq(list)
     }
 
     fn visit_bool<E: serde::de::Error>(self, value: bool) -> Result<(), E> {
@@ -337,57 +372,6 @@ impl<'de> Visitor<'de> for Item<'_> {
     fn visit_str<E: serde::de::Error>(self, value: &str) -> Result<(), E> {
         self.leaf(|values| values.push_text(value.to_owned()))
     }
-}
-
-/// Elements as a flat JSON list. What JSON cannot carry must have been refused by
-/// [`check_representable`] before.
-#[derive(Debug)]
-pub(crate) struct JsonData<'a>(pub(crate) &'a Data);
-
-impl Serialize for JsonData<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self.0 {
-            Data::Fp16(values) => serializer.collect_seq(values.iter().map(|value| value.to_f32())),
-            Data::Bf16(values) => serializer.collect_seq(values.iter().map(|value| value.to_f32())),
-            Data::Bytes(values) => {
-                serializer.collect_seq(values.iter().map(|value| String::from_utf8_lossy(value)))
-            }
-            Data::Bool(values) => serializer.collect_seq(values),
-            Data::Uint8(values) => serializer.collect_seq(values),
-            Data::Uint16(values) => serializer.collect_seq(values),
-            Data::Uint32(values) => serializer.collect_seq(values),
-            Data::Uint64(values) => serializer.collect_seq(values),
-            Data::Int8(values) => serializer.collect_seq(values),
-            Data::Int16(values) => serializer.collect_seq(values),
-            Data::Int32(values) => serializer.collect_seq(values),
-            Data::Int64(values) => serializer.collect_seq(values),
-            Data::Fp32(values) => serializer.collect_seq(values),
-            Data::Fp64(values) => serializer.collect_seq(values),
-        }
-    }
-}
-
-/// Whether JSON can carry the elements: numbers must be finite, byte strings UTF-8.
-///
-/// # Errors
-/// [`InferError::NotRepresentable`] that names the way out.
-pub(crate) fn check_representable(output: &str, data: &Data) -> Result<(), InferError> {
-    let fits = match data {
-        Data::Fp16(values) => values.iter().all(|value| value.is_finite()),
-        Data::Bf16(values) => values.iter().all(|value| value.is_finite()),
-        Data::Fp32(values) => values.iter().all(|value| value.is_finite()),
-        Data::Fp64(values) => values.iter().all(|value| value.is_finite()),
-        Data::Bytes(values) => values.iter().all(|value| std::str::from_utf8(value).is_ok()),
-        _ => true,
-    };
-    if fits {
-        return Ok(());
-    }
-    Err(InferError::NotRepresentable {
-        reason: format!(
-            "output {output:?} has elements that JSON cannot carry (NaN, infinity or bytes that are not UTF-8): ask for binary_data"
-        ),
-    })
 }
 
 #[cfg(test)]

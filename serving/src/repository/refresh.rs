@@ -1,0 +1,189 @@
+//! Looking through the source: what is new is loaded, what is gone is dropped, what is bad is named.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use millrace_bundle::Manifest;
+
+use super::{Failure, Model, Models, Repository, Versions};
+use crate::blocking::blocking;
+use crate::error::{Result, chain};
+use crate::metrics::{MODELS, ModelMetrics};
+use crate::session::Pool;
+
+/// A version that failed to load is tried again after this time, or at once when its manifest changed.
+const RETRY_AFTER: Duration = Duration::from_secs(30);
+
+impl Repository {
+    /// Looks through the source once; only one call may run at a time.
+    pub(super) async fn refresh_now(&self) -> Result<()> {
+        let inner = &self.inner;
+        let listing =
+            millrace_bundle::scan(inner.source.store.as_ref(), &inner.source.root).await?;
+        let before = inner.models.read().clone();
+        let mut next = Models::default();
+        let mut changed = false;
+
+        for skipped in listing.skipped {
+            let reason = chain(&skipped.reason);
+            match self.version_of(&skipped.path) {
+                Some((model, version)) => {
+                    let failures = before.models.get(&model).map(|versions| &versions.failed);
+                    let known = failures.and_then(|failed| failed.get(&version));
+                    if known.is_none_or(|failure| failure.reason != reason) {
+                        tracing::warn!(
+                            model,
+                            version,
+                            error = reason,
+                            "a model version is not served"
+                        );
+                    }
+                    let failure = Failure {
+                        manifest: None,
+                        reason,
+                        at: Instant::now(),
+                    };
+                    next.models
+                        .entry(model)
+                        .or_default()
+                        .failed
+                        .insert(version, failure);
+                }
+                None => {
+                    if !before.other.iter().any(|(path, _)| *path == skipped.path) {
+                        tracing::warn!(
+                            path = skipped.path,
+                            error = reason,
+                            "a directory is not served"
+                        );
+                    }
+                    next.other.push((skipped.path, reason));
+                }
+            }
+        }
+
+        let mut found: BTreeMap<String, Vec<Manifest>> = BTreeMap::new();
+        for version in listing.complete {
+            found
+                .entry(version.name)
+                .or_default()
+                .push(version.manifest);
+        }
+        for (model, mut manifests) in found {
+            let old = manifests
+                .len()
+                .saturating_sub(inner.config.limits.versions_max.max(1));
+            manifests.drain(..old);
+            for manifest in manifests {
+                let known = before.models.get(&model);
+                let ready = known.and_then(|versions| versions.ready.get(&manifest.version));
+                let failed = known.and_then(|versions| versions.failed.get(&manifest.version));
+                let entry = next.models.entry(model.clone()).or_default();
+                match (ready, failed) {
+                    (Some(ready), _) if ready.manifest == manifest => {
+                        entry.ready.insert(manifest.version, ready.clone());
+                        continue;
+                    }
+                    (_, Some(failure))
+                        if failure.manifest.as_ref() == Some(&manifest)
+                            && failure.at.elapsed() < RETRY_AFTER =>
+                    {
+                        entry.failed.insert(manifest.version, failure.clone());
+                        continue;
+                    }
+                    _ => {}
+                }
+                let version = manifest.version;
+                match self.load(&manifest).await {
+                    Ok(loaded) => {
+                        tracing::info!(model, version, "a model version is ready");
+                        entry.ready.insert(version, Arc::new(loaded));
+                        changed = true;
+                    }
+                    Err(error) => {
+                        let reason = chain(&error);
+                        tracing::warn!(
+                            model,
+                            version,
+                            error = reason,
+                            "a model version is not served"
+                        );
+                        let manifest = Some(manifest);
+                        let failure = Failure {
+                            manifest,
+                            reason,
+                            at: Instant::now(),
+                        };
+                        entry.failed.insert(version, failure);
+                    }
+                }
+            }
+        }
+
+        for (model, versions) in &before.models {
+            for version in versions.ready.keys() {
+                let kept = next
+                    .models
+                    .get(model)
+                    .is_some_and(|now| now.ready.contains_key(version));
+                if !kept {
+                    tracing::info!(model, version, "a model version is gone");
+                    changed = true;
+                }
+            }
+        }
+        let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
+        MODELS
+            .with_label_values(&["ready"])
+            .set(count(|versions| versions.ready.len()));
+        MODELS
+            .with_label_values(&["failed"])
+            .set(count(|versions| versions.failed.len()));
+        *inner.models.write() = Arc::new(next);
+        if changed {
+            inner
+                .changes
+                .send_modify(|count| *count = count.wrapping_add(1));
+        }
+        Ok(())
+    }
+
+    async fn load(&self, manifest: &Manifest) -> Result<Model> {
+        let inner = &self.inner;
+        let limits = millrace_bundle::Limits {
+            model_bytes_max: inner.config.limits.model_bytes_max,
+        };
+        let bundle = millrace_bundle::load_with(
+            inner.source.store.as_ref(),
+            &inner.source.root,
+            &manifest.name,
+            manifest.version,
+            &limits,
+        )
+        .await?;
+        let config = inner.config.clone();
+        blocking("model loading", move || {
+            let pool = Pool::build(&bundle, &config)?;
+            let manifest = bundle.manifest().clone();
+            let metrics = ModelMetrics::new(&manifest.name, manifest.version);
+            Ok(Model {
+                manifest,
+                pool,
+                metrics,
+            })
+        })
+        .await
+    }
+
+    /// Name and version of a path in the store, when it has the form of a version's path.
+    fn version_of(&self, path: &str) -> Option<(String, u64)> {
+        let root = self.inner.source.root.trim_matches('/');
+        let relative = path.strip_prefix(root)?.trim_start_matches('/');
+        let (model, version) = relative.split_once('/')?;
+        Some((
+            model.to_owned(),
+            version.parse().ok().filter(|version| *version > 0)?,
+        ))
+    }
+}

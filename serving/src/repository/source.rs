@@ -1,0 +1,65 @@
+//! Where models are found: a volume, a snapshot of one, a directory, any store.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use millrace_datafs::{Datafs, View};
+use object_store::ObjectStore;
+
+use crate::config::{Config, VOLUME_ROOT};
+use crate::error::{Error, Result};
+
+/// Where models are found.
+#[derive(Debug, Clone)]
+pub struct Source {
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) root: String,
+}
+
+impl Source {
+    /// Models below `root` of any store.
+    pub fn new(store: Arc<dyn ObjectStore>, root: impl Into<String>) -> Source {
+        Source {
+            store,
+            root: root.into(),
+        }
+    }
+
+    /// The source that a configuration names: its volume or its directory. Blocks on metadata.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when both or none are named; [`Error::Datafs`] when the volume or snapshot does
+    /// not exist; [`Error::Directory`].
+    pub fn configured(config: &Config, datafs: &Datafs) -> Result<Source> {
+        match (&config.volume, &config.directory) {
+            (Some(volume), None) => Ok(Source::volume(&datafs.view(volume)?)),
+            (None, Some(directory)) => Source::directory(directory),
+            (Some(_), Some(_)) => Err(Error::Config {
+                reason: "names both a volume and a directory of models".into(),
+            }),
+            (None, None) => Err(Error::Config {
+                reason: "names neither a volume nor a directory of models".into(),
+            }),
+        }
+    }
+
+    /// Models in the `models/` directory of a volume or a snapshot.
+    pub fn volume(view: &View) -> Source {
+        Source::new(view.object_store(), VOLUME_ROOT)
+    }
+
+    /// Models in a directory of the local file system: `<directory>/<name>/<version>/`.
+    ///
+    /// # Errors
+    /// [`Error::Directory`] when it is not a readable directory.
+    pub fn directory(path: &Path) -> Result<Source> {
+        let failed = |reason: String| Error::Directory {
+            path: path.to_path_buf(),
+            reason,
+        };
+        std::fs::read_dir(path).map_err(|error| failed(error.to_string()))?;
+        let store = object_store::local::LocalFileSystem::new_with_prefix(path)
+            .map_err(|error| failed(error.to_string()))?;
+        Ok(Source::new(Arc::new(store), ""))
+    }
+}

@@ -1,0 +1,59 @@
+//! Elements written as JSON, and what JSON cannot carry.
+
+use serde::{Serialize, Serializer};
+
+use crate::error::InferError;
+use crate::tensor::Data;
+
+/// Elements as a flat JSON list. What JSON cannot carry must have been refused by
+/// [`check_representable`] before.
+#[derive(Debug)]
+pub(crate) struct JsonData<'a>(pub(crate) &'a Data);
+
+impl Serialize for JsonData<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Data::Fp16(values) => serializer.collect_seq(values.iter().map(|value| value.to_f32())),
+            Data::Bf16(values) => serializer.collect_seq(values.iter().map(|value| value.to_f32())),
+            Data::Bytes(values) => {
+                serializer.collect_seq(values.iter().map(|value| String::from_utf8_lossy(value)))
+            }
+            Data::Bool(values) => serializer.collect_seq(values),
+            Data::Uint8(values) => serializer.collect_seq(values),
+            Data::Uint16(values) => serializer.collect_seq(values),
+            Data::Uint32(values) => serializer.collect_seq(values),
+            Data::Uint64(values) => serializer.collect_seq(values),
+            Data::Int8(values) => serializer.collect_seq(values),
+            Data::Int16(values) => serializer.collect_seq(values),
+            Data::Int32(values) => serializer.collect_seq(values),
+            Data::Int64(values) => serializer.collect_seq(values),
+            Data::Fp32(values) => serializer.collect_seq(values),
+            Data::Fp64(values) => serializer.collect_seq(values),
+        }
+    }
+}
+
+/// Whether JSON can carry the elements: numbers must be finite, byte strings UTF-8.
+///
+/// # Errors
+/// [`InferError::NotRepresentable`] that names the way out.
+pub(crate) fn check_representable(output: &str, data: &Data) -> Result<(), InferError> {
+    let fits = match data {
+        Data::Fp16(values) => values.iter().all(|value| value.is_finite()),
+        Data::Bf16(values) => values.iter().all(|value| value.is_finite()),
+        Data::Fp32(values) => values.iter().all(|value| value.is_finite()),
+        Data::Fp64(values) => values.iter().all(|value| value.is_finite()),
+        Data::Bytes(values) => values
+            .iter()
+            .all(|value| std::str::from_utf8(value).is_ok()),
+        _ => true,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(InferError::NotRepresentable {
+        reason: format!(
+            "output {output:?} has elements that JSON cannot carry (NaN, infinity or bytes that are not UTF-8): ask for binary_data"
+        ),
+    })
+}

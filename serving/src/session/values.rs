@@ -1,0 +1,123 @@
+//! Tensors in and out of ONNX Runtime.
+
+use millrace_bundle::{Datatype, TensorSpec};
+use ort::session::{Session, SessionInputValue, SessionOutputs};
+use ort::value::{DynValue, TensorElementType, TensorRef};
+
+use super::one_line;
+use crate::error::{InferError, Result};
+use crate::tensor::{Data, Tensor, for_numbers};
+
+/// The protocol's datatype of an element type; `None` for those that it cannot carry.
+pub(super) fn datatype(ty: TensorElementType) -> Option<Datatype> {
+    use TensorElementType as T;
+    Some(match ty {
+        T::Bool => Datatype::Bool,
+        T::Uint8 => Datatype::Uint8,
+        T::Uint16 => Datatype::Uint16,
+        T::Uint32 => Datatype::Uint32,
+        T::Uint64 => Datatype::Uint64,
+        T::Int8 => Datatype::Int8,
+        T::Int16 => Datatype::Int16,
+        T::Int32 => Datatype::Int32,
+        T::Int64 => Datatype::Int64,
+        T::Float16 => Datatype::Fp16,
+        T::Bfloat16 => Datatype::Bf16,
+        T::Float32 => Datatype::Fp32,
+        T::Float64 => Datatype::Fp64,
+        T::String => Datatype::Bytes,
+        _ => return None,
+    })
+}
+
+/// Runs a session on inputs in the signature's order.
+pub(super) fn run(
+    session: &mut Session,
+    inputs: &[&Tensor],
+    outputs: &[&TensorSpec],
+) -> Result<Vec<Tensor>, InferError> {
+    let failed =
+        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    // At most one input and output are the rule, so the array form spares a map.
+    let values = match inputs {
+        [input] => session.run([value(input)?]).map_err(failed)?,
+        _ => {
+            let values = inputs
+                .iter()
+                .map(|input| value(input))
+                .collect::<Result<Vec<_>, _>>()?;
+            session.run(values.as_slice()).map_err(failed)?
+        }
+    };
+    outputs.iter().map(|spec| output(&values, spec)).collect()
+}
+
+/// A view of the tensor's elements; only strings are copied.
+fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
+    let failed =
+        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let shape = tensor.shape.as_slice();
+    Ok(for_numbers!(
+        &tensor.data,
+        values => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
+        bool => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
+        bytes => {
+            let texts = values
+                .iter()
+                .map(|value| match std::str::from_utf8(value) {
+                    Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
+                    _ => Err(InferError::invalid(format!(
+                        "input {:?}: a BYTES element is not UTF-8 text without NUL, which ONNX strings are",
+                        tensor.name
+                    ))),
+                })
+                .collect::<Result<Vec<String>, _>>()?;
+            ort::value::Tensor::from_string_array((shape, texts.as_slice())).map_err(failed)?.into()
+        }
+    ))
+}
+
+fn output(values: &SessionOutputs<'_>, spec: &TensorSpec) -> Result<Tensor, InferError> {
+    let value = values
+        .get(&spec.name)
+        .ok_or_else(|| InferError::internal(format!("the model gave no output {:?}", spec.name)))?;
+    let (shape, data) = extract(value, spec.datatype).map_err(|error| {
+        InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error)))
+    })?;
+    Ok(Tensor {
+        name: spec.name.clone(),
+        shape,
+        data,
+    })
+}
+
+fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)> {
+    macro_rules! numbers {
+        ($variant:ident, $number:ty) => {{
+            let (shape, values) = value.try_extract_tensor::<$number>()?;
+            (shape.to_vec(), Data::$variant(values.to_vec()))
+        }};
+    }
+    Ok(match datatype {
+        Datatype::Bool => numbers!(Bool, bool),
+        Datatype::Uint8 => numbers!(Uint8, u8),
+        Datatype::Uint16 => numbers!(Uint16, u16),
+        Datatype::Uint32 => numbers!(Uint32, u32),
+        Datatype::Uint64 => numbers!(Uint64, u64),
+        Datatype::Int8 => numbers!(Int8, i8),
+        Datatype::Int16 => numbers!(Int16, i16),
+        Datatype::Int32 => numbers!(Int32, i32),
+        Datatype::Int64 => numbers!(Int64, i64),
+        Datatype::Fp16 => numbers!(Fp16, half::f16),
+        Datatype::Bf16 => numbers!(Bf16, half::bf16),
+        Datatype::Fp32 => numbers!(Fp32, f32),
+        Datatype::Fp64 => numbers!(Fp64, f64),
+        Datatype::Bytes => {
+            let (shape, texts) = value.try_extract_strings()?;
+            (
+                shape.to_vec(),
+                Data::Bytes(texts.into_iter().map(Into::into).collect()),
+            )
+        }
+    })
+}
