@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::config::Config;
-use crate::data::{ObjectPool, StoredObject};
+use crate::data::{ObjectPool, ObjectWriter, StoredObject};
 use crate::error::{Error, Result};
 use crate::fs::open_table::OpenTable;
 use crate::fs::types::{FIRST_INO, INO_MAX};
@@ -108,9 +108,11 @@ impl Shared {
         Ok(taken)
     }
 
-    /// Takes charge of an object that nothing points at yet.
-    pub(crate) fn fresh(self: &Arc<Self>, object: StoredObject) -> FreshObject {
-        FreshObject { shared: Arc::clone(self), object, settled: false }
+    /// Completes an object and takes charge of it: nothing points at it yet.
+    pub(crate) fn finish(self: &Arc<Self>, writer: ObjectWriter) -> Result<FreshObject> {
+        // What a failure leaves on the store is found by the session.
+        let object = writer.finish().inspect_err(|_| self.session.leave_unclean())?;
+        Ok(FreshObject { shared: Arc::clone(self), object, settled: false })
     }
 }
 

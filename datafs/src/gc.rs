@@ -175,10 +175,10 @@ impl Shared {
                 continue;
             }
             // A session that died before its row, or one that started after the rows were read.
-            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)? {
-                if self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none() {
-                    dead.remove()?;
-                }
+            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)?
+                && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
+            {
+                dead.remove()?;
             }
         }
         if report.sessions > 0 {

@@ -70,13 +70,18 @@ pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
 /// [`Error::NotFound`] when no volume is mounted there.
 pub fn umount(at: &Path) -> Result<()> {
     let at = point::absolute(at)?;
-    if point::find(&at)?.is_none() {
+    let Some(mounted) = point::find(&at)? else {
         return Err(Error::NotFound { what: format!("a mounted volume at {}", at.display()) });
+    };
+    if point::detach(&at, false).is_ok() {
+        return Ok(());
     }
-    let failed = |e| point::refused("unmount", &at, e);
-    match point::detach(&at, false) {
-        Err(e) if session::is_busy(&e) => point::detach(&at, true).map_err(failed),
-        result => result.map_err(failed),
+    // Busy, mostly; or its process, or somebody else, has unmounted it meanwhile.
+    match point::detach(&at, true) {
+        Err(error) if point::find(&at)?.as_ref() == Some(&mounted) => {
+            Err(point::refused("unmount", &at, error))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -95,7 +95,7 @@ impl StagedWriter {
         let (len, content) = match self.object {
             None => (self.head.len() as u64, Content::Inline(self.head)),
             Some(object) => {
-                let object = self.view.shared.fresh(object.finish()?);
+                let object = self.view.shared.finish(object)?;
                 (object.object().len, Content::Object(object))
             }
         };
@@ -194,10 +194,10 @@ impl View {
         let spare = self.spare_inos(inos)?;
         let result = self.write_closing(Durability::Durable, |writer, closing| {
             for step in &publish.steps {
-                if let Step::ExpectKey { key, value } = step {
-                    if writer.get(&keys::application(key))? != *value {
-                        return Err(Error::Conflict { key: key.clone() });
-                    }
+                if let Step::ExpectKey { key, value } = step
+                    && writer.get(&keys::application(key))? != *value
+                {
+                    return Err(Error::Conflict { key: key.clone() });
                 }
             }
             let mut spare = spare.clone();

@@ -1,3 +1,8 @@
 //! Integration tests of the crate, one binary.
+#![allow(clippy::unwrap_used)]
 
+mod child;
+mod crash;
 mod mount_journeys;
+mod processes;
+mod trouble;

@@ -1,7 +1,7 @@
 //! Attributes: getattr, setattr, statfs.
 
 use super::content;
-use super::file::flush_inode;
+use super::file::{discard, flush_inode};
 use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
 use super::{content::FILE_BYTES_MAX, tree};
 use crate::error::{Error, Result};
@@ -30,10 +30,11 @@ impl View {
     /// The attributes of an inode that was read, with what is not flushed.
     pub(crate) fn attr_of(&self, node: Node, inode: &Inode) -> Attr {
         let mut attr = inode.attr(node);
-        if node.is_live() && inode.kind == FileKind::File {
-            if let Some(open) = self.shared.open.get(self.volume, node.ino) {
-                open.overlay(&mut attr);
-            }
+        if node.is_live()
+            && inode.kind == FileKind::File
+            && let Some(open) = self.shared.open.get(self.volume, node.ino)
+        {
+            open.overlay(&mut attr);
         }
         attr
     }
@@ -60,8 +61,16 @@ impl View {
             Some(open) => {
                 // Held across the change, so that no write slips in between.
                 let mut dirty = open.dirty.lock();
-                flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
-                self.setattr_in(node, set)
+                // What is cut off needs no flush, and so no space.
+                let cut_off = dirty.start() >= size;
+                if !cut_off {
+                    flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
+                }
+                let attr = self.setattr_in(node, set)?;
+                if cut_off {
+                    discard(self, &open, &mut dirty);
+                }
+                Ok(Attr { size, blocks: size.div_ceil(512), ..attr })
             }
         }
     }

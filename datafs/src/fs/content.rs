@@ -185,12 +185,12 @@ pub(crate) fn write_head(
 /// Removes everything from `size` on. The caller sets the size.
 pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, size: u64) -> Result<()> {
     cut_extents(writer, ino, size, u64::MAX)?;
-    if let Some(head) = writer.get(&keys::head(ino))? {
-        if head.len() as u64 > size {
-            match &head[..size as usize] {
-                [] => writer.delete(&keys::head(ino))?,
-                rest => writer.put(&keys::head(ino), rest)?,
-            }
+    if let Some(head) = writer.get(&keys::head(ino))?
+        && head.len() as u64 > size
+    {
+        match &head[..size as usize] {
+            [] => writer.delete(&keys::head(ino))?,
+            rest => writer.put(&keys::head(ino), rest)?,
         }
     }
     Ok(())

@@ -2,10 +2,11 @@
 //! older of them were moved to when they became too many.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
 use crate::data::{Extent, ObjectPool};
-use crate::datafs::FreshObject;
+use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 
 /// Longest run of bytes in one piece of memory; bounds what splitting a run copies.
@@ -40,6 +41,12 @@ impl Dirty {
         run.max(sealed)
     }
 
+    /// Where the first unflushed byte is.
+    pub(crate) fn start(&self) -> u64 {
+        let run = self.runs.first_key_value().map_or(u64::MAX, |(at, _)| *at);
+        run.min(self.sealed.first_key_value().map_or(u64::MAX, |(at, _)| *at))
+    }
+
     /// Takes a write. The caller has checked that `offset + data.len()` does not overflow.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         let end = offset + data.len() as u64;
@@ -57,13 +64,14 @@ impl Dirty {
         self.bytes += data.len();
         let mut rest = data;
         let mut at = offset;
-        if let Some((start, run)) = self.runs.range_mut(..offset).next_back() {
-            if start + run.len() as u64 == offset && run.len() < RUN_BYTES_MAX {
-                let (now, later) = rest.split_at(rest.len().min(RUN_BYTES_MAX - run.len()));
-                run.extend_from_slice(now);
-                at += now.len() as u64;
-                rest = later;
-            }
+        if let Some((start, run)) = self.runs.range_mut(..offset).next_back()
+            && start + run.len() as u64 == offset
+            && run.len() < RUN_BYTES_MAX
+        {
+            let (now, later) = rest.split_at(rest.len().min(RUN_BYTES_MAX - run.len()));
+            run.extend_from_slice(now);
+            at += now.len() as u64;
+            rest = later;
         }
         for piece in rest.chunks(RUN_BYTES_MAX) {
             self.runs.insert(at, piece.to_vec());
@@ -125,13 +133,12 @@ impl Dirty {
     /// many bytes of memory came free.
     pub(crate) fn seal(
         &mut self,
-        pool: &ObjectPool,
-        keep: impl FnOnce(crate::data::StoredObject) -> FreshObject,
+        shared: &Arc<Shared>,
     ) -> Result<usize> {
         if self.runs.is_empty() {
             return Ok(0);
         }
-        let mut writer = pool.writer();
+        let mut writer = shared.pool.writer();
         let mut extents: Vec<(u64, u64, u64)> = Vec::new();
         for (at, run) in &self.runs {
             let position = writer.len();
@@ -141,7 +148,7 @@ impl Dirty {
                 _ => extents.push((*at, run.len() as u64, position)),
             }
         }
-        let object = keep(writer.finish()?);
+        let object = shared.finish(writer)?;
         let id = object.object().id;
         self.objects.push(object);
         for (file_offset, len, object_offset) in extents {

@@ -249,23 +249,26 @@ impl Drop for OpenFile {
     fn drop(&mut self) {
         let Some(open) = &self.live else { return };
         let shared = &self.view.shared;
-        if self.flags.write && !open.is_orphan() {
-            if let Err(error) = self.flush() {
-                tracing::error!(
-                    volume = %self.view.spec().volume, inode = open.ino, %error,
-                    "closing a file lost what was written to it"
-                );
-            }
+        if self.flags.write
+            && !open.is_orphan()
+            && let Err(error) = self.flush()
+        {
+            tracing::error!(
+                volume = %self.view.spec().volume, inode = open.ino, %error,
+                "closing a file lost what was written to it"
+            );
         }
         if !shared.open.close(open) {
             return;
         }
-        let lost = std::mem::take(&mut *open.dirty.lock());
-        shared.unflushed_bytes.fetch_sub(lost.bytes(), Ordering::Relaxed);
-        if open.is_orphan() {
-            if let Err(error) = shared.reap(open.volume, open.ino) {
-                tracing::warn!(inode = open.ino, %error, "freeing an unlinked file; the collector does it later");
-            }
+        discard(&self.view, open, &mut open.dirty.lock());
+        if open.is_orphan()
+            && let Err(error) = shared.reap(open.volume, open.ino)
+        {
+            tracing::warn!(
+                inode = open.ino, %error,
+                "freeing an unlinked file; it is collected once this process has ended"
+            );
         }
     }
 }
@@ -315,9 +318,16 @@ pub(super) fn flush_inode(
     }
 }
 
+/// Forgets what is unflushed of an inode, whose dirty state the caller has locked.
+pub(super) fn discard(view: &View, open: &OpenInode, dirty: &mut Dirty) {
+    let discarded = std::mem::take(dirty);
+    view.shared.unflushed_bytes.fetch_sub(discarded.bytes(), Ordering::Relaxed);
+    open.set_unflushed(None);
+}
+
 fn seal(view: &View, dirty: &mut Dirty) -> Result<()> {
     let shared = &view.shared;
-    let freed = dirty.seal(&shared.pool, |object| shared.fresh(object))?;
+    let freed = dirty.seal(shared)?;
     shared.unflushed_bytes.fetch_sub(freed, Ordering::Relaxed);
     Ok(())
 }

@@ -287,10 +287,10 @@ fn execute(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
 }
 
 fn roll_back(connection: &Connection) {
-    if !connection.is_autocommit() {
-        if let Err(error) = execute(connection, "ROLLBACK") {
-            tracing::warn!(%error, "rolling back a metadata transaction");
-        }
+    if !connection.is_autocommit()
+        && let Err(error) = execute(connection, "ROLLBACK")
+    {
+        tracing::warn!(%error, "rolling back a metadata transaction");
     }
 }
 

@@ -54,7 +54,7 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
 /// Unmounts through the helper.
 pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     let mut command = command()?;
-    command.arg("-u").arg("-q");
+    command.arg("-u");
     if lazy {
         command.arg("-z");
     }

@@ -177,21 +177,27 @@ impl Mount {
         result
     }
 
-    /// Takes the mount off its path, unless somebody has done so and mounted something else there.
+    /// Takes the mount off its path, unless somebody has done so (and perhaps mounted something else).
     fn detach(&self) -> Result<()> {
-        let ours = |entry: &point::Entry| entry.device == self.device;
-        if !point::find(&self.at)?.as_ref().is_some_and(ours) {
+        if !self.is_attached()? {
             return Ok(());
         }
-        let failed = |e| point::refused("unmount", &self.at, e);
-        match point::detach(&self.at, false) {
-            Err(e) if is_busy(&e) => {
-                let flushed = self.handles.flush_all();
-                point::detach(&self.at, true).map_err(failed)?;
-                flushed
+        let flushed = match point::detach(&self.at, false) {
+            Ok(()) => return Ok(()),
+            Err(error) if is_busy(&error) => self.handles.flush_all(),
+            Err(_) => Ok(()),
+        };
+        match point::detach(&self.at, true) {
+            Err(error) if self.is_attached()? => {
+                Err(point::refused("unmount", &self.at, error))
             }
-            result => result.map_err(failed),
+            _ => flushed,
         }
+    }
+
+    fn is_attached(&self) -> Result<bool> {
+        let there = point::find(&self.at)?;
+        Ok(there.is_some_and(|entry| entry.device == self.device))
     }
 
     fn collect(&mut self) -> Result<()> {

@@ -1,0 +1,39 @@
+//! Child processes of the tests: the test binary itself, started again with a task.
+//!
+//! A test that wants a child calls [`spawn`] with the name of a `#[test]` function that does nothing
+//! unless [`task`] gives it something to do.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+const HOME: &str = "MILLRACE_TEST_HOME";
+const ARGUMENT: &str = "MILLRACE_TEST_ARGUMENT";
+
+/// What this process was started for, if it is a child.
+pub(crate) fn task() -> Option<(PathBuf, u64)> {
+    let home = std::env::var_os(HOME)?;
+    let argument = std::env::var(ARGUMENT).ok()?.parse().ok()?;
+    Some((home.into(), argument))
+}
+
+/// Starts a child that runs the named test function only.
+pub(crate) fn spawn(function: &str, home: &Path, argument: u64) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", function, "--nocapture", "--test-threads=1"])
+        .env(HOME, home)
+        .env(ARGUMENT, argument.to_string())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// The numbers that a child reports, as `WORD NUMBER` lines among what the test harness prints.
+pub(crate) fn reports(child: &mut Child) -> impl Iterator<Item = (String, u64)> + use<> {
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    lines.map_while(Result::ok).filter_map(|line| {
+        let (word, number) = line.rsplit_once(' ')?;
+        let word = word.rsplit(' ').next()?;
+        Some((word.to_owned(), number.parse().ok()?))
+    })
+}

@@ -1,0 +1,138 @@
+//! Homes that cannot be used, and disks that are full.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+use std::path::Path;
+
+use millrace_datafs::{Config, Datafs, Error, OpenFlags, Owner, Publish, View};
+use nix::mount::{MntFlags, MsFlags};
+
+#[test]
+fn a_home_that_cannot_be_written_says_so() {
+    // Nobody, not even root, makes folders there.
+    let error = Datafs::open(Path::new("/sys/millrace-home"), &Config::default()).unwrap_err();
+    assert!(matches!(error, Error::NotWritable { .. }), "{error:?}");
+    assert!(error.to_string().contains("/sys/millrace-home"), "{error}");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, b"in the way").unwrap();
+    let error = Datafs::open(&file, &Config::default()).unwrap_err();
+    assert!(error.to_string().contains("file"), "{error}");
+    let unset = Config { lock_wait_ms: 0, ..Config::default() };
+    assert!(matches!(Datafs::open(dir.path(), &unset), Err(Error::Invalid(_))));
+}
+
+#[test]
+fn a_newer_format_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(Datafs::open(dir.path(), &Config::default()).unwrap());
+    let file = dir.path().join("datafs/meta.sqlite");
+    let newer = rusqlite::Connection::open(&file).unwrap();
+    let changed = newer.execute("UPDATE kv SET v = x'00000009' WHERE k = CAST('mformat' AS BLOB)", []);
+    assert_eq!(changed.unwrap(), 1);
+    let error = Datafs::open(dir.path(), &Config::default()).unwrap_err();
+    assert!(matches!(error, Error::NewerFormat { found: 9, .. }), "{error:?}");
+    assert!(error.to_string().contains("--home"), "{error}");
+}
+
+/// A file system of a few mebibytes; `None` where mounting is not permitted.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn new(mib: u32) -> Option<SmallDisk> {
+        let dir = tempfile::tempdir().unwrap();
+        let options = format!("size={mib}m");
+        let mounted = nix::mount::mount(
+            Some("millrace-test"),
+            dir.path(),
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some(options.as_str()),
+        );
+        match mounted {
+            Ok(()) => Some(SmallDisk(dir)),
+            Err(error) => {
+                eprintln!("skipped: a tmpfs cannot be mounted here: {error}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(self.0.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+fn publish(view: &View, path: &str, bytes: &[u8]) -> Result<(), Error> {
+    let mut staged = view.stage()?;
+    staged.append(bytes)?;
+    view.publish(Publish::new().file(path, staged.finish()?))
+}
+
+#[test]
+fn a_full_disk_loses_nothing_and_recovers() {
+    let Some(disk) = SmallDisk::new(12) else { return };
+    let config = Config { garbage_grace_ms: 0, ..Config::default() };
+    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    view.write_file("keep", b"kept").unwrap();
+    // File data: published whole, until one does not fit.
+    let bytes = vec![7; 1_500_000];
+    let mut whole = 0;
+    let error = loop {
+        match publish(&view, &format!("big/{whole}"), &bytes) {
+            Ok(()) => whole += 1,
+            Err(error) => break error,
+        }
+        assert!(whole < 12);
+    };
+    assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
+    assert_eq!(view.list("big").unwrap().len(), whole);
+    assert!(view.read_file(&format!("big/{}", whole - 1)).unwrap() == bytes);
+    // An open file keeps what it could not flush, and flushes it when there is room.
+    let owner = Owner { uid: 0, gid: 0 };
+    let (_, file) = view
+        .create(view.root(), "open".as_ref(), 0o644, owner, OpenFlags::READ_WRITE)
+        .unwrap();
+    file.write_at(0, &bytes).unwrap();
+    assert!(matches!(file.fsync(), Err(Error::NoSpace { .. })));
+    assert!(matches!(file.fsync(), Err(Error::NoSpace { .. })), "a second one succeeds in vain");
+    assert!(file.read_at(0, bytes.len()).unwrap() == bytes);
+    view.remove_file("big/0").unwrap();
+    view.remove_file("big/1").unwrap();
+    datafs.gc().unwrap();
+    file.fsync().unwrap();
+    drop(file);
+    assert!(view.read_file("open").unwrap() == bytes);
+    // Metadata: filled up with small files.
+    let mut small = 0;
+    let error = loop {
+        match publish(&view, &format!("small/{small}"), &[1; 4_000]) {
+            Ok(()) => small += 1,
+            Err(error) => break error,
+        }
+        assert!(small < 5_000);
+    };
+    assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
+    assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
+    assert_eq!(view.read_file("keep").unwrap(), b"kept"[..]);
+    // What another process sees is the same, and with room everything goes on.
+    std::fs::remove_file(disk.0.path().join("ballast")).ok();
+    let again = Datafs::open(disk.0.path(), &config);
+    drop(again);
+    nix::mount::mount(
+        None::<&str>,
+        disk.0.path(),
+        None::<&str>,
+        MsFlags::MS_REMOUNT,
+        Some("size=32m"),
+    )
+    .unwrap();
+    publish(&view, "after", &bytes).unwrap();
+    let again = Datafs::open(disk.0.path(), &config).unwrap();
+    let view = again.view(&"v".parse().unwrap()).unwrap();
+    assert!(view.read_file("after").unwrap() == bytes);
+    assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
+}
