@@ -19,6 +19,7 @@ const PARTS_MAX: usize = 1024;
 #[derive(Clone)]
 pub struct OpenDataset {
     spec: DatasetSpec,
+    identity: String,
     store: Arc<dyn ObjectStore>,
     cache: Option<Arc<dyn DatasetCache>>,
 }
@@ -32,26 +33,24 @@ impl DatasetSpec {
         let (datafs, spec) = (datafs.clone(), self.clone());
         let opened = tokio::task::spawn_blocking(move || {
             let store = datafs.view(&spec.source)?.object_store();
-            let cache = VolumeCache::of(&datafs, &spec.source)?;
+            let identity = identity(&datafs, &spec.source)?;
+            let cache = VolumeCache::of(&datafs, &spec.source, &identity)?;
             let cache = cache.map(|c| Arc::new(c) as Arc<dyn DatasetCache>);
-            Ok((store, cache))
+            Ok(OpenDataset {
+                spec,
+                identity,
+                store,
+                cache,
+            })
         });
-        let failed = |source| FeedError::Volume {
-            spec: self.to_string(),
-            source,
-        };
         let stopped = |_| FeedError::Stopped {
             file: self.to_string(),
         };
-        let (store, cache) = opened
-            .await
-            .map_err(stopped)?
-            .map_err(|e| failed(Arc::new(e)))?;
-        Ok(OpenDataset {
-            spec: self.clone(),
-            store,
-            cache,
-        })
+        let failed = |source| FeedError::Volume {
+            spec: self.to_string(),
+            source: Arc::new(source),
+        };
+        opened.await.map_err(stopped)?.map_err(failed)
     }
 }
 
@@ -66,14 +65,20 @@ impl OpenDataset {
         &self.store
     }
 
-    /// Plans the dataset; `options.source` is replaced by the volume and snapshot of the
-    /// specification. The footers of a snapshot are read once and kept in the volume.
+    /// What the plan takes as its source: the volume and snapshot with the snapshot's number, for
+    /// example `digits@v1#7`. A snapshot that was deleted and made again under its name has another.
+    pub fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`]. The footers of
+    /// a snapshot are read once and kept in the volume.
     ///
     /// # Errors
     /// Those of [`Plan::build`].
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
         let options = PlanOptions {
-            source: self.spec.source.to_string(),
+            source: self.identity.clone(),
             ..options.clone()
         };
         match &self.cache {
@@ -86,6 +91,16 @@ impl OpenDataset {
     }
 }
 
+fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<String> {
+    let Some(name) = &source.snapshot else {
+        return Ok(source.to_string());
+    };
+    let snapshots = datafs.snapshot_list(&source.volume)?;
+    let number = snapshots.iter().find(|s| s.name == *name).map(|s| s.id);
+    // Deleted since the view was opened: its reads will say so.
+    Ok(format!("{source}#{}", number.unwrap_or(0)))
+}
+
 /// Descriptions of a snapshot's datasets in the application keys of its live volume.
 struct VolumeCache {
     live: View,
@@ -94,17 +109,18 @@ struct VolumeCache {
 
 impl VolumeCache {
     /// None for a live volume, whose listing is another one with every write.
-    fn of(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<Option<Self>> {
-        let Some(snapshot) = &source.snapshot else {
+    fn of(
+        datafs: &Datafs,
+        source: &VolumeSpec,
+        identity: &str,
+    ) -> millrace_datafs::Result<Option<Self>> {
+        if source.snapshot.is_none() {
             return Ok(None);
-        };
-        let live = datafs.view(&VolumeSpec {
-            volume: source.volume.clone(),
-            snapshot: None,
-        })?;
+        }
+        let live = VolumeSpec::live(source.volume.clone());
         Ok(Some(Self {
-            live,
-            scope: format!("snapshot/{snapshot}"),
+            live: datafs.view(&live)?,
+            scope: format!("snapshot/{identity}"),
         }))
     }
 

@@ -19,7 +19,8 @@ use object_store::ObjectStoreExt;
 
 use crate::dataset::{Footer, RowGroup};
 use crate::feed::error::{FeedError, Result};
-use crate::feed::reader::{StoreFile, columns_of};
+use crate::feed::footer::StoreFile;
+use crate::feed::reader::columns_of;
 
 /// Length of the footer plus the closing magic.
 const TRAILER_BYTES: u64 = 10;

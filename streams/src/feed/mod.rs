@@ -37,6 +37,7 @@ mod batch;
 mod cache;
 mod cursor;
 pub(crate) mod error;
+mod footer;
 mod gather;
 mod hash;
 mod ipc;
@@ -60,4 +61,4 @@ pub use plan::{
 pub use shard::Shard;
 pub use stream::FeedStream;
 
-pub(crate) use reader::read_footer;
+pub(crate) use footer::read_footer;

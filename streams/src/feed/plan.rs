@@ -1,11 +1,13 @@
 //! The plan: everything that decides which row is delivered when, under one hash.
 
+mod address;
 mod record;
 mod sizing;
 
 #[cfg(test)]
 mod tests;
 
+pub use address::RowAddress;
 pub use record::PlanId;
 
 use std::ops::Range;
@@ -90,17 +92,6 @@ pub(crate) struct GroupAddress {
     pub(crate) index: u32,
     /// Rows, never 0.
     pub(crate) rows: u32,
-}
-
-/// Where a row is stored.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RowAddress {
-    /// Path of the file inside the store.
-    pub file: String,
-    /// Row group (or record batch) of the file, from 0.
-    pub row_group: u32,
-    /// Row inside the row group, from 0.
-    pub row: u32,
 }
 
 /// An immutable order over an immutable dataset.
@@ -306,71 +297,9 @@ impl Plan {
         u64::try_from(last.min(to).saturating_sub(first.max(from))).unwrap_or(u64::MAX)
     }
 
-    /// The global row index and the epoch in one slot of one global batch. O(row groups) for the
-    /// layout of the epoch; batches are read through [`crate::feed::Feed`].
-    ///
-    /// # Errors
-    /// [`FeedError::Invalid`] for a slot or step out of bounds.
-    pub fn row_at(&self, step: u64, slot: usize) -> Result<(u64, u64)> {
-        self.check_step(step)?;
-        self.check_slots(&(slot..slot.saturating_add(1)))?;
-        let (epoch, virtual_row) = self.order.virtual_row(step, slot as u64);
-        let layout = self.layout(epoch);
-        let place = layout.place_of(virtual_row);
-        let base = self.bases[layout.groups[place] as usize];
-        Ok((base + virtual_row - layout.starts[place], epoch))
-    }
-
-    /// The step and slot at which `epoch` delivers the row with global index `row`: the inverse of
-    /// [`Plan::row_at`].
-    ///
-    /// # Errors
-    /// [`FeedError::Invalid`] for a row or an epoch out of bounds.
-    pub fn slot_of(&self, epoch: u64, row: u64) -> Result<(u64, usize)> {
-        if row >= self.rows() {
-            let rows = self.rows();
-            return Err(FeedError::invalid(format!(
-                "row {row} of a dataset of {rows} rows"
-            )));
-        }
-        if epoch >= PLACES_MAX / self.rows() {
-            return Err(FeedError::invalid(format!(
-                "epoch {epoch} is beyond the order"
-            )));
-        }
-        let layout = self.layout(epoch);
-        let group = self.group_of(row);
-        let place = layout
-            .groups
-            .iter()
-            .position(|&g| g as usize == group)
-            .unwrap_or(0);
-        let virtual_row = layout.starts[place] + row - self.bases[group];
-        let (step, slot) = self.order.place_of(epoch, virtual_row);
-        Ok((step, slot as usize))
-    }
-
-    /// Where the row with a global index is stored; none beyond the dataset.
-    pub fn address_of(&self, row: u64) -> Option<RowAddress> {
-        if row >= self.rows() {
-            return None;
-        }
-        let group = self.group_of(row);
-        let address = self.groups[group];
-        Some(RowAddress {
-            file: self.dataset.files()[address.file as usize].path.clone(),
-            row_group: address.index,
-            row: (row - self.bases[group]) as u32,
-        })
-    }
-
     /// The slots of a reader in every global batch.
     pub fn slots(&self, shard: Shard) -> Range<usize> {
         shard.slots(self.batch_rows())
-    }
-
-    fn group_of(&self, row: u64) -> usize {
-        self.bases.partition_point(|&b| b <= row) - 1
     }
 
     pub(crate) fn order(&self) -> &Order {

@@ -4,193 +4,25 @@
 //! feed is never late because of a large row group.
 
 use std::collections::{HashMap, VecDeque};
-use std::ops::Range;
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch};
 use arrow::compute::concat_batches;
 use arrow::datatypes::SchemaRef;
-use arrow::error::ArrowError;
-use bytes::Bytes;
-use futures::future::BoxFuture;
-use futures::{FutureExt, TryFutureExt};
-use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt};
+use object_store::ObjectStore;
 use parking_lot::Mutex;
-use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
-};
-use parquet::arrow::async_reader::AsyncFileReader;
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReader};
 use parquet::arrow::{ParquetRecordBatchStreamBuilder, ProjectionMask};
-use parquet::basic::Type as PhysicalType;
-use parquet::errors::ParquetError;
-use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
 use tokio::sync::Semaphore;
 
-use crate::dataset::{DataFile, FileFormat, Footer, RowGroup, conform};
+use crate::dataset::{DataFile, FileFormat, conform};
 use crate::feed::Plan;
 use crate::feed::error::{FeedError, Result};
+use crate::feed::footer::{StoreFile, calm, parquet_metadata, rows_of};
 use crate::feed::ipc;
 
-/// First read of a Parquet file, from its end: one request for nearly every footer.
-const FOOTER_GUESS_BYTES: usize = 64 << 10;
 /// Parsed footers kept; a footer is some tens of kilobytes.
 const FOOTERS_KEPT: usize = 512;
-
-/// One file of an object store as the Parquet reader wants it.
-pub(crate) struct StoreFile {
-    pub(crate) store: Arc<dyn ObjectStore>,
-    pub(crate) path: Path,
-    pub(crate) bytes: u64,
-}
-
-impl StoreFile {
-    pub(crate) fn new(store: &Arc<dyn ObjectStore>, path: &str, bytes: u64) -> Result<Self> {
-        let parsed = Path::parse(path)
-            .map_err(|e| FeedError::invalid(format!("path {path:?} of the dataset: {e}")))?;
-        Ok(Self {
-            store: Arc::clone(store),
-            path: parsed,
-            bytes,
-        })
-    }
-}
-
-fn external(error: object_store::Error) -> ParquetError {
-    ParquetError::External(Box::new(error))
-}
-
-impl AsyncFileReader for StoreFile {
-    fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
-        self.store
-            .get_range(&self.path, range)
-            .map_err(external)
-            .boxed()
-    }
-
-    fn get_byte_ranges(
-        &mut self,
-        ranges: Vec<Range<u64>>,
-    ) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
-        async move {
-            self.store
-                .get_ranges(&self.path, &ranges)
-                .await
-                .map_err(external)
-        }
-        .boxed()
-    }
-
-    fn get_metadata<'a>(
-        &'a mut self,
-        options: Option<&'a ArrowReaderOptions>,
-    ) -> BoxFuture<'a, parquet::errors::Result<Arc<ParquetMetaData>>> {
-        async move {
-            let bytes = self.bytes;
-            let reader = ParquetMetaDataReader::new()
-                .with_arrow_reader_options(options)
-                .with_prefetch_hint(Some(FOOTER_GUESS_BYTES));
-            reader.load_and_finish(self, bytes).await.map(Arc::new)
-        }
-        .boxed()
-    }
-}
-
-/// Reads what the end of a file says about it.
-pub(crate) async fn read_footer(
-    store: &Arc<dyn ObjectStore>,
-    path: &str,
-    bytes: u64,
-    format: FileFormat,
-) -> Result<Footer> {
-    let file = StoreFile::new(store, path, bytes)?;
-    calm(path, "the footer", describe(file, path, format)).await
-}
-
-/// Some corruptions make the decoders panic instead of failing.
-async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
-    let caught = AssertUnwindSafe(reading).catch_unwind().await;
-    caught.unwrap_or_else(|panic| {
-        let text = panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("the decoder panicked");
-        Err(FeedError::corrupt(
-            path,
-            what,
-            ArrowError::ParseError(text.to_string()),
-        ))
-    })
-}
-
-async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
-    match format {
-        FileFormat::Parquet => {
-            let metadata = parquet_metadata(file, path).await?;
-            let row_groups = metadata
-                .metadata()
-                .row_groups()
-                .iter()
-                .map(|g| {
-                    let rows = rows_of(g, path)?;
-                    Ok(RowGroup {
-                        rows,
-                        bytes: decoded_bytes(g),
-                    })
-                })
-                .collect::<Result<Vec<_>>>()?;
-            Ok(Footer {
-                schema: metadata.schema().as_ref().clone(),
-                row_groups,
-            })
-        }
-        FileFormat::ArrowIpc => ipc::read_footer(file, path).await,
-    }
-}
-
-async fn parquet_metadata(mut file: StoreFile, path: &str) -> Result<ArrowReaderMetadata> {
-    ArrowReaderMetadata::load_async(&mut file, ArrowReaderOptions::new())
-        .await
-        .map_err(|e| FeedError::from_parquet(path, "the Parquet footer", e))
-}
-
-fn rows_of(group: &RowGroupMetaData, path: &str) -> Result<u64> {
-    // Rows are addressed with 32 bits inside a row group.
-    match u32::try_from(group.num_rows()) {
-        Ok(rows) => Ok(u64::from(rows)),
-        Err(e) => Err(FeedError::corrupt(path, "the row count of a row group", e)),
-    }
-}
-
-/// What a row group takes once decoded: exact for fixed-width columns, else what its encoder
-/// reported, else its size before compression.
-fn decoded_bytes(group: &RowGroupMetaData) -> u64 {
-    let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
-    group
-        .columns()
-        .iter()
-        .map(|column| {
-            let values = bytes(column.num_values());
-            match column.column_type() {
-                PhysicalType::BOOLEAN => values / 8 + 1,
-                PhysicalType::INT32 | PhysicalType::FLOAT => values.saturating_mul(4),
-                PhysicalType::INT64 | PhysicalType::DOUBLE => values.saturating_mul(8),
-                PhysicalType::INT96 => values.saturating_mul(8),
-                PhysicalType::FIXED_LEN_BYTE_ARRAY => {
-                    let width = column.column_descr().type_length();
-                    values.saturating_mul(u64::try_from(width).unwrap_or(0))
-                }
-                PhysicalType::BYTE_ARRAY => {
-                    let data = column.unencoded_byte_array_data_bytes();
-                    bytes(data.unwrap_or_else(|| column.uncompressed_size()))
-                        .saturating_add(values.saturating_mul(4))
-                }
-            }
-        })
-        .fold(0, u64::saturating_add)
-}
 
 /// Decodes the row groups of one plan, projected and conformed to one schema.
 pub(crate) struct GroupReader {

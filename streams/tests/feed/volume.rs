@@ -32,8 +32,10 @@ async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
     };
     let opened = spec.open(&datafs).await.unwrap();
     let plan = opened.plan(&options).await.unwrap();
-    assert_eq!((plan.rows(), plan.source()), (150, "digits@v1"));
-    let keys = live.key_scan("snapshot/v1/feed/dataset/").unwrap();
+    assert_eq!(plan.rows(), 150);
+    assert_eq!(plan.source(), opened.identity());
+    assert!(plan.source().starts_with("digits@v1#"), "{}", plan.source());
+    let keys = live.key_scan("snapshot/digits@v1#").unwrap();
     assert_eq!(keys.len(), 2, "the description and its one part");
     let again = spec
         .open(&datafs)
@@ -51,6 +53,25 @@ async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
     }
     seen.sort_unstable();
     assert_eq!(seen, (0..150).collect::<Vec<_>>());
+
+    datafs
+        .snapshot_delete(&name, &"v1".parse().unwrap())
+        .unwrap();
+    live.write_file("train/dt=2026-11-01/0.parquet", &parquet(&[rows(0, 50)]))
+        .unwrap();
+    datafs
+        .snapshot_create(&name, &"v1".parse().unwrap())
+        .unwrap();
+    let other = spec
+        .open(&datafs)
+        .await
+        .unwrap()
+        .plan(&options)
+        .await
+        .unwrap();
+    assert_ne!(other.source(), again.source());
+    live.write_file("train/dt=2026-11-01/0.parquet", b"overwritten")
+        .unwrap();
 
     let error = "digits@v2:/train"
         .parse::<DatasetSpec>()
