@@ -12,7 +12,6 @@ use millrace_streams::dataset::DatasetSpec;
 #[command(
     name = "millrace",
     version,
-    propagate_version = true,
     arg_required_else_help = true,
     after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left."
 )]
@@ -202,7 +201,7 @@ pub(crate) enum SnapshotCommand {
 pub(crate) struct MountArgs {
     /// VOLUME, or VOLUME@SNAPSHOT (read-only)
     pub(crate) spec: VolumeSpec,
-    /// An existing empty folder
+    /// An empty folder, created when it is missing
     pub(crate) path: PathBuf,
     /// Return once it is mounted; a background process serves it
     #[arg(long)]
@@ -300,6 +299,7 @@ pub(crate) enum ModelCommand {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelInit {
     /// Fully connected layers
+    #[command(after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx")]
     Mlp {
         /// Where to write the graph
         file: PathBuf,
@@ -320,6 +320,7 @@ pub(crate) enum ModelInit {
         scale: f32,
     },
     /// Convolutions with pooling, then a classifier
+    #[command(after_help = "Example:\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx")]
     Cnn {
         /// Where to write the graph
         file: PathBuf,

@@ -11,29 +11,22 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 }
 
 fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
-    if let Some(failure) = cause.downcast_ref::<Failure>() {
-        failure.exit()
-    } else if let Some(error) = cause.downcast_ref() {
-        datafs(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        streams(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        feed(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        ingest(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        trainer(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        bundle(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        serving(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        client(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        os(error)
-    } else {
-        Exit::Failed
-    }
+    None.or_else(|| as_type(cause).map(Failure::exit))
+        .or_else(|| as_type(cause).map(datafs))
+        .or_else(|| as_type(cause).map(streams))
+        .or_else(|| as_type(cause).map(feed))
+        .or_else(|| as_type(cause).map(ingest))
+        .or_else(|| as_type(cause).map(trainer))
+        .or_else(|| as_type(cause).map(bundle))
+        .or_else(|| as_type(cause).map(serving))
+        .or_else(|| as_type(cause).map(client))
+        .or_else(|| as_type(cause).map(os))
+        .unwrap_or(Exit::Failed)
+}
+
+/// An error of that type, or a boxed one: large sources are kept in boxes.
+fn as_type<'a, E: StdError + 'static>(cause: &'a (dyn StdError + 'static)) -> Option<&'a E> {
+    cause.downcast_ref::<E>().or_else(|| cause.downcast_ref::<Box<E>>().map(Box::as_ref))
 }
 
 fn datafs(error: &millrace_datafs::Error) -> Exit {

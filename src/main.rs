@@ -13,6 +13,7 @@ mod quickstart;
 mod service;
 mod settings;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -38,7 +39,11 @@ fn main() -> ExitCode {
 fn start(cli: Cli) -> Result<()> {
     let filter = EnvFilter::try_new(&cli.log)
         .map_err(|error| failure::failure(failure::Exit::Usage, format!("--log {:?}: {error}", cli.log)))?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
     if let Command::Worker = cli.command {
         // Has a small runtime of its own.
         return commands::train::worker();

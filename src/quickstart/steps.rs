@@ -266,7 +266,6 @@ impl Steps {
             return Ok(format!("none, went on in-process: {reason}"));
         }
         let at = self.context.home.root().join("mount");
-        std::fs::create_dir_all(&at).with_context(|| format!("cannot create {}", at.display()))?;
         let path = self.service.mount(&self.context, &live(&VOLUME.parse()?), at).await?;
         let folder = path.join(".snapshots").join(SNAPSHOT).join("train");
         self.context

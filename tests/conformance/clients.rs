@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::support::{Home, Service, fuse_permitted, program, project};
 
-fn python(script: &str) -> Command {
+pub(crate) fn python(script: &str) -> Command {
     let mut command = Command::new(project().join(".local/python/bin/python"));
     command.arg(project().join("tests/conformance/clients").join(script));
     command

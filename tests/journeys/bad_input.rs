@@ -220,9 +220,8 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let path = job(&home, "v@s:/t", MLP);
     let text = std::fs::read_to_string(&path).unwrap().replace("features = \"x\"", "features = \"nope\"");
     std::fs::write(&path, text).unwrap();
-    let (code, line) = home.fails(["train", path.to_str().unwrap()]);
-    assert_eq!(code, 3, "{line}");
-    assert!(line.contains("nope"), "{line}");
+    let (_, line) = home.fails(["train", path.to_str().unwrap()]);
+    assert!(line.contains("no column \"nope\"; it has id, x, label"), "{line}");
     assert_eq!(home.json(["volume", "show", "v"])["volume"]["usage"]["files"], 1, "nothing but the data is there");
 
     if !crate::support::fuse_permitted() {
@@ -253,7 +252,7 @@ fn a_full_disk_lands_nothing_half() {
     let home = Home::new();
     let disk = home.dir.path().join("disk");
     std::fs::create_dir(&disk).unwrap();
-    crate::support::program(Command::new("mount").args(["-t", "tmpfs", "-o", "size=6m", "none"]).arg(&disk));
+    crate::support::program(Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&disk));
     let _unmount = Unmount(disk.clone());
     let small = disk.join("home");
     // The topic lives elsewhere; only the volume's disk is small.
