@@ -279,6 +279,7 @@ impl Edge {
         let Links { next, prev } = links;
         let mut sent = out.is_none();
         let mut received = wanted.is_none();
+        let mut next_lost = false;
         let cause = {
             let send = send_frame(next, out);
             let receive = receive_frame(prev, wanted, into);
@@ -298,13 +299,16 @@ impl Edge {
                         Ok(()) => sent = true,
                         // The next rank may have closed because somebody else is missing, and
                         // that news comes from the other side.
-                        Err(reason) => break match received {
-                            true => Cause::NextLost(reason),
-                            false => match timeout(self.grace, &mut receive).await {
-                                Ok(Err(cause)) => cause,
-                                _ => Cause::NextLost(reason),
-                            },
-                        },
+                        Err(reason) => {
+                            next_lost = true;
+                            break match received {
+                                true => Cause::NextLost(reason),
+                                false => match timeout(self.grace, &mut receive).await {
+                                    Ok(Err(cause)) => cause,
+                                    _ => Cause::NextLost(reason),
+                                },
+                            };
+                        }
                     },
                     () = sleep_until(deadline) => break match received {
                         true => Cause::NextStuck,
@@ -313,8 +317,8 @@ impl Edge {
                 }
             };
             // The news about the missing rank can follow a whole frame only.
-            let upstream = !matches!(cause, Cause::Aborted | Cause::NextLost(_) | Cause::NextStuck);
-            if !sent && upstream {
+            let upstream = !matches!(cause, Cause::Aborted | Cause::NextStuck);
+            if !sent && upstream && !next_lost {
                 sent = matches!(timeout(self.grace, &mut send).await, Ok(Ok(())));
             }
             cause
