@@ -27,9 +27,9 @@ live = os.path.join(mount, "train")
 for root in [folder, live]:
     count, distinct, labels = duckdb.sql(
         f"select count(*), count(distinct id), sum(label) from read_parquet('{root}/**/*.parquet')"
-    ).fetchone()
+    ).fetchall()[0]
     assert (count, distinct) == (len(expected), len(expected)), (root, count, distinct)
     assert labels == sum(row["label"] for row in expected.values())
-places = duckdb.sql(f"select count(distinct (_partition, _offset)) from read_parquet('{folder}/**/*.parquet')").fetchone()[0]
+places = duckdb.sql(f"select count(distinct (_partition, _offset)) from read_parquet('{folder}/**/*.parquet')").fetchall()[0][0]
 assert places == len(expected), places
 print(f"{table.num_rows} rows in {len(files)} files, each once")
