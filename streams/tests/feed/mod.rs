@@ -1,5 +1,6 @@
 //! The feed over real Parquet and Arrow IPC files: order, resume, bad input, caching.
 
+mod bounded;
 mod data;
 mod order;
 mod reading;
