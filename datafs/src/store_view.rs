@@ -12,6 +12,7 @@
 //!
 //! All waiting happens on the crate's own threads, so the futures may be polled by any executor.
 
+mod list;
 mod upload;
 
 use std::fmt;
@@ -33,20 +34,16 @@ use tokio::runtime::Handle;
 
 use crate::error::Error;
 use crate::fs::path::split_last;
-use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
+use crate::fs::{Attr, FileKind, OpenFile, OpenFlags};
 use crate::publish::{Publish, StagedFile};
 use crate::view::View;
+use list::{Walk, directory_at, read_page};
 use upload::Upload;
 
 /// What errors call this store.
 const STORE: &str = "datafs volume";
 /// Bytes of one chunk of a stream, and of one step of a copy.
 const CHUNK_BYTES: u64 = 2 * 1024 * 1024;
-/// Directory entries that a listing reads at a time.
-const ENTRIES_MAX: usize = 512;
-/// Directories below each other that a listing goes into.
-const DEPTH_MAX: usize = 256;
-
 impl View {
     /// This view as an object store: reads on every view, also writes on a live one.
     ///
@@ -94,7 +91,7 @@ fn store_error(location: &str, error: Error) -> object_store::Error {
     }
 }
 
-fn invalid_range(reason: String) -> object_store::Error {
+fn refused(reason: String) -> object_store::Error {
     object_store::Error::Generic { store: STORE, source: reason.into() }
 }
 
@@ -249,7 +246,7 @@ impl ObjectStore for VolumeStore {
         let range = match &options.range {
             None => 0..meta.size,
             Some(range) => {
-                range.as_range(meta.size).map_err(|e| invalid_range(format!("{location}: {e}")))?
+                range.as_range(meta.size).map_err(|e| refused(format!("{location}: {e}")))?
             }
         };
         let payload = match file {
@@ -278,7 +275,7 @@ impl ObjectStore for VolumeStore {
             let mut parts = Vec::with_capacity(ranges.len());
             for range in ranges {
                 if range.start > range.end || range.end > attr.size {
-                    return Err(invalid_range(format!(
+                    return Err(refused(format!(
                         "{location}: range {}..{} of a file of {} bytes",
                         range.start, range.end, attr.size
                     )));
@@ -313,7 +310,7 @@ impl ObjectStore for VolumeStore {
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, StoreResult<ObjectMeta>> {
         let prefix = prefix.cloned().unwrap_or_default();
-        let walk = Walk { view: self.view.clone(), open: None, prefix };
+        let walk = Walk::new(self.view.clone(), prefix);
         let runtime = self.runtime();
         stream::try_unfold((runtime, walk), |(runtime, mut walk)| async move {
             let (page, walk) = blocking(&runtime, move || {
@@ -394,116 +391,6 @@ fn publish(view: &View, path: &str, staged: StagedFile) -> crate::error::Result<
     view.publish(Publish::new().file(path, staged))?;
     let e_tag = stat_file(view, path).ok().and_then(|attr| meta(Path::default(), &attr).e_tag);
     Ok(PutResult { e_tag, version: None })
-}
-
-/// The directory at a prefix; `None` when there is none, which lists as empty.
-fn directory_at(view: &View, prefix: &Path) -> StoreResult<Option<Node>> {
-    match view.stat(prefix.as_ref()) {
-        Ok(attr) => Ok((attr.kind == FileKind::Directory).then_some(attr.node)),
-        Err(Error::NotFound { .. } | Error::NotADirectory { .. }) => Ok(None),
-        Err(error) => Err(store_error(prefix.as_ref(), error)),
-    }
-}
-
-/// The next entries of a directory with their locations; `None` at its end, or when it was removed
-/// meanwhile.
-fn read_page(
-    view: &View,
-    directory: &Path,
-    node: Node,
-    cursor: &mut u64,
-) -> StoreResult<Option<Vec<(Path, Attr)>>> {
-    let entries = match view.readdir_attrs(node, *cursor, ENTRIES_MAX) {
-        Ok(entries) => entries,
-        Err(Error::NotFound { .. } | Error::NotADirectory { .. }) => return Ok(None),
-        Err(error) => return Err(store_error(directory.as_ref(), error)),
-    };
-    let Some((last, _)) = entries.last() else { return Ok(None) };
-    *cursor = last.cursor;
-    let mut page = Vec::with_capacity(entries.len());
-    for (entry, attr) in entries {
-        if entry.name == "." || entry.name == ".." || view.is_snapshots_dir(attr.node) {
-            continue;
-        }
-        let location = entry.name.to_str().map(|name| Path::parse(format!("{directory}/{name}")));
-        match location {
-            Some(Ok(location)) => page.push((location, attr)),
-            // Leaving it out would be a wrong listing.
-            Some(Err(error)) => return Err(error.into()),
-            None => {
-                let reason = format!("{directory}: the name {:?} is not UTF-8", entry.name);
-                return Err(invalid_range(reason));
-            }
-        }
-    }
-    Ok(Some(page))
-}
-
-/// A walk through the files below a directory, one page of entries at a time.
-struct Walk {
-    view: View,
-    /// The directories being read, each inside the one before, with its cursor and the subdirectories
-    /// still to visit; `None` before the start.
-    open: Option<Vec<Level>>,
-    prefix: Path,
-}
-
-struct Level {
-    path: Path,
-    node: Node,
-    cursor: u64,
-    at_end: bool,
-    below: Vec<(Path, Node)>,
-}
-
-impl Level {
-    fn new(path: Path, node: Node) -> Level {
-        Level { path, node, cursor: 0, at_end: false, below: Vec::new() }
-    }
-}
-
-impl Walk {
-    /// The files of the next page of entries, possibly none of them; `None` at the end.
-    fn next_page(&mut self) -> StoreResult<Option<Vec<ObjectMeta>>> {
-        let open = match &mut self.open {
-            Some(open) => open,
-            none => {
-                let root = directory_at(&self.view, &self.prefix)?;
-                let root = root.map(|node| Level::new(self.prefix.clone(), node));
-                none.insert(root.into_iter().collect())
-            }
-        };
-        loop {
-            let depth = open.len();
-            let Some(level) = open.last_mut() else { return Ok(None) };
-            if let Some((path, node)) = level.below.pop() {
-                if depth >= DEPTH_MAX {
-                    let reason = format!("{path}: more than {DEPTH_MAX} directories deep");
-                    return Err(invalid_range(reason));
-                }
-                open.push(Level::new(path, node));
-                continue;
-            }
-            if level.at_end {
-                open.pop();
-                continue;
-            }
-            let page = read_page(&self.view, &level.path, level.node, &mut level.cursor)?;
-            let Some(page) = page else {
-                level.at_end = true;
-                continue;
-            };
-            let mut files = Vec::new();
-            for (location, attr) in page {
-                match attr.kind {
-                    FileKind::File => files.push(meta(location, &attr)),
-                    FileKind::Directory => level.below.push((location, attr.node)),
-                    _ => {}
-                }
-            }
-            return Ok(Some(files));
-        }
-    }
 }
 
 #[cfg(test)]

@@ -261,7 +261,7 @@ pub(super) fn in_path(program: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file())
 }
 
-/// The last line that a program wrote to its standard error.
+/// Runs a program to its end; its error is the last line that it wrote to its standard error.
 pub(super) fn run_quietly(command: &mut Command) -> io::Result<()> {
     let output = command.output()?;
     if output.status.success() {
@@ -269,9 +269,7 @@ pub(super) fn run_quietly(command: &mut Command) -> io::Result<()> {
     }
     let text = String::from_utf8_lossy(&output.stderr);
     let line = text.lines().last().unwrap_or("it gave no reason").to_owned();
-    // The helper reports errno only as text; busy is the one that callers tell apart.
-    let kind = if line.contains("busy") { ErrorKind::ResourceBusy } else { ErrorKind::Other };
-    Err(io::Error::new(kind, line))
+    Err(io::Error::other(line))
 }
 
 #[cfg(test)]

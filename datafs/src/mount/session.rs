@@ -1,6 +1,6 @@
 //! The life of one mount: attach, serve, detach, flush.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -182,11 +182,11 @@ impl Mount {
         if !self.is_attached()? {
             return Ok(());
         }
-        let flushed = match point::detach(&self.at, false) {
-            Ok(()) => return Ok(()),
-            Err(error) if is_busy(&error) => self.handles.flush_all(),
-            Err(_) => Ok(()),
-        };
+        if point::detach(&self.at, false).is_ok() {
+            return Ok(());
+        }
+        // Files are open, mostly.
+        let flushed = self.handles.flush_all();
         match point::detach(&self.at, true) {
             Err(error) if self.is_attached()? => {
                 Err(point::refused("unmount", &self.at, error))
@@ -223,9 +223,4 @@ impl Drop for Mount {
             tracing::warn!(%error, path = %self.at.display(), "unmounting");
         }
     }
-}
-
-/// Whether an unmount failed because something is open below.
-pub(super) fn is_busy(error: &io::Error) -> bool {
-    error.kind() == ErrorKind::ResourceBusy
 }

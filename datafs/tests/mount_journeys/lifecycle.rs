@@ -1,0 +1,157 @@
+//! How mounts begin and end: refused, replaced, unmounted while in use; and full disks.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use millrace_datafs::mount::{self, MountOptions};
+use millrace_datafs::{Config, Datafs, Error};
+
+use super::{Home, errno, eventually, mount_of, names, pattern};
+
+#[test]
+fn a_full_disk_is_said_so_and_loses_nothing_old() {
+    let Some(home) = Home::new() else { return };
+    let disk = home.dir.path().join("disk");
+    fs::create_dir(&disk).unwrap();
+    let size = "size=12m";
+    let flags = nix::mount::MsFlags::empty();
+    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some(size)) {
+        eprintln!("skipped: no small disk can be made ({error})");
+        return;
+    }
+    let _disk = Detach(disk.clone());
+    let datafs = Datafs::open(&disk.join("home"), &Config::default()).unwrap();
+    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    let mount = mount_of(&datafs, "data", &home.at("full"));
+    let old = pattern(2_000_000, 1);
+    fs::write(mount.path().join("old"), &old).unwrap();
+    let mut file = File::create(mount.path().join("new")).unwrap();
+    let full = file.write_all(&pattern(20_000_000, 2)).and_then(|()| file.sync_all());
+    assert_eq!(errno(full), libc::ENOSPC);
+    assert!(fs::read(mount.path().join("old")).unwrap() == old);
+    drop(file);
+    fs::remove_file(mount.path().join("new")).unwrap();
+    // The kernel tells of the close in its own time, and it is tried once more to save the file then.
+    eventually("there is room again", || {
+        File::create(mount.path().join("small"))
+            .and_then(|mut file| file.write_all(&pattern(100_000, 3)).and_then(|()| file.sync_all()))
+            .is_ok()
+    });
+    assert!(fs::read(mount.path().join("small")).unwrap() == pattern(100_000, 3));
+    mount.unmount().unwrap();
+}
+
+/// Takes a disk off its path at the end of a test, also of one that fails.
+struct Detach(PathBuf);
+
+impl Drop for Detach {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn an_unmount_with_open_files_keeps_what_was_written() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let at = mount.path().to_owned();
+    let mut file = File::create(at.join("open")).unwrap();
+    file.write_all(b"written, not closed").unwrap();
+    let unmounting = std::thread::spawn(move || mount.unmount());
+    eventually("the path is free although a file is open", || names(&at).is_empty());
+    drop(file);
+    unmounting.join().unwrap().unwrap();
+    let stored = home.datafs.view(&"data".parse().unwrap()).unwrap().read_file("open").unwrap();
+    assert_eq!(stored, b"written, not closed".as_slice());
+    let again = mount_of(&home.datafs, "data", &at);
+    assert_eq!(names(again.path()), ["open"]);
+}
+
+#[test]
+fn dropping_a_mount_and_unmounting_its_path_end_it() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let at = mount.path().to_owned();
+    fs::write(at.join("file"), b"x").unwrap();
+    drop(mount);
+    assert_eq!(names(&at), Vec::<String>::new());
+
+    let mount = home.mount("data");
+    assert!(mount.is_serving());
+    mount::umount(&at).unwrap();
+    mount.join().unwrap();
+    assert_eq!(names(&at), Vec::<String>::new());
+    assert!(matches!(mount::umount(&at), Err(Error::NotFound { .. })));
+}
+
+#[test]
+fn a_place_that_cannot_be_mounted_on_is_refused() {
+    let Some(home) = Home::new() else { return };
+    let view = || home.datafs.view(&"data".parse().unwrap()).unwrap();
+    let mount = home.mount("data");
+    let again = mount::mount(view(), mount.path(), MountOptions::default());
+    assert!(matches!(again, Err(Error::Exists { .. })), "{again:?}");
+    let full = home.dir.path().join("full");
+    fs::create_dir(&full).unwrap();
+    fs::write(full.join("file"), b"x").unwrap();
+    let refused = mount::mount(view(), &full, MountOptions::default());
+    assert!(matches!(refused, Err(Error::NotEmpty { .. })), "{refused:?}");
+    let options = MountOptions { threads: 0, ..MountOptions::default() };
+    let refused = mount::mount(view(), &home.at("none"), options);
+    assert!(matches!(refused, Err(Error::Invalid(_))), "{refused:?}");
+}
+
+/// The home that [`mounts_until_killed`] mounts, set only by the test that starts it.
+const CHILD_HOME: &str = "MILLRACE_TEST_MOUNT_HOME";
+
+#[test]
+fn a_mount_whose_process_died_is_replaced() {
+    let Some(home) = Home::new() else { return };
+    let at = home.at("dead");
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "mount_journeys::lifecycle::mounts_until_killed", "--nocapture"])
+        .env(CHILD_HOME, home.dir.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(output.any(|line| line.unwrap().contains("is mounted")));
+    assert_eq!(fs::read(at.join("file")).unwrap(), b"before the kill");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    eventually("the mount is dead", || {
+        fs::metadata(&at).is_err_and(|e| e.raw_os_error() == Some(libc::ENOTCONN))
+    });
+    let mount = mount_of(&home.datafs, "data", &at);
+    assert_eq!(fs::read(mount.path().join("file")).unwrap(), b"before the kill");
+}
+
+/// Not a test of its own: the process that the test above kills.
+#[test]
+#[allow(clippy::print_stdout)]
+fn mounts_until_killed() {
+    let Some(dir) = std::env::var_os(CHILD_HOME).map(PathBuf::from) else { return };
+    let datafs = Datafs::open(&dir.join("home"), &Config::default()).unwrap();
+    let mount = mount_of(&datafs, "data", &dir.join("mnt-dead"));
+    fs::write(mount.path().join("file"), b"before the kill").unwrap();
+    println!("is mounted");
+    io::stdout().flush().unwrap();
+    let _ = io::stdin().read_line(&mut String::new());
+}
+
+#[test]
+fn unmounting_twice_at_once_is_harmless() {
+    let Some(home) = Home::new() else { return };
+    for _ in 0..5 {
+        let mount = home.mount("data");
+        let at = mount.path().to_owned();
+        let other = std::thread::spawn(move || mount::umount(&at));
+        mount.unmount().unwrap();
+        let other = other.join().unwrap();
+        assert!(matches!(other, Ok(()) | Err(Error::NotFound { .. })), "{other:?}");
+    }
+}

@@ -1,0 +1,145 @@
+//! What one mount sees of the other writers of its volume, of snapshots and of damage.
+#![allow(clippy::unwrap_used)]
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+
+use super::{Home, errno, mount_of, names, pattern};
+
+#[test]
+fn what_was_synced_is_there_for_everybody() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("log");
+    let mut file = File::create(&path).unwrap();
+    let reader = home.again().view(&"data".parse().unwrap()).unwrap();
+    let mut expected = Vec::new();
+    for line in 0..20 {
+        let text = format!("line {line}\n");
+        file.write_all(text.as_bytes()).unwrap();
+        file.sync_all().unwrap();
+        expected.extend_from_slice(text.as_bytes());
+        assert_eq!(reader.read_file("log").unwrap(), expected, "after sync {line}");
+    }
+    file.sync_data().unwrap();
+    File::open(mount.path()).unwrap().sync_all().unwrap();
+}
+
+#[test]
+fn snapshots_appear_beside_the_live_tree() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let root = mount.path();
+    fs::write(root.join("kept"), b"as it was").unwrap();
+    fs::write(root.join("gone"), b"still here").unwrap();
+    assert_eq!(names(&root.join(".snapshots")), Vec::<String>::new());
+    home.snapshot("v1");
+    fs::write(root.join("kept"), b"as it is").unwrap();
+    fs::remove_file(root.join("gone")).unwrap();
+    fs::write(root.join("new"), b"later").unwrap();
+
+    assert_eq!(names(&root.join(".snapshots")), ["v1"]);
+    let v1 = root.join(".snapshots/v1");
+    assert_eq!(names(&v1), ["gone", "kept"]);
+    assert_eq!(fs::read(v1.join("kept")).unwrap(), b"as it was");
+    assert_eq!(fs::read(v1.join("gone")).unwrap(), b"still here");
+    assert_eq!(fs::read(root.join("kept")).unwrap(), b"as it is");
+    assert!(!names(root).contains(&".snapshots".to_owned()), "not in the way of cp and rm");
+
+    for denied in [
+        errno(fs::write(v1.join("kept"), b"no")),
+        errno(fs::write(v1.join("more"), b"no")),
+        errno(fs::remove_file(v1.join("gone"))),
+        errno(fs::create_dir(v1.join("dir"))),
+        errno(fs::rename(v1.join("kept"), v1.join("renamed"))),
+    ] {
+        assert_eq!(denied, libc::EROFS);
+    }
+    // Nobody but root gets past the directory's mode.
+    let denied = errno(fs::create_dir(root.join(".snapshots/v2")));
+    assert!([libc::EROFS, libc::EACCES].contains(&denied), "{denied}");
+    home.snapshot("v2");
+    assert_eq!(names(&root.join(".snapshots")), ["v1", "v2"]);
+    assert_eq!(fs::read(root.join(".snapshots/v2/kept")).unwrap(), b"as it is");
+}
+
+#[test]
+fn a_mounted_snapshot_is_read_only_and_stays() {
+    let Some(home) = Home::new() else { return };
+    let large = pattern(6_000_003, 8);
+    let live = home.mount("data");
+    fs::write(live.path().join("large"), &large).unwrap();
+    fs::write(live.path().join("small"), b"small").unwrap();
+    home.snapshot("v1");
+    let snapshot = home.mount("data@v1");
+    let file = File::open(snapshot.path().join("large")).unwrap();
+    fs::write(live.path().join("large"), b"replaced").unwrap();
+    fs::remove_file(live.path().join("small")).unwrap();
+
+    let mut read = vec![0; large.len()];
+    file.read_exact_at(&mut read, 0).unwrap();
+    assert!(read == large);
+    assert_eq!(file.read_at(&mut [0; 10], large.len() as u64).unwrap(), 0, "it ends at its size");
+    let second = File::open(snapshot.path().join("large")).unwrap();
+    assert_eq!(second.metadata().unwrap().len(), large.len() as u64);
+    assert!(fs::read(snapshot.path().join("large")).unwrap() == large);
+    assert_eq!(fs::read(snapshot.path().join("small")).unwrap(), b"small");
+    assert_eq!(errno(fs::write(snapshot.path().join("small"), b"no")), libc::EROFS);
+    assert_eq!(errno(fs::remove_file(snapshot.path().join("small"))), libc::EROFS);
+}
+
+#[test]
+fn two_mounts_of_one_volume_see_each_others_closed_files() {
+    let Some(home) = Home::new() else { return };
+    let first = home.mount("data");
+    let other = home.again();
+    let second = mount_of(&other, "data", &home.at("second"));
+    let (a, b) = (first.path().join("shared"), second.path().join("shared"));
+    assert!(!b.exists());
+    for round in 0..20usize {
+        let (writer, reader) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };
+        let bytes = pattern(1_000 + 40_000 * (round % 4), round as u64);
+        fs::write(writer, &bytes).unwrap();
+        assert_eq!(fs::metadata(reader).unwrap().len(), bytes.len() as u64, "round {round}");
+        assert!(fs::read(reader).unwrap() == bytes, "round {round}");
+    }
+    // Of equal length, so that only the contents can tell.
+    for round in 0..10u8 {
+        fs::write(&a, [round; 5_000]).unwrap();
+        assert_eq!(fs::read(&b).unwrap(), [round; 5_000]);
+        let replacement = second.path().join("replacement");
+        fs::write(&replacement, [round + 100; 5_000]).unwrap();
+        fs::rename(&replacement, &b).unwrap();
+        assert_eq!(fs::read(&a).unwrap(), [round + 100; 5_000]);
+    }
+    fs::remove_file(&a).unwrap();
+    assert!(!b.exists());
+    assert_eq!(names(second.path()), Vec::<String>::new());
+}
+
+#[test]
+fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    fs::write(mount.path().join("file"), pattern(200_000, 1)).unwrap();
+    fs::write(mount.path().join("other"), pattern(200_000, 2)).unwrap();
+    let objects = home.dir.path().join("home/datafs/objects");
+    let expected = pattern(200_000, 1);
+    let mut damaged = 0;
+    for fan_out in fs::read_dir(objects).unwrap() {
+        for object in fs::read_dir(fan_out.unwrap().path()).unwrap() {
+            let path = object.unwrap().path();
+            let mut bytes = fs::read(&path).unwrap();
+            if bytes[..1000] == expected[..1000] {
+                bytes[150_000] ^= 1;
+                fs::write(&path, &bytes).unwrap();
+                damaged += 1;
+            }
+        }
+    }
+    assert_eq!(damaged, 1);
+    let file = File::open(mount.path().join("file")).unwrap();
+    assert_eq!(errno(file.read_at(&mut [0; 1000], 149_900)), libc::EIO);
+    assert!(fs::read(mount.path().join("other")).unwrap() == pattern(200_000, 2));
+}
