@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, View};
+use millrace_datafs::View;
 use object_store::ObjectStore;
 
-use crate::config::{Config, VOLUME_ROOT};
+use crate::config::VOLUME_ROOT;
 use crate::error::{Error, Result};
 
 /// Where models are found.
@@ -22,24 +22,6 @@ impl Source {
         Source {
             store,
             root: root.into(),
-        }
-    }
-
-    /// The source that a configuration names: its volume or its directory. Blocks on metadata.
-    ///
-    /// # Errors
-    /// [`Error::Config`] when both or none are named; [`Error::Datafs`] when the volume or snapshot does
-    /// not exist; [`Error::Directory`].
-    pub fn configured(config: &Config, datafs: &Datafs) -> Result<Source> {
-        match (&config.volume, &config.directory) {
-            (Some(volume), None) => Ok(Source::volume(&datafs.view(volume)?)),
-            (None, Some(directory)) => Source::directory(directory),
-            (Some(_), Some(_)) => Err(Error::Config {
-                reason: "names both a volume and a directory of models".into(),
-            }),
-            (None, None) => Err(Error::Config {
-                reason: "names neither a volume nor a directory of models".into(),
-            }),
         }
     }
 

@@ -349,35 +349,6 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_configuration_names_one_source() {
-    let home = tempfile::tempdir().unwrap();
-    let (path, models) = (home.path().to_path_buf(), home.path().to_path_buf());
-    tokio::task::spawn_blocking(move || {
-        let datafs = Datafs::open(&path, &millrace_datafs::Config::default()).unwrap();
-        let of = |volume: Option<&str>, directory: Option<std::path::PathBuf>| {
-            let volume = volume.map(|volume| volume.parse().unwrap());
-            let config = millrace_serving::Config {
-                volume,
-                directory,
-                ..config()
-            };
-            Source::configured(&config, &datafs)
-        };
-        assert!(matches!(of(None, None), Err(Error::Config { .. })));
-        assert!(matches!(
-            of(Some("v"), Some(models.clone())),
-            Err(Error::Config { .. })
-        ));
-        assert!(matches!(of(Some("nosuch@v1"), None), Err(Error::Datafs(_))));
-        of(None, Some(models.clone())).unwrap();
-        datafs.volume_create(&"v".parse().unwrap()).unwrap();
-        of(Some("v"), None).unwrap();
-    })
-    .await
-    .unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settings_that_make_no_sense_are_refused() {
     if !have_runtime() {
         return;
