@@ -7,6 +7,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -154,10 +155,44 @@ fn remove_file(directory: &Path, id: u64) -> Result<()> {
     }
 }
 
+/// Locks a session file; `None` when another process has it, or has just removed it: a lock on a file
+/// without a name protects nothing.
 fn try_lock(file: File, path: &Path) -> Result<Option<Flock<File>>> {
+    let fail = |e| Error::io("look at session file", path, e);
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => Ok(Some(lock)),
+        Ok(lock) => {
+            let locked = lock.metadata().map_err(fail)?;
+            match fs::metadata(path) {
+                Ok(named) if (named.dev(), named.ino()) == (locked.dev(), locked.ino()) => {
+                    Ok(Some(lock))
+                }
+                Err(e) if e.kind() != io::ErrorKind::NotFound => Err(fail(e)),
+                _ => Ok(None),
+            }
+        }
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, errno)) => Err(Error::io("lock session file", path, errno.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_lock_without_a_name_is_no_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = file_of(dir.path(), 7);
+        let create = || OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
+        // Another process finds the file before its owner has locked it, and removes it.
+        let early = create();
+        DeadSession::claim(dir.path(), 7).unwrap().unwrap().remove().unwrap();
+        assert!(try_lock(early, &path).unwrap().is_none());
+        let held = try_lock(create(), &path).unwrap();
+        assert!(held.is_some() && DeadSession::claim(dir.path(), 7).unwrap().is_none());
+        drop(held);
+        assert!(DeadSession::claim(dir.path(), 7).unwrap().is_some());
+        assert_eq!(files(dir.path()).unwrap(), [7]);
     }
 }

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -192,7 +193,8 @@ fn kills_leave_everything_whole() {
             }
             for child in &mut children {
                 child.kill().unwrap();
-                child.wait().unwrap();
+                let status = child.wait().unwrap();
+                assert_eq!(status.signal(), Some(9), "round {seed}: a writer failed by itself");
             }
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
         });
