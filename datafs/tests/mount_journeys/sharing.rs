@@ -143,3 +143,66 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
     assert_eq!(errno(file.read_at(&mut [0; 1000], 149_900)), libc::EIO);
     assert!(fs::read(mount.path().join("other")).unwrap() == pattern(200_000, 2));
 }
+
+/// What a program does to a file, applied to a path.
+fn apply(path: &std::path::Path, step: u64, random: &mut impl FnMut(u64) -> u64) {
+    let options = |append| {
+        let mut options = fs::OpenOptions::new();
+        options.read(true).create(true).append(append).write(true);
+        options
+    };
+    let (offset, len) = (random(200_000), 1 + random(40_000) as usize);
+    match random(6) {
+        0 => options(true).open(path).unwrap().write_all(&pattern(len / 4, step)).unwrap(),
+        1 => options(false).open(path).unwrap().set_len(offset).unwrap(),
+        2 => fs::write(path, pattern(len, step)).unwrap(),
+        3 => {
+            let aside = path.with_extension("aside");
+            fs::write(&aside, pattern(len, step)).unwrap();
+            fs::rename(&aside, path).unwrap();
+        }
+        _ => {
+            let file = options(false).open(path).unwrap();
+            file.write_all_at(&pattern(len, step), offset).unwrap();
+            let mut back = vec![0; len];
+            file.read_exact_at(&mut back, offset).unwrap();
+            assert!(back == pattern(len, step), "step {step}: a handle reads what it wrote");
+            file.write_all_at(&pattern(len / 2, step + 1), offset / 2).unwrap();
+        }
+    }
+}
+
+#[test]
+fn random_writers_on_two_mounts_make_the_file_that_a_local_disk_makes() {
+    let Some(home) = Home::new() else { return };
+    let first = home.mount("data");
+    let other = home.again();
+    let second = mount_of(&other, "data", &home.at("second"));
+    let local = home.dir.path().join("reference");
+    for seed in 1..=3u64 {
+        let _ = fs::remove_file(&local);
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let name = format!("file-{seed}");
+        for step in 0..120 {
+            let mut random = |below: u64| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 33) % below
+            };
+            let writer = if random(2) == 0 { &first } else { &second };
+            let before = random(1 << 30);
+            for path in [local.clone(), writer.path().join(&name)] {
+                let mut fork = before;
+                apply(&path, step, &mut |below| {
+                    fork = fork.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    (fork >> 33) % below
+                });
+            }
+            let expected = fs::read(&local).unwrap();
+            for mount in [&first, &second] {
+                let path = mount.path().join(&name);
+                assert_eq!(fs::metadata(&path).unwrap().len(), expected.len() as u64);
+                assert!(fs::read(&path).unwrap() == expected, "seed {seed} step {step}");
+            }
+        }
+    }
+}
