@@ -25,6 +25,9 @@ use crate::settings::SnapshotSchedule;
 /// How often a training of `[up]` looks whether its snapshot is there.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
 
+/// Pause before an ingest that met a passing failure starts again.
+const INGEST_PAUSE: Duration = Duration::from_secs(1);
+
 /// A running service. Stop it with [`Service::stop`]; a dropped one only aborts.
 pub(crate) struct Service {
     /// The volumes.
@@ -193,8 +196,16 @@ impl Service {
             let (job, datafs, kafka, stop) =
                 (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
             self.back.spawn(format!("ingest {}", job.name), async move {
-                millrace_ingest::run(&job, &datafs, &kafka, stop, Until::Forever).await?;
-                Ok(())
+                loop {
+                    match millrace_ingest::run(&job, &datafs, &kafka, stop.clone(), Until::Forever).await {
+                        // The volume knows where it stands, so a new run goes on from there.
+                        Err(error) if error.is_retryable() && !stop.is_cancelled() => {
+                            tracing::warn!(job = job.name, %error, "ingest starts again");
+                            stop.run_until_cancelled(tokio::time::sleep(INGEST_PAUSE)).await;
+                        }
+                        ended => return Ok(ended.map(drop)?),
+                    }
+                }
             });
         }
         for declared in &settings.up.mounts {

@@ -75,7 +75,7 @@ fn prepare(context: &Context, args: &QuickstartArgs) -> Result<Start> {
     }
     // Only what quickstart and the engines made goes; a stranger's file stops the scaffold later.
     let lock = context.home.lock("quickstart --clean")?;
-    for name in ["broker", "datafs", "data", "mount"] {
+    for name in ["mount", "trainer", "broker", "datafs", "data"] {
         remove(&context.home, name)?;
     }
     drop(lock);

@@ -143,19 +143,21 @@ impl Report {
         }
         let a = &self.addresses;
         let home = home.display();
+        // As it was called: a fresh build is not on the path.
+        let program = std::env::args().next().unwrap_or_else(|| "millrace".to_owned());
         let kafka = a.kafka.clone().unwrap_or_default();
         let http = a.http.map(|http| http.to_string()).unwrap_or_default();
         out.text("\nEverything is still running. Try in another terminal:")?;
         let look = match &a.mount {
             Some(mount) => format!("ls -R {}", mount.display()),
-            None => format!("millrace --home {home} volume show digits"),
+            None => format!("{program} --home {home} volume show digits"),
         };
         for line in [
             look,
             format!("kcat -C -b {kafka} -t digits-predictions -e"),
             format!("curl -s http://{http}/v2/models/digits"),
-            format!("millrace --home {home} predict digits {home}/data/digits-test.jsonl --input pixels --label label"),
-            format!("millrace --home {home} model show digits --volume digits"),
+            format!("{program} --home {home} predict digits {home}/data/digits-test.jsonl --input pixels --label label"),
+            format!("{program} --home {home} model show digits --volume digits"),
         ] {
             out.text(&format!("  {line}"))?;
         }
