@@ -9,7 +9,7 @@ use arrow::compute::cast;
 use arrow::datatypes::{DataType, Schema};
 use arrow::json::LineDelimitedWriter;
 use futures::StreamExt;
-use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Shard};
+use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, PlanOptions, Shard};
 
 use crate::cli::FeedArgs;
 use crate::context::Context;
@@ -18,19 +18,13 @@ use crate::output::count;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
     let datafs = context.datafs()?;
-    let source = args.dataset.source.clone();
-    let store = context.blocking(move || Ok(datafs.view(&source)?.object_store())).await?;
-    let options = PlanOptions {
-        source: args.dataset.source.to_string(),
-        seed: args.seed,
-        batch_rows: args.batch_rows,
-        ..PlanOptions::default()
-    };
-    let plan = Plan::build(&store, &args.dataset.path, &options).await?;
+    let options = PlanOptions { seed: args.seed, batch_rows: args.batch_rows, ..PlanOptions::default() };
+    let dataset = args.dataset.open(&datafs).await?;
+    let plan = dataset.plan(&options).await?;
     let shard = Shard::new(args.rank, args.world)?;
     let batches = args.batches.unwrap_or(if args.dry { plan.steps_for_epochs(1) } else { 1 });
     let (id, rows_total) = (plan.id(), plan.rows());
-    let feed = Feed::open(plan, store, &FeedOptions::default())?;
+    let feed = Feed::open(plan, dataset.store().clone(), &FeedOptions::default())?;
     let stream = feed.stream(shard, Cursor { plan_id: id, step: args.step })?;
     let mut stream = stream.take(usize::try_from(batches).unwrap_or(usize::MAX));
 

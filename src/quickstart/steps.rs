@@ -9,7 +9,8 @@ use arrow::array::{AsArray, RecordBatch};
 use arrow::datatypes::{Float32Type, Int32Type, Int64Type};
 use millrace_datafs::{Name, View, VolumeSpec};
 use millrace_serving::client::Client;
-use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions};
+use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::feed::{Feed, FeedOptions, PlanOptions};
 use millrace_streams::topic::{self, Consumer, OutRecord, Producer, Records};
 use millrace_trainer::job::JobFile;
 use serde_json::Value;
@@ -198,18 +199,14 @@ impl Steps {
 
     /// Every row below `path`, once, read through the feed as a trainer would.
     async fn rows(&self, view: &View, path: &str, columns: &[&str]) -> Result<Vec<RecordBatch>> {
-        let store = view.object_store();
-        let options = PlanOptions {
-            source: view.spec().to_string(),
-            seed: self.seed,
-            batch_rows: 256,
-            ..PlanOptions::default()
-        };
-        let plan = Plan::build(&store, path, &options).await?;
+        let dataset = DatasetSpec { source: view.spec().clone(), path: path.to_owned() };
+        let dataset = dataset.open(&self.service.datafs).await?;
+        let options = PlanOptions { seed: self.seed, ..PlanOptions::default() };
+        let plan = dataset.plan(&options).await?;
         let steps = plan.steps_for_epochs(1);
         let batch_rows = plan.batch_rows();
         let columns = Some(columns.iter().map(|column| (*column).to_owned()).collect());
-        let feed = Feed::open(plan, store, &FeedOptions { columns, ..FeedOptions::default() })?;
+        let feed = Feed::open(plan, dataset.store().clone(), &FeedOptions { columns, ..FeedOptions::default() })?;
         let mut rows = Vec::new();
         for step in 0..steps {
             let batch = feed.batch(step, 0..batch_rows).await?;
@@ -243,18 +240,17 @@ impl Steps {
     async fn dead_letters(&self, view: &View) -> Result<u64> {
         let mut count = 0;
         for job in [TRAIN_TOPIC, TEST_TOPIC] {
-            let (view, path) = (view.clone(), format!("/dead_letters/{job}"));
+            let (view, source) = (view.clone(), view.spec().clone());
+            let path = format!("/dead_letters/{job}");
             let folder = path.clone();
-            let listed = self.context.blocking({
-                let view = view.clone();
-                move || match view.list(&folder) {
-                    Ok(entries) => Ok(!entries.is_empty()),
-                    Err(millrace_datafs::Error::NotFound { .. }) => Ok(false),
-                    Err(error) => Err(error.into()),
-                }
+            let listed = self.context.blocking(move || match view.list(&folder) {
+                Ok(entries) => Ok(!entries.is_empty()),
+                Err(millrace_datafs::Error::NotFound { .. }) => Ok(false),
+                Err(error) => Err(error.into()),
             });
             if listed.await? {
-                count += Plan::build(&view.object_store(), &path, &PlanOptions::default()).await?.rows();
+                let dataset = DatasetSpec { source, path }.open(&self.service.datafs).await?;
+                count += dataset.plan(&PlanOptions::default()).await?.rows();
             }
         }
         Ok(count)

@@ -89,6 +89,15 @@ impl Home {
     }
 }
 
+impl Drop for Home {
+    /// What a killed process left mounted would keep the folder from being deleted.
+    fn drop(&mut self) {
+        for name in ["home/mount", "mnt", "m"] {
+            millrace_datafs::mount::umount(&self.dir.path().join(name)).ok();
+        }
+    }
+}
+
 /// Checks that a finished command failed in one clear line.
 pub fn failure(output: &Output, what: &str) -> (i32, String) {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
