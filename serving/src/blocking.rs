@@ -14,10 +14,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
         Ok(result) => result,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(Error::Service {
-                service: what,
-                reason: "the process is stopping".into(),
-            }),
+            Err(_) => Err(Error::Service { service: what, reason: "the process is stopping".into() }),
         },
     }
 }

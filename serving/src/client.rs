@@ -59,10 +59,7 @@ impl ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        ClientError::Refused {
-            code: status.code(),
-            message: status.message().to_owned(),
-        }
+        ClientError::Refused { code: status.code(), message: status.message().to_owned() }
     }
 }
 
@@ -96,24 +93,15 @@ impl Client {
     /// # Errors
     /// [`ClientError::Address`], [`ClientError::Unreachable`].
     pub async fn connect(address: &str) -> Result<Client, ClientError> {
-        let url = if address.contains("://") {
-            address.to_owned()
-        } else {
-            format!("http://{address}")
-        };
+        let url = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
         let endpoint = Endpoint::from_shared(url)
-            .map_err(|_| ClientError::Address {
-                address: address.to_owned(),
-            })?
+            .map_err(|_| ClientError::Address { address: address.to_owned() })?
             .connect_timeout(Duration::from_secs(5))
             .tcp_nodelay(true);
         let channel = endpoint
             .connect()
             .await
-            .map_err(|source| ClientError::Unreachable {
-                address: address.to_owned(),
-                source,
-            })?;
+            .map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })?;
         let inner = GrpcInferenceServiceClient::new(channel)
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX);
@@ -125,12 +113,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_live(&mut self) -> Result<bool, ClientError> {
-        Ok(self
-            .inner
-            .server_live(pb::ServerLiveRequest {})
-            .await?
-            .into_inner()
-            .live)
+        Ok(self.inner.server_live(pb::ServerLiveRequest {}).await?.into_inner().live)
     }
 
     /// Whether the server takes requests.
@@ -138,12 +121,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_ready(&mut self) -> Result<bool, ClientError> {
-        Ok(self
-            .inner
-            .server_ready(pb::ServerReadyRequest {})
-            .await?
-            .into_inner()
-            .ready)
+        Ok(self.inner.server_ready(pb::ServerReadyRequest {}).await?.into_inner().ready)
     }
 
     /// Whether a model version (the latest when empty) takes requests.
@@ -151,10 +129,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn model_ready(&mut self, model: &str, version: &str) -> Result<bool, ClientError> {
-        let request = pb::ModelReadyRequest {
-            name: model.to_owned(),
-            version: version.to_owned(),
-        };
+        let request = pb::ModelReadyRequest { name: model.to_owned(), version: version.to_owned() };
         Ok(self.inner.model_ready(request).await?.into_inner().ready)
     }
 
@@ -163,11 +138,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_metadata(&mut self) -> Result<pb::ServerMetadataResponse, ClientError> {
-        Ok(self
-            .inner
-            .server_metadata(pb::ServerMetadataRequest {})
-            .await?
-            .into_inner())
+        Ok(self.inner.server_metadata(pb::ServerMetadataRequest {}).await?.into_inner())
     }
 
     /// Versions, inputs and outputs of a model.
@@ -179,10 +150,7 @@ impl Client {
         model: &str,
         version: &str,
     ) -> Result<pb::ModelMetadataResponse, ClientError> {
-        let request = pb::ModelMetadataRequest {
-            name: model.to_owned(),
-            version: version.to_owned(),
-        };
+        let request = pb::ModelMetadataRequest { name: model.to_owned(), version: version.to_owned() };
         Ok(self.inner.model_metadata(request).await?.into_inner())
     }
 
@@ -190,31 +158,21 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::Refused`], [`ClientError::Protocol`] for a datatype that is not known.
-    pub async fn signature(
-        &mut self,
-        model: &str,
-        version: &str,
-    ) -> Result<Signature, ClientError> {
+    pub async fn signature(&mut self, model: &str, version: &str) -> Result<Signature, ClientError> {
         let metadata = self.model_metadata(model, version).await?;
         let specs = |tensors: Vec<pb::model_metadata_response::TensorMetadata>| {
             tensors
                 .into_iter()
                 .map(|tensor| {
-                    let datatype = tensor.datatype.parse().map_err(|error| {
-                        ClientError::Protocol(InferError::invalid(format!("{error}")))
-                    })?;
-                    Ok(TensorSpec {
-                        name: tensor.name,
-                        datatype,
-                        shape: tensor.shape,
-                    })
+                    let datatype = tensor
+                        .datatype
+                        .parse()
+                        .map_err(|error| ClientError::Protocol(InferError::invalid(format!("{error}"))))?;
+                    Ok(TensorSpec { name: tensor.name, datatype, shape: tensor.shape })
                 })
                 .collect::<Result<Vec<_>, ClientError>>()
         };
-        Ok(Signature {
-            inputs: specs(metadata.inputs)?,
-            outputs: specs(metadata.outputs)?,
-        })
+        Ok(Signature { inputs: specs(metadata.inputs)?, outputs: specs(metadata.outputs)? })
     }
 
     /// Runs a model, the latest version when `version` is `None`.
@@ -228,16 +186,10 @@ impl Client {
         inputs: Vec<Tensor>,
         form: Form,
     ) -> Result<Prediction, ClientError> {
-        let response = self
-            .infer_message(write_request(model, version, inputs, form))
-            .await?;
+        let response = self.infer_message(write_request(model, version, inputs, form)).await?;
         let (model, version) = (response.model_name.clone(), response.model_version.clone());
         let outputs = read_outputs(response).map_err(ClientError::Protocol)?;
-        Ok(Prediction {
-            model,
-            version,
-            outputs,
-        })
+        Ok(Prediction { model, version, outputs })
     }
 
     /// Sends a request as it is and gives the reply as it came.

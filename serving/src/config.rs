@@ -137,10 +137,9 @@ impl FromStr for Device {
         match text.split_once(':') {
             None if text == "cpu" => Ok(Device::Cpu),
             None if text == "cuda" => Ok(Device::Cuda(0)),
-            Some(("cuda", ordinal)) => ordinal
-                .parse::<u8>()
-                .map(|n| Device::Cuda(n.into()))
-                .map_err(|_| unknown()),
+            Some(("cuda", ordinal)) => {
+                ordinal.parse::<u8>().map(|n| Device::Cuda(n.into())).map_err(|_| unknown())
+            }
             _ => Err(unknown()),
         }
     }
@@ -154,9 +153,7 @@ impl Serialize for Device {
 
 impl<'de> Deserialize<'de> for Device {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?
-            .parse()
-            .map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -210,11 +207,7 @@ impl Default for PipeConfig {
 impl PipeConfig {
     /// The topic for records that cannot be predicted.
     pub fn dead_letter_topic(&self) -> String {
-        if self.dead_letter.is_empty() {
-            format!("{}-dead", self.output)
-        } else {
-            self.dead_letter.clone()
-        }
+        if self.dead_letter.is_empty() { format!("{}-dead", self.output) } else { self.dead_letter.clone() }
     }
 }
 

@@ -31,9 +31,7 @@ pub enum Error {
         reason: String,
     },
     /// The configured device is not there. There is no fallback.
-    #[error(
-        "device {device} is not available: {reason}; choose another with --device or [serving] device"
-    )]
+    #[error("device {device} is not available: {reason}; choose another with --device or [serving] device")]
     DeviceUnavailable {
         /// The device.
         device: crate::config::Device,
@@ -176,15 +174,11 @@ pub enum InferError {
 
 impl InferError {
     pub(crate) fn invalid(reason: impl Into<String>) -> InferError {
-        InferError::Invalid {
-            reason: reason.into(),
-        }
+        InferError::Invalid { reason: reason.into() }
     }
 
     pub(crate) fn internal(reason: impl Into<String>) -> InferError {
-        InferError::Internal {
-            reason: reason.into(),
-        }
+        InferError::Internal { reason: reason.into() }
     }
 
     /// True when the same request may succeed later.

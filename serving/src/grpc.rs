@@ -23,9 +23,7 @@ impl From<InferError> for Status {
     fn from(error: InferError) -> Status {
         let code = match &error {
             InferError::NotFound { .. } => Code::NotFound,
-            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => {
-                Code::InvalidArgument
-            }
+            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
             InferError::TooLarge { .. } => Code::ResourceExhausted,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
@@ -36,10 +34,7 @@ impl From<InferError> for Status {
 }
 
 /// The service for a tonic server. Requests above `message_bytes_max` are refused while they are read.
-pub(crate) fn service(
-    inference: Inference,
-    message_bytes_max: usize,
-) -> GrpcInferenceServiceServer<Service> {
+pub(crate) fn service(inference: Inference, message_bytes_max: usize) -> GrpcInferenceServiceServer<Service> {
     GrpcInferenceServiceServer::new(Service { inference })
         .max_decoding_message_size(message_bytes_max)
         .max_encoding_message_size(usize::MAX)
@@ -69,9 +64,7 @@ impl GrpcInferenceService for Service {
         &self,
         _: Request<pb::ServerReadyRequest>,
     ) -> Result<Response<pb::ServerReadyResponse>, Status> {
-        Ok(Response::new(pb::ServerReadyResponse {
-            ready: self.inference.is_ready(),
-        }))
+        Ok(Response::new(pb::ServerReadyResponse { ready: self.inference.is_ready() }))
     }
 
     async fn model_ready(
@@ -80,14 +73,8 @@ impl GrpcInferenceService for Service {
     ) -> Result<Response<pb::ModelReadyResponse>, Status> {
         let request = request.into_inner();
         let version = parse_version(&request.version)?;
-        let found = self
-            .inference
-            .repository()
-            .get(&request.name, version)
-            .is_ok();
-        Ok(Response::new(pb::ModelReadyResponse {
-            ready: found && self.inference.is_ready(),
-        }))
+        let found = self.inference.repository().get(&request.name, version).is_ok();
+        Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
     }
 
     async fn server_metadata(
@@ -107,11 +94,7 @@ impl GrpcInferenceService for Service {
     ) -> Result<Response<pb::ModelMetadataResponse>, Status> {
         let request = request.into_inner();
         let model = self.find(&request.name, &request.version)?;
-        let versions = self
-            .inference
-            .repository()
-            .versions(model.name())
-            .unwrap_or_default();
+        let versions = self.inference.repository().versions(model.name()).unwrap_or_default();
         let tensors = |specs: &[millrace_bundle::TensorSpec]| {
             specs
                 .iter()
@@ -140,36 +123,17 @@ impl GrpcInferenceService for Service {
         let id = std::mem::take(&mut request.id);
         let model = self.find(&request.model_name, &request.model_version)?;
         let (response, form) = self.inference.answer(&model, || decode(request)).await?;
-        let message = write_response(
-            &response.model,
-            response.version,
-            id,
-            response.outputs,
-            form,
-        );
+        let message = write_response(&response.model, response.version, id, response.outputs, form);
         Ok(Response::new(message))
     }
 }
 
-fn decode(
-    mut request: pb::ModelInferRequest,
-) -> Result<(infer::Request, crate::wire::Form), InferError> {
+fn decode(mut request: pb::ModelInferRequest) -> Result<(infer::Request, crate::wire::Form), InferError> {
     check_parameters(request.parameters.keys())?;
     for output in &request.outputs {
         check_output_parameters(&output.name, output.parameters.keys())?;
     }
     let (inputs, form) = read_inputs(&mut request)?;
-    let outputs = request
-        .outputs
-        .into_iter()
-        .map(|output| output.name)
-        .collect();
-    Ok((
-        infer::Request {
-            inputs,
-            outputs,
-            ..Default::default()
-        },
-        form,
-    ))
+    let outputs = request.outputs.into_iter().map(|output| output.name).collect();
+    Ok((infer::Request { inputs, outputs, ..Default::default() }, form))
 }

@@ -57,10 +57,7 @@ pub struct Inference {
 impl Inference {
     /// Serves the models of a repository.
     pub fn new(repository: Repository) -> Inference {
-        Inference {
-            repository,
-            gate: Arc::default(),
-        }
+        Inference { repository, gate: Arc::default() }
     }
 
     /// The models.
@@ -99,9 +96,7 @@ impl Inference {
     pub fn enter(&self) -> Result<Entered, InferError> {
         self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
         IN_FLIGHT.inc();
-        let entered = Entered {
-            gate: self.gate.clone(),
-        };
+        let entered = Entered { gate: self.gate.clone() };
         if self.is_ready() {
             Ok(entered)
         } else {
@@ -117,9 +112,7 @@ impl Inference {
     /// Every [`InferError`] but the ones of message sizes.
     pub async fn infer(&self, request: Request) -> Result<Response, InferError> {
         let model = self.find(&request.model, request.version)?;
-        self.answer(&model, || Ok((request, ())))
-            .await
-            .map(|(response, ())| response)
+        self.answer(&model, || Ok((request, ()))).await.map(|(response, ())| response)
     }
 
     /// Decodes a request for a version and runs it; `extra` is handed through for the reply.
@@ -129,9 +122,7 @@ impl Inference {
         decode: impl FnOnce() -> Result<(Request, X), InferError>,
     ) -> Result<(Response, X), InferError> {
         let outcome = match decode() {
-            Ok((request, extra)) => infer_with(model, &request)
-                .await
-                .map(|response| (response, extra)),
+            Ok((request, extra)) => infer_with(model, &request).await.map(|response| (response, extra)),
             Err(error) => Err(error),
         };
         match &outcome {
@@ -169,9 +160,7 @@ impl Drop for Entered {
 
 fn count_failure(model: &Model, error: &InferError) {
     let version = model.version().to_string();
-    REQUESTS
-        .with_label_values(&[model.name(), &version, error.label()])
-        .inc();
+    REQUESTS.with_label_values(&[model.name(), &version, error.label()]).inc();
 }
 
 /// Checks a request against one version and runs it.
@@ -179,56 +168,32 @@ pub(crate) async fn infer_with(model: &Model, request: &Request) -> Result<Respo
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
     let inputs = ordered(&signature.inputs, &request.inputs)?;
-    let rows = inputs
-        .first()
-        .and_then(|input| input.shape.first())
-        .copied()
-        .unwrap_or(1);
+    let rows = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
     let start = Instant::now();
     let (outputs, compute) = model.pool.run(&inputs, &outputs).await?;
-    model
-        .metrics
-        .request_seconds
-        .observe(start.elapsed().as_secs_f64());
+    model.metrics.request_seconds.observe(start.elapsed().as_secs_f64());
     model.metrics.compute_seconds.observe(compute.as_secs_f64());
     model.metrics.rows.inc_by(u64::try_from(rows).unwrap_or(0));
-    Ok(Response {
-        model: model.name().to_owned(),
-        version: model.version(),
-        outputs,
-    })
+    Ok(Response { model: model.name().to_owned(), version: model.version(), outputs })
 }
 
 /// Checks every input and brings them into the signature's order.
 fn ordered<'a>(specs: &[TensorSpec], inputs: &'a [Tensor]) -> Result<Vec<&'a Tensor>, InferError> {
     if inputs.len() > TENSORS_MAX {
-        return Err(InferError::invalid(format!(
-            "{} inputs, the limit is {TENSORS_MAX}",
-            inputs.len()
-        )));
+        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
     let mut places: Vec<Option<&Tensor>> = vec![None; specs.len()];
     for input in inputs {
-        let known = specs
-            .iter()
-            .zip(&mut places)
-            .find(|(spec, _)| spec.name == input.name);
+        let known = specs.iter().zip(&mut places).find(|(spec, _)| spec.name == input.name);
         let Some((spec, place)) = known else {
-            let names: Vec<&str> = specs
-                .iter()
-                .take(16)
-                .map(|spec| spec.name.as_str())
-                .collect();
+            let names: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
             return Err(InferError::invalid(format!(
                 "the model has no input {}, its inputs are {names:?}",
                 quote(&input.name)
             )));
         };
         if place.replace(input).is_some() {
-            return Err(InferError::invalid(format!(
-                "input {:?} is there twice",
-                spec.name
-            )));
+            return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
         }
         check(spec, input)?;
     }
@@ -251,15 +216,11 @@ fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
         )));
     }
     let fits = input.shape.len() == spec.shape.len()
-        && spec
-            .shape
-            .iter()
-            .zip(&input.shape)
-            .all(|(expected, found)| match expected {
-                // No graph is required to work on nothing, and some crash on it.
-                -1 => *found >= 1,
-                expected => expected == found,
-            });
+        && spec.shape.iter().zip(&input.shape).all(|(expected, found)| match expected {
+            // No graph is required to work on nothing, and some crash on it.
+            -1 => *found >= 1,
+            expected => expected == found,
+        });
     if !fits {
         let shown: Vec<_> = input.shape.iter().take(16).collect();
         return Err(InferError::invalid(format!(
@@ -269,48 +230,30 @@ fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
     }
     let count = crate::tensor::element_count(&input.name, &input.shape)?;
     if input.data.len() != count {
-        return Err(crate::tensor::wrong_count(
-            &input.name,
-            &input.shape,
-            count,
-            input.data.len(),
-        ));
+        return Err(crate::tensor::wrong_count(&input.name, &input.shape, count, input.data.len()));
     }
     Ok(())
 }
 
 /// The specs of the outputs that are wanted.
-fn wanted<'a>(
-    specs: &'a [TensorSpec],
-    names: &[String],
-) -> Result<Vec<&'a TensorSpec>, InferError> {
+fn wanted<'a>(specs: &'a [TensorSpec], names: &[String]) -> Result<Vec<&'a TensorSpec>, InferError> {
     if names.is_empty() {
         return Ok(specs.iter().collect());
     }
     if names.len() > TENSORS_MAX {
-        return Err(InferError::invalid(format!(
-            "{} outputs, the limit is {TENSORS_MAX}",
-            names.len()
-        )));
+        return Err(InferError::invalid(format!("{} outputs, the limit is {TENSORS_MAX}", names.len())));
     }
     let mut outputs: Vec<&TensorSpec> = Vec::with_capacity(names.len());
     for name in names {
         let Some(spec) = specs.iter().find(|spec| spec.name == *name) else {
-            let known: Vec<&str> = specs
-                .iter()
-                .take(16)
-                .map(|spec| spec.name.as_str())
-                .collect();
+            let known: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
             return Err(InferError::invalid(format!(
                 "the model has no output {}, its outputs are {known:?}",
                 quote(name)
             )));
         };
         if outputs.iter().any(|output| output.name == *name) {
-            return Err(InferError::invalid(format!(
-                "output {:?} is asked for twice",
-                spec.name
-            )));
+            return Err(InferError::invalid(format!("output {:?} is asked for twice", spec.name)));
         }
         outputs.push(spec);
     }
@@ -325,14 +268,7 @@ pub(crate) fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
     if text.is_empty() {
         return Ok(None);
     }
-    text.parse()
-        .ok()
-        .filter(|version| *version > 0)
-        .map(Some)
-        .ok_or_else(|| {
-            InferError::invalid(format!(
-                "model version {} is not a positive integer",
-                quote(text)
-            ))
-        })
+    text.parse().ok().filter(|version| *version > 0).map(Some).ok_or_else(|| {
+        InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
+    })
 }

@@ -35,12 +35,11 @@ fn gauge_vec(name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
 
 fn seconds_vec(name: &str, help: &str, labels: &[&str]) -> HistogramVec {
     let buckets = vec![
-        0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01,
-        0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+        0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05,
+        0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
     ];
     registered(
-        HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), labels)
-            .expect("a valid metric"),
+        HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), labels).expect("a valid metric"),
     )
 }
 
@@ -55,13 +54,8 @@ pub static REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 });
 
 /// Rows predicted, by model and version.
-pub static ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
-    counter_vec(
-        "millrace_serving_rows_total",
-        "Rows predicted",
-        &["model", "version"],
-    )
-});
+pub static ROWS: LazyLock<IntCounterVec> =
+    LazyLock::new(|| counter_vec("millrace_serving_rows_total", "Rows predicted", &["model", "version"]));
 
 /// Seconds from a checked request to its outputs, waiting for a session included.
 pub static REQUEST_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
@@ -74,29 +68,16 @@ pub static REQUEST_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
 
 /// Seconds inside ONNX Runtime.
 pub static COMPUTE_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
-    seconds_vec(
-        "millrace_serving_compute_seconds",
-        "Seconds inside ONNX Runtime",
-        &["model", "version"],
-    )
+    seconds_vec("millrace_serving_compute_seconds", "Seconds inside ONNX Runtime", &["model", "version"])
 });
 
 /// Requests that are being answered.
-pub static IN_FLIGHT: LazyLock<IntGauge> = LazyLock::new(|| {
-    gauge(
-        "millrace_serving_in_flight_requests",
-        "Requests being answered",
-    )
-});
+pub static IN_FLIGHT: LazyLock<IntGauge> =
+    LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
 
 /// Model versions by state, `ready` or `failed`.
-pub static MODELS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
-    gauge_vec(
-        "millrace_serving_model_versions",
-        "Model versions by state",
-        &["state"],
-    )
-});
+pub static MODELS: LazyLock<IntGaugeVec> =
+    LazyLock::new(|| gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"]));
 
 /// Looks through the repository.
 pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
@@ -109,20 +90,12 @@ pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
 
 /// Records of a pipe, by outcome: `predicted` or `dead_letter`.
 pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
-    counter_vec(
-        "millrace_serving_pipe_records_total",
-        "Records of a pipe",
-        &["pipe", "outcome"],
-    )
+    counter_vec("millrace_serving_pipe_records_total", "Records of a pipe", &["pipe", "outcome"])
 });
 
 /// Server starts in this process; makes the registry non-empty from the first scrape on.
-pub static STARTS: LazyLock<IntCounter> = LazyLock::new(|| {
-    counter(
-        "millrace_serving_starts_total",
-        "Server starts in this process",
-    )
-});
+pub static STARTS: LazyLock<IntCounter> =
+    LazyLock::new(|| counter("millrace_serving_starts_total", "Server starts in this process"));
 
 /// Metrics of one model version with the labels resolved, so that a request pays no look-up.
 #[derive(Debug)]
@@ -149,10 +122,8 @@ impl ModelMetrics {
 /// Every metric of the process in the Prometheus text format.
 pub(crate) fn render() -> String {
     let encoder = prometheus::TextEncoder::new();
-    encoder
-        .encode_to_string(&prometheus::gather())
-        .unwrap_or_else(|error| {
-            tracing::warn!(%error, "the metrics cannot be written");
-            String::new()
-        })
+    encoder.encode_to_string(&prometheus::gather()).unwrap_or_else(|error| {
+        tracing::warn!(%error, "the metrics cannot be written");
+        String::new()
+    })
 }

@@ -88,11 +88,7 @@ pub async fn run(
         match run_once(config, &deps, until, &cancel, &mut report).await {
             Err(error) if until == Until::Forever && error.is_retryable() => {
                 tracing::warn!(pipe = config.name, error = %chain(&error), "the pipe starts over");
-                if cancel
-                    .run_until_cancelled(tokio::time::sleep(RESTART_AFTER))
-                    .await
-                    .is_none()
-                {
+                if cancel.run_until_cancelled(tokio::time::sleep(RESTART_AFTER)).await.is_none() {
                     return Ok(report);
                 }
             }
@@ -114,22 +110,11 @@ async fn run_once(
     let marks = topic::watermarks(&deps.kafka, &config.input).await?;
     let partitions = i32::try_from(marks.len()).unwrap_or(1).max(1);
     topic::create_topic(&deps.kafka, &config.output, partitions).await?;
-    let mut progress = Progress::read(
-        deps.progress.clone(),
-        &config.name,
-        &config.input,
-        marks.keys(),
-    )
-    .await?;
+    let mut progress =
+        Progress::read(deps.progress.clone(), &config.name, &config.input, marks.keys()).await?;
     let start: Vec<(String, i32, i64)> = marks
         .keys()
-        .map(|partition| {
-            (
-                config.input.clone(),
-                *partition,
-                progress.next(*partition).unwrap_or(EARLIEST),
-            )
-        })
+        .map(|partition| (config.input.clone(), *partition, progress.next(*partition).unwrap_or(EARLIEST)))
         .collect();
     let mut consumer = Consumer::assign(&deps.kafka, &start).await?;
     let writer = Writer {
@@ -138,28 +123,14 @@ async fn run_once(
         kafka: deps.kafka.clone(),
         config,
     };
-    let mut pipe = Pipe {
-        config,
-        inference: &deps.inference,
-        writer,
-        mapping: None,
-        until,
-        report,
-        cancel,
-    };
-    tracing::info!(
-        pipe = config.name,
-        input = config.input,
-        output = config.output,
-        "the pipe runs"
-    );
+    let mut pipe = Pipe { config, inference: &deps.inference, writer, mapping: None, until, report, cancel };
+    tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
     let mut last_record = Instant::now();
     loop {
         for ((_, partition), offset) in consumer.positions() {
             pipe.report.offsets.insert(*partition, *offset);
         }
-        if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets, last_record, config)
-        {
+        if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets, last_record, config) {
             break;
         }
         let rows_max = config.batch_rows_max.max(CHUNK_ROWS_MAX);
@@ -177,11 +148,7 @@ async fn run_once(
         if !pipe.answer(&Records::new(&batch)?).await? {
             break;
         }
-        let positions = consumer
-            .positions()
-            .iter()
-            .map(|((_, p), offset)| (*p, *offset))
-            .collect();
+        let positions = consumer.positions().iter().map(|((_, p), offset)| (*p, *offset)).collect();
         progress.commit(positions).await?;
     }
     Ok(())
@@ -192,20 +159,11 @@ fn check(config: &PipeConfig) -> Result<()> {
     let name = &config.name;
     if name.is_empty()
         || name.len() > 128
-        || !name
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        || !name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
     {
-        return Err(config_error(format!(
-            "pipe name {} is not 1 to 128 of A-Z a-z 0-9 . _ -",
-            quote(name)
-        )));
+        return Err(config_error(format!("pipe name {} is not 1 to 128 of A-Z a-z 0-9 . _ -", quote(name))));
     }
-    for (key, value) in [
-        ("input", &config.input),
-        ("output", &config.output),
-        ("model", &config.model),
-    ] {
+    for (key, value) in [("input", &config.input), ("output", &config.output), ("model", &config.model)] {
         if value.is_empty() {
             return Err(config_error(format!("pipe {name:?}: {key} is not set")));
         }
@@ -233,10 +191,7 @@ fn caught_up(
     }
     let idle = last_record.elapsed() > IDLE_MAX;
     if idle {
-        tracing::warn!(
-            pipe = config.name,
-            "no record came for a while, the pipe ends"
-        );
+        tracing::warn!(pipe = config.name, "no record came for a while, the pipe ends");
     }
     idle
 }

@@ -36,18 +36,9 @@ impl Mapping {
     /// dimension (first extent -1 or 1).
     pub fn new(signature: &Signature, columns: &BTreeMap<String, String>) -> Result<Mapping> {
         let config = |reason: String| Error::Config { reason };
-        let names: Vec<&str> = signature
-            .inputs
-            .iter()
-            .map(|spec| spec.name.as_str())
-            .collect();
-        if let Some(unknown) = columns
-            .keys()
-            .find(|input| !names.contains(&input.as_str()))
-        {
-            return Err(config(format!(
-                "columns names input {unknown:?}, the model's inputs are {names:?}"
-            )));
+        let names: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
+        if let Some(unknown) = columns.keys().find(|input| !names.contains(&input.as_str())) {
+            return Err(config(format!("columns names input {unknown:?}, the model's inputs are {names:?}")));
         }
         for spec in &signature.inputs {
             if !matches!(spec.shape.first(), Some(-1 | 1)) {
@@ -57,16 +48,9 @@ impl Mapping {
                 )));
             }
         }
-        let batched = signature
-            .inputs
-            .iter()
-            .all(|spec| spec.shape.first() == Some(&-1));
+        let batched = signature.inputs.iter().all(|spec| spec.shape.first() == Some(&-1));
         let column = |spec: &TensorSpec| columns.get(&spec.name).unwrap_or(&spec.name).clone();
-        let inputs = signature
-            .inputs
-            .iter()
-            .map(|spec| (spec.clone(), column(spec)))
-            .collect();
+        let inputs = signature.inputs.iter().map(|spec| (spec.clone(), column(spec))).collect();
         Ok(Mapping { inputs, batched })
     }
 
@@ -76,14 +60,12 @@ impl Mapping {
     /// [`InferError::Invalid`] when a field is missing, or is not what the input takes.
     pub fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
         let read = |(spec, column): &(TensorSpec, String)| {
-            let value = record.get(column).ok_or_else(|| {
-                InferError::invalid(format!("the record has no field {column:?}"))
-            })?;
+            let value = record
+                .get(column)
+                .ok_or_else(|| InferError::invalid(format!("the record has no field {column:?}")))?;
             row_of(spec, column, value)
         };
-        Ok(Row {
-            inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()?,
-        })
+        Ok(Row { inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()? })
     }
 
     /// How many of the first rows fit into one call: those of one shape, at most `rows_max`.
@@ -92,12 +74,7 @@ impl Mapping {
         if !self.batched {
             return 1;
         }
-        let alike = |row: &&Row| {
-            row.inputs
-                .iter()
-                .zip(&first.inputs)
-                .all(|((a, _), (b, _))| a == b)
-        };
+        let alike = |row: &&Row| row.inputs.iter().zip(&first.inputs).all(|((a, _), (b, _))| a == b);
         rows.iter().take(rows_max.max(1)).take_while(alike).count()
     }
 
@@ -107,9 +84,7 @@ impl Mapping {
     /// [`InferError::Invalid`] when there are none or their shapes differ.
     pub fn batch(&self, rows: &[Row]) -> Result<Vec<Tensor>, InferError> {
         let uneven = || InferError::invalid("the rows of a batch differ in shape");
-        let first = rows
-            .first()
-            .ok_or_else(|| InferError::invalid("a batch of no rows"))?;
+        let first = rows.first().ok_or_else(|| InferError::invalid("a batch of no rows"))?;
         let mut tensors = Vec::with_capacity(self.inputs.len());
         for (index, (spec, _)) in self.inputs.iter().enumerate() {
             let (row_shape, data) = first.inputs.get(index).ok_or_else(uneven)?;
@@ -122,11 +97,7 @@ impl Mapping {
             }
             let mut shape = vec![rows.len() as i64];
             shape.extend(row_shape);
-            tensors.push(Tensor {
-                name: spec.name.clone(),
-                shape,
-                data: stacked,
-            });
+            tensors.push(Tensor { name: spec.name.clone(), shape, data: stacked });
         }
         Ok(tensors)
     }
@@ -142,20 +113,11 @@ fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, D
     .map_err(|error| invalid(error.to_string()))?;
     let declared = spec.shape.get(1..).unwrap_or_default();
     let shape: Vec<i64> = if declared.contains(&-1) {
-        let extents: Vec<i64> = elements
-            .extents()
-            .iter()
-            .map(|extent| *extent as i64)
-            .collect();
+        let extents: Vec<i64> = elements.extents().iter().map(|extent| *extent as i64).collect();
         let fits = extents.len() == declared.len()
-            && declared
-                .iter()
-                .zip(&extents)
-                .all(|(want, found)| *want == -1 || want == found);
+            && declared.iter().zip(&extents).all(|(want, found)| *want == -1 || want == found);
         if !fits {
-            return Err(invalid(format!(
-                "it has shape {extents:?}, the model takes {declared:?}"
-            )));
+            return Err(invalid(format!("it has shape {extents:?}, the model takes {declared:?}")));
         }
         extents
     } else {
@@ -189,17 +151,10 @@ pub struct RowOutputs {
 /// # Errors
 /// [`InferError::Internal`] when an output does not have one row per input row.
 pub fn row_outputs(outputs: &[Tensor], row: usize, rows: usize) -> Result<RowOutputs, InferError> {
-    let mut taken = RowOutputs {
-        outputs: Map::new(),
-        argmax: BTreeMap::new(),
-    };
+    let mut taken = RowOutputs { outputs: Map::new(), argmax: BTreeMap::new() };
     for tensor in outputs {
         let per_row = tensor.shape.first() == Some(&(rows as i64));
-        let width = if per_row {
-            tensor.data.len() / rows.max(1)
-        } else {
-            tensor.data.len()
-        };
+        let width = if per_row { tensor.data.len() / rows.max(1) } else { tensor.data.len() };
         if !per_row && rows != 1 {
             return Err(InferError::internal(format!(
                 "output {} has shape {:?}, not one row for each of {rows}",
@@ -207,18 +162,12 @@ pub fn row_outputs(outputs: &[Tensor], row: usize, rows: usize) -> Result<RowOut
                 tensor.shape
             )));
         }
-        let (start, end) = if per_row {
-            (row * width, (row + 1) * width)
-        } else {
-            (0, width)
-        };
+        let (start, end) = if per_row { (row * width, (row + 1) * width) } else { (0, width) };
         let values = tensor.data.json(start, end);
         if let Some(index) = tensor.data.argmax(start, end) {
             taken.argmax.insert(tensor.name.clone(), index);
         }
-        taken
-            .outputs
-            .insert(tensor.name.clone(), Value::Array(values));
+        taken.outputs.insert(tensor.name.clone(), Value::Array(values));
     }
     Ok(taken)
 }
@@ -250,22 +199,12 @@ impl Data {
     fn json(&self, start: usize, end: usize) -> Vec<Value> {
         fn shortest(value: f32) -> Value {
             // Through the text of the 32-bit number, so that 0.1 stays 0.1.
-            value
-                .to_string()
-                .parse::<f64>()
-                .ok()
-                .and_then(Number::from_f64)
-                .into()
+            value.to_string().parse::<f64>().ok().and_then(Number::from_f64).into()
         }
         let range = start..end;
         macro_rules! all {
             ($values:expr, $convert:expr) => {
-                $values
-                    .get(range)
-                    .unwrap_or_default()
-                    .iter()
-                    .map($convert)
-                    .collect()
+                $values.get(range).unwrap_or_default().iter().map($convert).collect()
             };
         }
         match self {
@@ -274,9 +213,7 @@ impl Data {
             Data::Fp32(values) => all!(values, |value| shortest(*value)),
             Data::Fp64(values) => all!(values, |value| Number::from_f64(*value).into()),
             Data::Bytes(values) => {
-                all!(values, |value| String::from_utf8_lossy(value)
-                    .into_owned()
-                    .into())
+                all!(values, |value| String::from_utf8_lossy(value).into_owned().into())
             }
             Data::Bool(values) => all!(values, |value| (*value).into()),
             Data::Uint8(values) => all!(values, |value| (*value).into()),
@@ -296,11 +233,7 @@ impl Data {
         let values: Vec<f64> = match self {
             Data::Fp16(values) => values.get(start..end)?.iter().map(|v| v.to_f64()).collect(),
             Data::Bf16(values) => values.get(start..end)?.iter().map(|v| v.to_f64()).collect(),
-            Data::Fp32(values) => values
-                .get(start..end)?
-                .iter()
-                .map(|v| f64::from(*v))
-                .collect(),
+            Data::Fp32(values) => values.get(start..end)?.iter().map(|v| f64::from(*v)).collect(),
             Data::Fp64(values) => values.get(start..end)?.to_vec(),
             _ => return None,
         };

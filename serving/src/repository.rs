@@ -115,10 +115,7 @@ impl Repository {
     /// [`Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         let device = config.device;
-        blocking("model loading", move || {
-            crate::session::check_device(device)
-        })
-        .await?;
+        blocking("model loading", move || crate::session::check_device(device)).await?;
         let inner = Inner {
             source,
             config: config.clone(),
@@ -126,9 +123,7 @@ impl Repository {
             refreshing: tokio::sync::Mutex::new(()),
             changes: watch::Sender::new(0),
         };
-        let repository = Repository {
-            inner: Arc::new(inner),
-        };
+        let repository = Repository { inner: Arc::new(inner) };
         repository.refresh().await?;
         Ok(repository)
     }
@@ -142,9 +137,7 @@ impl Repository {
     pub async fn refresh(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         let outcome = self.refresh_now().await;
-        REFRESHES
-            .with_label_values(&[if outcome.is_ok() { "ok" } else { "failed" }])
-            .inc();
+        REFRESHES.with_label_values(&[if outcome.is_ok() { "ok" } else { "failed" }]).inc();
         outcome
     }
 
@@ -154,11 +147,7 @@ impl Repository {
             return;
         }
         let period = Duration::from_millis(self.inner.config.poll_ms);
-        while cancel
-            .run_until_cancelled(tokio::time::sleep(period))
-            .await
-            .is_some()
-        {
+        while cancel.run_until_cancelled(tokio::time::sleep(period)).await.is_some() {
             if let Some(Err(error)) = cancel.run_until_cancelled(self.refresh()).await {
                 tracing::warn!(error = %chain(&error), "the model repository cannot be read");
             }
@@ -177,9 +166,7 @@ impl Repository {
     pub fn get(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read().clone();
         let Some(versions) = models.models.get(model) else {
-            return Err(InferError::NotFound {
-                reason: format!("there is no model {}", quote(model)),
-            });
+            return Err(InferError::NotFound { reason: format!("there is no model {}", quote(model)) });
         };
         let found = match version {
             Some(version) => versions.ready.get(&version),
@@ -194,27 +181,19 @@ impl Repository {
         };
         match (failed, version) {
             (Some((version, failure)), _) => Err(InferError::Unavailable {
-                reason: format!(
-                    "model {model:?} version {version} cannot be served: {}",
-                    failure.reason
-                ),
+                reason: format!("model {model:?} version {version} cannot be served: {}", failure.reason),
             }),
-            (None, Some(version)) => Err(InferError::NotFound {
-                reason: format!("model {model:?} has no version {version}"),
-            }),
-            (None, None) => Err(InferError::NotFound {
-                reason: format!("model {model:?} has no version"),
-            }),
+            (None, Some(version)) => {
+                Err(InferError::NotFound { reason: format!("model {model:?} has no version {version}") })
+            }
+            (None, None) => Err(InferError::NotFound { reason: format!("model {model:?} has no version") }),
         }
     }
 
     /// Ready versions of a model, ascending; `None` when there is no such model.
     pub fn versions(&self, model: &str) -> Option<Vec<u64>> {
         let models = self.inner.models.read().clone();
-        models
-            .models
-            .get(model)
-            .map(|versions| versions.ready.keys().copied().collect())
+        models.models.get(model).map(|versions| versions.ready.keys().copied().collect())
     }
 
     /// Every version that was found and what became of it, by name and version.
@@ -222,10 +201,7 @@ impl Repository {
         let models = self.inner.models.read().clone();
         let mut status: Vec<VersionStatus> = Vec::new();
         for (model, versions) in &models.models {
-            let ready = versions
-                .ready
-                .keys()
-                .map(|version| (*version, State::Ready));
+            let ready = versions.ready.keys().map(|version| (*version, State::Ready));
             let failed = versions
                 .failed
                 .iter()

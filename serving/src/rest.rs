@@ -47,10 +47,7 @@ pub(crate) fn router(inference: Inference, message_bytes_max: usize) -> Router {
         .route(&format!("{version}/infer"), post(infer))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(App {
-            inference,
-            message_bytes_max,
-        })
+        .with_state(App { inference, message_bytes_max })
 }
 
 /// An error as this protocol answers it: a status and `{"error": …}`.
@@ -71,10 +68,7 @@ impl From<InferError> for Failure {
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             InferError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Failure {
-            status,
-            reason: error.to_string(),
-        }
+        Failure { status, reason: error.to_string() }
     }
 }
 
@@ -104,17 +98,11 @@ impl Target {
 }
 
 async fn unknown_path() -> Failure {
-    Failure {
-        status: StatusCode::NOT_FOUND,
-        reason: "there is nothing at this path".into(),
-    }
+    Failure { status: StatusCode::NOT_FOUND, reason: "there is nothing at this path".into() }
 }
 
 async fn wrong_method() -> Failure {
-    Failure {
-        status: StatusCode::METHOD_NOT_ALLOWED,
-        reason: "this path does not take this method".into(),
-    }
+    Failure { status: StatusCode::METHOD_NOT_ALLOWED, reason: "this path does not take this method".into() }
 }
 
 async fn server_metadata() -> Response {
@@ -136,43 +124,21 @@ async fn server_ready(State(app): State<App>) -> Response {
 }
 
 fn status_of(ready: bool) -> StatusCode {
-    if ready {
-        StatusCode::OK
-    } else {
-        StatusCode::SERVICE_UNAVAILABLE
-    }
+    if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-async fn model_ready(
-    State(app): State<App>,
-    Path(target): Path<Target>,
-) -> Result<Response, Failure> {
+async fn model_ready(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
-    let name = match app
-        .inference
-        .repository()
-        .get(&target.model, target.version()?)
-    {
+    let name = match app.inference.repository().get(&target.model, target.version()?) {
         Ok(model) => model.name().to_owned(),
         Err(error) => return Err(error.into()),
     };
-    Ok((
-        status_of(ready),
-        Json(json!({ "name": name, "ready": ready })),
-    )
-        .into_response())
+    Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
-async fn model_metadata(
-    State(app): State<App>,
-    Path(target): Path<Target>,
-) -> Result<Response, Failure> {
+async fn model_metadata(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
     let model = app.inference.find(&target.model, target.version()?)?;
-    let versions = app
-        .inference
-        .repository()
-        .versions(model.name())
-        .unwrap_or_default();
+    let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     // The specs serialize with the protocol's own keys: name, datatype, shape.
     Ok(Json(json!({
@@ -197,32 +163,22 @@ async fn infer(
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;
     let body = read(body, &headers, app.message_bytes_max).await?;
-    let (response, reply) = app
-        .inference
-        .answer(&model, || body::decode(&body, header_length))
-        .await?;
+    let (response, reply) = app.inference.answer(&model, || body::decode(&body, header_length)).await?;
     let (json_length, body) = body::encode(response, &reply)?;
     let mut response = Response::new(Body::from(body));
     let content_type = match json_length {
         None => HeaderValue::from_static("application/json"),
         Some(length) => {
-            response
-                .headers_mut()
-                .insert(HEADER_LENGTH, HeaderValue::from(length));
+            response.headers_mut().insert(HEADER_LENGTH, HeaderValue::from(length));
             HeaderValue::from_static("application/octet-stream")
         }
     };
-    response
-        .headers_mut()
-        .insert(header::CONTENT_TYPE, content_type);
+    response.headers_mut().insert(header::CONTENT_TYPE, content_type);
     Ok(response)
 }
 
 fn check_encoding(headers: &HeaderMap) -> Result<(), Failure> {
-    match headers
-        .get(header::CONTENT_ENCODING)
-        .map(HeaderValue::to_str)
-    {
+    match headers.get(header::CONTENT_ENCODING).map(HeaderValue::to_str) {
         None | Some(Ok("" | "identity")) => Ok(()),
         Some(encoding) => Err(Failure {
             status: StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -239,16 +195,13 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
         return Ok(None);
     };
     let length = value.to_str().ok().and_then(|text| text.parse().ok());
-    length.map(Some).ok_or_else(|| {
-        InferError::invalid("Inference-Header-Content-Length is not a number of bytes")
-    })
+    length
+        .map(Some)
+        .ok_or_else(|| InferError::invalid("Inference-Header-Content-Length is not a number of bytes"))
 }
 
 async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes, Failure> {
-    let too_large = |bytes: u64| InferError::TooLarge {
-        bytes,
-        bytes_max: bytes_max as u64,
-    };
+    let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok())
@@ -259,9 +212,8 @@ async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes
     let mut stream = body.into_data_stream();
     let mut content = BytesMut::new();
     while let Some(chunk) = stream.next().await {
-        let chunk = chunk.map_err(|error| {
-            Failure::from(InferError::invalid(format!("the body broke off: {error}")))
-        })?;
+        let chunk = chunk
+            .map_err(|error| Failure::from(InferError::invalid(format!("the body broke off: {error}"))))?;
         let bytes = content.len().saturating_add(chunk.len());
         if bytes > bytes_max {
             return Err(too_large(bytes as u64).into());

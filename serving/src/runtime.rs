@@ -14,13 +14,8 @@ use crate::error::{Error, Result};
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
 
 const PROJECT_FOLDER: &str = ".local/onnxruntime";
-const SYSTEM_FOLDERS: [&str; 5] = [
-    "/usr/local/lib",
-    "/usr/lib",
-    "/usr/lib64",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-];
+const SYSTEM_FOLDERS: [&str; 5] =
+    ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
 
 /// The loaded library.
 #[derive(Debug)]
@@ -81,13 +76,8 @@ fn find() -> Result<PathBuf> {
     let executable = std::env::current_exe().ok();
     let above = executable.iter().flat_map(|path| path.ancestors().skip(1));
     let working = std::env::current_dir().ok();
-    let project = above
-        .map(Path::to_path_buf)
-        .chain(working)
-        .map(|folder| folder.join(PROJECT_FOLDER));
-    let folders: Vec<PathBuf> = project
-        .chain(SYSTEM_FOLDERS.iter().map(PathBuf::from))
-        .collect();
+    let project = above.map(Path::to_path_buf).chain(working).map(|folder| folder.join(PROJECT_FOLDER));
+    let folders: Vec<PathBuf> = project.chain(SYSTEM_FOLDERS.iter().map(PathBuf::from)).collect();
     folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::RuntimeMissing {
         searched: format!(
             "{LIBRARY_VARIABLE} is not set, and neither {PROJECT_FOLDER} above the executable and in the working directory nor the system's library folders have it"
@@ -97,29 +87,18 @@ fn find() -> Result<PathBuf> {
 
 /// `libonnxruntime.so` in a folder, or the highest of `libonnxruntime.so.*`.
 fn library_in(folder: &Path) -> Option<PathBuf> {
-    let plain = folder.join(format!(
-        "{}onnxruntime{}",
-        std::env::consts::DLL_PREFIX,
-        std::env::consts::DLL_SUFFIX
-    ));
+    let plain =
+        folder.join(format!("{}onnxruntime{}", std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX));
     if plain.is_file() {
         return Some(plain);
     }
     let versioned = |path: &PathBuf| {
-        let name = path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .unwrap_or_default();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         name.starts_with("libonnxruntime.so.") && path.is_file()
     };
     let numbers = |path: &PathBuf| -> Vec<u64> {
-        let name = path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .unwrap_or_default();
-        name.split('.')
-            .filter_map(|part| part.parse().ok())
-            .collect()
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.split('.').filter_map(|part| part.parse().ok()).collect()
     };
     std::fs::read_dir(folder)
         .ok()?
@@ -129,10 +108,7 @@ fn library_in(folder: &Path) -> Option<PathBuf> {
 }
 
 fn open(library: &Path) -> Result<Runtime> {
-    let unusable = |reason: String| Error::RuntimeUnusable {
-        path: library.to_path_buf(),
-        reason,
-    };
+    let unusable = |reason: String| Error::RuntimeUnusable { path: library.to_path_buf(), reason };
     // Opening a pipe or a device would block or have effects, so only regular files get that far.
     let is_file = std::fs::metadata(library).map(|meta| meta.is_file());
     if !is_file.map_err(|error| unusable(error.to_string()))? {
@@ -149,10 +125,7 @@ fn open(library: &Path) -> Result<Runtime> {
     // `ort` forwards everything to `tracing` by default, which costs on every call.
     environment.set_log_level(LogLevel::Warning);
     tracing::info!(library = %library.display(), "loaded ONNX Runtime");
-    Ok(Runtime {
-        environment,
-        library,
-    })
+    Ok(Runtime { environment, library })
 }
 
 fn load_reason(error: ort::LoadDynamicError) -> String {

@@ -85,30 +85,19 @@ pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -
     let http = bind(config.http, "REST", "http").await?;
     let scrape = bind(config.metrics, "metrics", "metrics").await?;
     let repository = Repository::open(source, config).await?;
-    serve_on(
-        config,
-        Inference::new(repository),
-        [grpc, http, scrape],
-        cancel,
-    )
+    serve_on(config, Inference::new(repository), [grpc, http, scrape], cancel)
 }
 
-async fn bind(
-    address: SocketAddr,
-    service: &'static str,
-    flag: &'static str,
-) -> Result<TcpListener> {
-    TcpListener::bind(address)
-        .await
-        .map_err(|error| Error::Bind {
-            address,
-            service,
-            flag,
-            reason: match error.kind() {
-                std::io::ErrorKind::AddrInUse => "the port is taken by another process".into(),
-                _ => error.to_string(),
-            },
-        })
+async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|error| Error::Bind {
+        address,
+        service,
+        flag,
+        reason: match error.kind() {
+            std::io::ErrorKind::AddrInUse => "the port is taken by another process".into(),
+            _ => error.to_string(),
+        },
+    })
 }
 
 fn serve_on(
@@ -118,10 +107,7 @@ fn serve_on(
     cancel: CancellationToken,
 ) -> Result<Serving> {
     let address = |listener: &TcpListener, service| {
-        listener.local_addr().map_err(|error| Error::Service {
-            service,
-            reason: error.to_string(),
-        })
+        listener.local_addr().map_err(|error| Error::Service { service, reason: error.to_string() })
     };
     let addresses = Addresses {
         grpc: address(&grpc, "gRPC")?,
@@ -145,10 +131,7 @@ fn serve_on(
         router
             .serve_with_incoming_shutdown(incoming, closed.cancelled_owned())
             .await
-            .map_err(|error| Error::Service {
-                service: "gRPC",
-                reason: crate::error::chain(&error),
-            })
+            .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
     let routes = rest::router(inference.clone(), message_bytes_max);
     transports.spawn(serve_http("REST", http, routes, closing.clone()));
@@ -164,25 +147,18 @@ fn serve_on(
     let served = inference.clone();
     let task = tokio::spawn(async move {
         // A service name of its own and the empty one of the whole server, as the health protocol has it.
-        health
-            .set_service_status(SERVICE_NAME, ServingStatus::Serving)
-            .await;
+        health.set_service_status(SERVICE_NAME, ServingStatus::Serving).await;
         let failed = tokio::select! {
             () = cancel.cancelled() => None,
             ended = transports.join_next() => ended,
         };
         served.drain();
         for name in ["", SERVICE_NAME] {
-            health
-                .set_service_status(name, ServingStatus::NotServing)
-                .await;
+            health.set_service_status(name, ServingStatus::NotServing).await;
         }
         tracing::info!("the server takes no more requests");
         if tokio::time::timeout(drain, served.idle()).await.is_err() {
-            tracing::warn!(
-                drain_ms_max = drain.as_millis() as u64,
-                "requests still run, closing anyway"
-            );
+            tracing::warn!(drain_ms_max = drain.as_millis() as u64, "requests still run, closing anyway");
         }
         closing.cancel();
         let mut outcome = failed.map_or(Ok(()), flatten);
@@ -192,10 +168,7 @@ fn serve_on(
             }
         };
         // Connections that a client keeps open without a request do not hold the server up for ever.
-        if tokio::time::timeout(drain.max(Duration::from_millis(100)), finish)
-            .await
-            .is_err()
-        {
+        if tokio::time::timeout(drain.max(Duration::from_millis(100)), finish).await.is_err() {
             tracing::debug!("connections stayed open and were cut");
         }
         transports.shutdown().await;
@@ -209,20 +182,13 @@ fn serve_on(
         grpc = %addresses.grpc, http = %addresses.http, metrics = %addresses.metrics,
         "serving models"
     );
-    Ok(Serving {
-        addresses,
-        inference,
-        task,
-    })
+    Ok(Serving { addresses, inference, task })
 }
 
 fn flatten(ended: std::result::Result<Result<()>, tokio::task::JoinError>) -> Result<()> {
     match ended {
         Ok(result) => result,
-        Err(error) => Err(Error::Service {
-            service: "transport",
-            reason: error.to_string(),
-        }),
+        Err(error) => Err(Error::Service { service: "transport", reason: error.to_string() }),
     }
 }
 
@@ -241,18 +207,9 @@ async fn serve_http(
     axum::serve(listener, routes)
         .with_graceful_shutdown(closed.cancelled_owned())
         .await
-        .map_err(|error| Error::Service {
-            service,
-            reason: error.to_string(),
-        })
+        .map_err(|error| Error::Service { service, reason: error.to_string() })
 }
 
 async fn scrape_metrics() -> impl axum::response::IntoResponse {
-    (
-        [(
-            header::CONTENT_TYPE,
-            "text/plain; version=0.0.4; charset=utf-8",
-        )],
-        metrics::render(),
-    )
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics::render())
 }

@@ -33,7 +33,7 @@ pub(crate) struct Pool {
     permits: Semaphore,
     waiting: AtomicUsize,
     waiting_max: usize,
-    /// Moving average of a run, in microseconds.
+    /// Typical duration of a run, in microseconds.
     run_micros: AtomicUsize,
 }
 
@@ -42,11 +42,8 @@ impl Pool {
     /// the graph.
     pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         let manifest = bundle.manifest();
-        let failed = |reason: String| Error::Model {
-            model: manifest.name.clone(),
-            version: manifest.version,
-            reason,
-        };
+        let failed =
+            |reason: String| Error::Model { model: manifest.name.clone(), version: manifest.version, reason };
         let runtime = Runtime::load()?;
         let threads = config.threads().max(1);
         let replicated = bundle.model_onnx().len() <= REPLICATED_BYTES_MAX;
@@ -60,9 +57,7 @@ impl Pool {
         for _ in 0..sessions {
             let session = builder
                 .commit_from_memory(bundle.model_onnx())
-                .map_err(|error| {
-                    failed(format!("ONNX Runtime refuses it: {}", one_line(&error)))
-                })?;
+                .map_err(|error| failed(format!("ONNX Runtime refuses it: {}", one_line(&error))))?;
             check_signature(&manifest.signature, &session).map_err(&failed)?;
             free.push(session);
         }
@@ -91,9 +86,8 @@ impl Pool {
         let mut lease = Lease::take(self)?;
         let slow = self.run_micros.load(Ordering::Relaxed) > INLINE_MICROS_MAX;
         let many_threads = || {
-            tokio::runtime::Handle::try_current().is_ok_and(|handle| {
-                handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread
-            })
+            tokio::runtime::Handle::try_current()
+                .is_ok_and(|handle| handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread)
         };
         if slow && many_threads() {
             tokio::task::block_in_place(|| self.run_timed(lease.session()?, inputs, outputs))
@@ -119,10 +113,7 @@ impl Pool {
                 ),
             });
         }
-        self.permits
-            .acquire()
-            .await
-            .map_err(|_| InferError::internal("the sessions are gone"))
+        self.permits.acquire().await.map_err(|_| InferError::internal("the sessions are gone"))
     }
 
     fn run_timed(
@@ -135,13 +126,8 @@ impl Pool {
         let tensors = run(session, inputs, outputs)?;
         let elapsed = start.elapsed();
         let micros = usize::try_from(elapsed.as_micros()).unwrap_or(usize::MAX);
-        let average = self.run_micros.load(Ordering::Relaxed);
-        let next = if average == 0 {
-            micros
-        } else {
-            average - average / 8 + micros / 8
-        };
-        self.run_micros.store(next, Ordering::Relaxed);
+        let typical = self.run_micros.load(Ordering::Relaxed);
+        self.run_micros.store(towards(typical, micros), Ordering::Relaxed);
         Ok((tensors, elapsed))
     }
 
@@ -152,11 +138,8 @@ impl Pool {
             .inputs
             .iter()
             .map(|spec| {
-                let shape: Vec<i64> = spec
-                    .shape
-                    .iter()
-                    .map(|extent| if *extent < 0 { 1 } else { *extent })
-                    .collect();
+                let shape: Vec<i64> =
+                    spec.shape.iter().map(|extent| if *extent < 0 { 1 } else { *extent }).collect();
                 let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
                 let small = count <= 1 << 24;
                 small.then(|| Tensor {
@@ -178,6 +161,18 @@ impl Pool {
     }
 }
 
+/// The next estimate of a typical duration: a small step towards the newest one, whatever its distance,
+/// so that a run during which the thread was off the processor hardly counts.
+fn towards(typical: usize, newest: usize) -> usize {
+    let step = typical / 16 + 1;
+    match newest.cmp(&typical) {
+        _ if typical == 0 => newest,
+        std::cmp::Ordering::Greater => typical.saturating_add(step).min(newest),
+        std::cmp::Ordering::Less => typical.saturating_sub(step).max(newest),
+        std::cmp::Ordering::Equal => typical,
+    }
+}
+
 /// A session taken out of the pool; goes back when dropped, also when the run panics.
 struct Lease<'a> {
     pool: &'a Pool,
@@ -191,9 +186,7 @@ impl<'a> Lease<'a> {
     }
 
     fn session(&mut self) -> Result<&mut Session, InferError> {
-        self.session
-            .as_mut()
-            .ok_or_else(|| InferError::internal("the sessions are gone"))
+        self.session.as_mut().ok_or_else(|| InferError::internal("the sessions are gone"))
     }
 }
 
@@ -211,9 +204,7 @@ fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<Se
         reason: format!("ONNX Runtime refuses a session option: {error}"),
     };
     let builder = SessionBuilder::new(runtime.environment())
-        .map_err(|error| Error::Config {
-            reason: format!("ONNX Runtime gives no options: {error}"),
-        })?
+        .map_err(|error| Error::Config { reason: format!("ONNX Runtime gives no options: {error}") })?
         .with_log_level(ort::logging::LogLevel::Warning)
         .map_err(options)?
         .with_intra_threads(intra_threads)
@@ -231,16 +222,10 @@ fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<Se
 
 #[cfg(feature = "cuda")]
 fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
-    let provider = ort::ep::CUDA::default()
-        .with_device_id(ordinal)
-        .build()
-        .error_on_failure();
+    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
     builder
         .with_execution_providers([provider])
-        .map_err(|error| Error::DeviceUnavailable {
-            device: Device::Cuda(ordinal),
-            reason: one_line(&error),
-        })
+        .map_err(|error| Error::DeviceUnavailable { device: Device::Cuda(ordinal), reason: one_line(&error) })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -275,16 +260,11 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
         let found: Vec<&str> = outlets.iter().map(|outlet| outlet.name()).collect();
         let expected: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
         if found != expected {
-            return Err(format!(
-                "the graph has {side}s {found:?}, the manifest {expected:?}"
-            ));
+            return Err(format!("the graph has {side}s {found:?}, the manifest {expected:?}"));
         }
         for (spec, outlet) in specs.iter().zip(outlets) {
             let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else {
-                return Err(format!(
-                    "{side} {:?} of the graph is not a tensor",
-                    spec.name
-                ));
+                return Err(format!("{side} {:?} of the graph is not a tensor", spec.name));
             };
             if datatype(*ty) != Some(spec.datatype) {
                 return Err(format!(
@@ -301,4 +281,22 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::towards;
+
+    #[test]
+    fn the_typical_duration_follows_the_rule_not_the_exception() {
+        let mut typical = towards(0, 5);
+        for run in 0..1000 {
+            typical = towards(typical, if run % 10 == 0 { 50_000 } else { 5 });
+        }
+        assert!(typical < 10, "{typical}");
+        for _ in 0..200 {
+            typical = towards(typical, 3_000);
+        }
+        assert_eq!(typical, 3_000);
+    }
 }

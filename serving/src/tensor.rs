@@ -78,11 +78,7 @@ impl Tensor {
         if count != data.len() {
             return Err(wrong_count(name, &shape, count, data.len()));
         }
-        Ok(Tensor {
-            name: name.to_owned(),
-            shape,
-            data,
-        })
+        Ok(Tensor { name: name.to_owned(), shape, data })
     }
 
     /// A tensor from its raw form: little-endian elements, for BYTES a 4-byte length before each.
@@ -107,11 +103,7 @@ impl Tensor {
             )));
         }
         let data = Data::from_raw(name, datatype, count, raw)?;
-        Ok(Tensor {
-            name: name.to_owned(),
-            shape,
-            data,
-        })
+        Ok(Tensor { name: name.to_owned(), shape, data })
     }
 }
 
@@ -121,26 +113,16 @@ impl Tensor {
 /// [`InferError::Invalid`] for a negative extent and for a product beyond the address space.
 pub(crate) fn element_count(name: &str, shape: &[i64]) -> Result<usize, InferError> {
     let product = shape.iter().try_fold(1usize, |product, extent| {
-        usize::try_from(*extent)
-            .ok()
-            .and_then(|extent| product.checked_mul(extent))
+        usize::try_from(*extent).ok().and_then(|extent| product.checked_mul(extent))
     });
-    product
-        .filter(|count| *count <= isize::MAX as usize)
-        .ok_or_else(|| {
-            let shown: Vec<_> = shape.iter().take(16).collect();
-            InferError::invalid(format!(
-                "input {}: shape {shown:?} is negative or too large",
-                quote(name)
-            ))
-        })
+    product.filter(|count| *count <= isize::MAX as usize).ok_or_else(|| {
+        let shown: Vec<_> = shape.iter().take(16).collect();
+        InferError::invalid(format!("input {}: shape {shown:?} is negative or too large", quote(name)))
+    })
 }
 
 pub(crate) fn wrong_count(name: &str, shape: &[i64], expected: usize, found: usize) -> InferError {
-    InferError::invalid(format!(
-        "input {}: {found} elements, shape {shape:?} takes {expected}",
-        quote(name)
-    ))
+    InferError::invalid(format!("input {}: {found} elements, shape {shape:?} takes {expected}", quote(name)))
 }
 
 impl Data {
@@ -220,12 +202,7 @@ impl Data {
         }
     }
 
-    fn from_raw(
-        name: &str,
-        datatype: Datatype,
-        count: usize,
-        raw: &Bytes,
-    ) -> Result<Data, InferError> {
+    fn from_raw(name: &str, datatype: Datatype, count: usize, raw: &Bytes) -> Result<Data, InferError> {
         macro_rules! numbers {
             ($number:ty) => {
                 raw.as_chunks::<{ size_of::<$number>() }>()
@@ -276,16 +253,9 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
     let mut rest = raw.clone();
     while !rest.is_empty() {
         let torn = || {
-            InferError::invalid(format!(
-                "input {}: BYTES element {} is cut off",
-                quote(name),
-                elements.len()
-            ))
+            InferError::invalid(format!("input {}: BYTES element {} is cut off", quote(name), elements.len()))
         };
-        let prefix: [u8; 4] = rest
-            .get(..4)
-            .and_then(|p| p.try_into().ok())
-            .ok_or_else(torn)?;
+        let prefix: [u8; 4] = rest.get(..4).and_then(|p| p.try_into().ok()).ok_or_else(torn)?;
         let len = u32::from_le_bytes(prefix) as usize;
         if rest.len() - 4 < len {
             return Err(torn());

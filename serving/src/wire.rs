@@ -31,22 +31,13 @@ pub enum Form {
 ///
 /// # Errors
 /// [`InferError::Invalid`] and [`InferError::Unsupported`].
-pub(crate) fn read_inputs(
-    request: &mut ModelInferRequest,
-) -> Result<(Vec<Tensor>, Form), InferError> {
+pub(crate) fn read_inputs(request: &mut ModelInferRequest) -> Result<(Vec<Tensor>, Form), InferError> {
     let inputs = std::mem::take(&mut request.inputs);
     let raw = std::mem::take(&mut request.raw_input_contents);
     if inputs.len() > TENSORS_MAX {
-        return Err(InferError::invalid(format!(
-            "{} inputs, the limit is {TENSORS_MAX}",
-            inputs.len()
-        )));
+        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
-    let form = if raw.is_empty() {
-        Form::Typed
-    } else {
-        Form::Raw
-    };
+    let form = if raw.is_empty() { Form::Typed } else { Form::Raw };
     if form == Form::Raw && raw.len() != inputs.len() {
         return Err(InferError::invalid(format!(
             "{} entries in raw_input_contents for {} inputs",
@@ -59,10 +50,7 @@ pub(crate) fn read_inputs(
     for input in inputs {
         if input.parameters.contains_key("shared_memory_region") {
             return Err(InferError::Unsupported {
-                reason: format!(
-                    "input {}: shared memory is not supported",
-                    quote(&input.name)
-                ),
+                reason: format!("input {}: shared memory is not supported", quote(&input.name)),
             });
         }
         tensors.push(match raw.next() {
@@ -82,11 +70,7 @@ fn read_datatype(input: &InferInputTensor) -> Result<Datatype, InferError> {
 
 fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> {
     let datatype = read_datatype(&input)?;
-    if input
-        .contents
-        .as_ref()
-        .is_some_and(|contents| *contents != InferTensorContents::default())
-    {
+    if input.contents.as_ref().is_some_and(|contents| *contents != InferTensorContents::default()) {
         return Err(InferError::invalid(format!(
             "input {} has typed contents in a request with raw_input_contents",
             quote(&input.name)
@@ -97,12 +81,7 @@ fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> 
 
 fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
     let datatype = read_datatype(&input)?;
-    let InferInputTensor {
-        name,
-        shape,
-        contents,
-        ..
-    } = input;
+    let InferInputTensor { name, shape, contents, .. } = input;
     let mut contents = contents.unwrap_or_default();
     let count = element_count(&name, &shape)?;
     macro_rules! take {
@@ -160,14 +139,10 @@ fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
 }
 
 /// Refuses request parameters that would change the answer and that this server does not honour.
-pub(crate) fn check_parameters<'a>(
-    mut names: impl Iterator<Item = &'a String>,
-) -> Result<(), InferError> {
+pub(crate) fn check_parameters<'a>(mut names: impl Iterator<Item = &'a String>) -> Result<(), InferError> {
     let refused = ["sequence_id", "sequence_start", "sequence_end"];
     match names.find(|name| refused.contains(&name.as_str())) {
-        Some(name) => Err(InferError::Unsupported {
-            reason: format!("parameter {name:?} is not supported"),
-        }),
+        Some(name) => Err(InferError::Unsupported { reason: format!("parameter {name:?} is not supported") }),
         None => Ok(()),
     }
 }
@@ -180,10 +155,7 @@ pub(crate) fn check_output_parameters<'a>(
     let refused = ["classification", "shared_memory_region"];
     match names.find(|name| refused.contains(&name.as_str())) {
         Some(name) => Err(InferError::Unsupported {
-            reason: format!(
-                "output {}: parameter {name:?} is not supported",
-                quote(output)
-            ),
+            reason: format!("output {}: parameter {name:?} is not supported", quote(output)),
         }),
         None => Ok(()),
     }
@@ -199,11 +171,8 @@ pub(crate) fn write_response(
 ) -> ModelInferResponse {
     let halves = |tensor: &Tensor| matches!(tensor.data, Data::Fp16(_) | Data::Bf16(_));
     let raw = form == Form::Raw || outputs.iter().any(halves);
-    let raw_output_contents = if raw {
-        outputs.iter().map(|tensor| tensor.data.to_raw()).collect()
-    } else {
-        Vec::new()
-    };
+    let raw_output_contents =
+        if raw { outputs.iter().map(|tensor| tensor.data.to_raw()).collect() } else { Vec::new() };
     let outputs = outputs
         .into_iter()
         .map(|tensor| InferOutputTensor {
@@ -247,9 +216,7 @@ pub(crate) fn write_request(
         .collect();
     ModelInferRequest {
         model_name: model.to_owned(),
-        model_version: version
-            .map(|version| version.to_string())
-            .unwrap_or_default(),
+        model_version: version.map(|version| version.to_string()).unwrap_or_default(),
         inputs,
         raw_input_contents,
         ..Default::default()
@@ -285,9 +252,7 @@ fn write_contents(data: Data) -> InferTensorContents {
         Data::Int32(values) => contents.int_contents = values,
         Data::Int64(values) => contents.int64_contents = values,
         Data::Uint8(values) => contents.uint_contents = values.into_iter().map(u32::from).collect(),
-        Data::Uint16(values) => {
-            contents.uint_contents = values.into_iter().map(u32::from).collect()
-        }
+        Data::Uint16(values) => contents.uint_contents = values.into_iter().map(u32::from).collect(),
         Data::Uint32(values) => contents.uint_contents = values,
         Data::Uint64(values) => contents.uint64_contents = values,
         Data::Fp32(values) => contents.fp32_contents = values,

@@ -9,9 +9,7 @@ fn devices_have_one_spelling() {
         assert_eq!(text.parse::<Device>().unwrap().to_string(), text);
     }
     assert_eq!("cuda:0".parse::<Device>().unwrap(), Device::Cuda(0));
-    for text in [
-        "", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "cpu:0",
-    ] {
+    for text in ["", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "cpu:0"] {
         assert!(text.parse::<Device>().is_err(), "{text}");
     }
 }
@@ -31,14 +29,10 @@ fn the_table_round_trips_and_refuses_unknown_keys() {
     assert_eq!(config.pipes[0].dead_letter_topic(), "b-dead");
     let again: Config = serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
     assert_eq!(again, config);
-    for (table, key) in [
-        (r#"{"prot":1}"#, "prot"),
-        (r#"{"limits":{"x":1}}"#, "x"),
-        (r#"{"pipes":[{"topic":"a"}]}"#, "topic"),
-    ] {
-        let error = serde_json::from_str::<Config>(table)
-            .unwrap_err()
-            .to_string();
+    for (table, key) in
+        [(r#"{"prot":1}"#, "prot"), (r#"{"limits":{"x":1}}"#, "x"), (r#"{"pipes":[{"topic":"a"}]}"#, "topic")]
+    {
+        let error = serde_json::from_str::<Config>(table).unwrap_err().to_string();
         assert!(error.contains(key), "{error}");
     }
     assert!(serde_json::from_str::<Config>(r#"{"device":"tpu"}"#).is_err());

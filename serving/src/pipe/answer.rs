@@ -73,19 +73,10 @@ impl Pipe<'_> {
             for (read, answer) in reads[slice].iter().zip(answers) {
                 match answer {
                     Ok(answer) => {
-                        out.push(self.writer.prediction(
-                            records,
-                            read.index,
-                            &read.carried,
-                            &model,
-                            answer,
-                        ));
+                        out.push(self.writer.prediction(records, read.index, &read.carried, &model, answer));
                     }
                     Err(error) => {
-                        dead.push(
-                            self.writer
-                                .dead_letter(records, read.index, &error.to_string()),
-                        );
+                        dead.push(self.writer.dead_letter(records, read.index, &error.to_string()));
                     }
                 }
             }
@@ -101,20 +92,12 @@ impl Pipe<'_> {
         self.report.predicted += predicted;
         self.report.dead_letters += dead_letters;
         let name = self.config.name.as_str();
-        PIPE_RECORDS
-            .with_label_values(&[name, "predicted"])
-            .inc_by(predicted);
-        PIPE_RECORDS
-            .with_label_values(&[name, "dead_letter"])
-            .inc_by(dead_letters);
+        PIPE_RECORDS.with_label_values(&[name, "predicted"]).inc_by(predicted);
+        PIPE_RECORDS.with_label_values(&[name, "dead_letter"]).inc_by(dead_letters);
         Ok(true)
     }
 
-    fn read(
-        &self,
-        mapping: &Mapping,
-        value: Option<&[u8]>,
-    ) -> Result<(Row, Map<String, Value>), InferError> {
+    fn read(&self, mapping: &Mapping, value: Option<&[u8]>) -> Result<(Row, Map<String, Value>), InferError> {
         let value = value.ok_or_else(|| InferError::invalid("the record has no value"))?;
         let mut record = parse(value)?;
         let row = mapping.row(&record)?;
@@ -173,9 +156,7 @@ impl Pipe<'_> {
                 return Ok(None);
             };
             answers.push(alone.and_then(|mut answers| {
-                answers
-                    .pop()
-                    .ok_or_else(|| InferError::internal("the model gave no row"))
+                answers.pop().ok_or_else(|| InferError::internal("the model gave no row"))
             }));
         }
         Ok(Some(answers))
@@ -188,15 +169,7 @@ impl Pipe<'_> {
         rows: &[Row],
     ) -> Option<Result<Vec<RowOutputs>, InferError>> {
         loop {
-            let decode = || {
-                Ok((
-                    Request {
-                        inputs: mapping.batch(rows)?,
-                        ..Default::default()
-                    },
-                    (),
-                ))
-            };
+            let decode = || Ok((Request { inputs: mapping.batch(rows)?, ..Default::default() }, ()));
             match self.inference.answer(model, decode).await {
                 Ok((response, ())) => {
                     let row = |row| row_outputs(&response.outputs, row, rows.len());

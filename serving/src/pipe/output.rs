@@ -60,10 +60,7 @@ impl Writer<'_> {
         }
         let mut record = OutRecord::new(self.config.output.clone(), value.to_string())
             .header(SOURCE_HEADER, source(records, index))
-            .header(
-                MODEL_HEADER,
-                format!("{}/{}", model.name(), model.version()),
-            );
+            .header(MODEL_HEADER, format!("{}/{}", model.name(), model.version()));
         record.timestamp_ms = records.timestamp_ms(index);
         record.key = records.key(index).map(Bytes::copy_from_slice);
         let same = usize::try_from(partition).is_ok_and(|number| number < self.output_partitions);
@@ -74,12 +71,7 @@ impl Writer<'_> {
     }
 
     /// The record as it came, with the reason in a header.
-    pub(super) fn dead_letter(
-        &self,
-        records: &Records<'_>,
-        index: usize,
-        reason: &str,
-    ) -> OutRecord {
+    pub(super) fn dead_letter(&self, records: &Records<'_>, index: usize, reason: &str) -> OutRecord {
         let reason: String = reason.chars().take(1000).collect();
         let mut record = OutRecord {
             topic: self.config.dead_letter_topic(),
@@ -90,21 +82,12 @@ impl Writer<'_> {
             timestamp_ms: records.timestamp_ms(index),
         };
         for (name, value) in records.headers(index) {
-            record
-                .headers
-                .push((name.to_owned(), value.map(Bytes::copy_from_slice)));
+            record.headers.push((name.to_owned(), value.map(Bytes::copy_from_slice)));
         }
-        record
-            .header(SOURCE_HEADER, source(records, index))
-            .header(REASON_HEADER, reason)
+        record.header(SOURCE_HEADER, source(records, index)).header(REASON_HEADER, reason)
     }
 }
 
 fn source(records: &Records<'_>, index: usize) -> String {
-    format!(
-        "{}/{}/{}",
-        records.topic(index),
-        records.partition(index),
-        records.offset(index)
-    )
+    format!("{}/{}/{}", records.topic(index), records.partition(index), records.offset(index))
 }

@@ -34,22 +34,13 @@ impl Progress {
                 let Some(value) = view.key_get(&key)? else {
                     continue;
                 };
-                let next = std::str::from_utf8(&value)
-                    .ok()
-                    .and_then(|text| text.parse().ok());
-                let next = next
-                    .filter(|next| *next >= 0)
-                    .ok_or_else(|| Error::Config {
-                        reason: format!("key {key} of volume {} is no offset", view.spec()),
-                    })?;
+                let next = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
+                let next = next.filter(|next| *next >= 0).ok_or_else(|| Error::Config {
+                    reason: format!("key {key} of volume {} is no offset", view.spec()),
+                })?;
                 committed.insert(partition, next);
             }
-            Ok(Progress {
-                view,
-                name,
-                topic,
-                committed,
-            })
+            Ok(Progress { view, name, topic, committed })
         })
         .await
     }
@@ -71,21 +62,14 @@ impl Progress {
         let mut publish = Publish::new();
         for (partition, next) in &moved {
             let key = key(&self.name, &self.topic, *partition);
-            let before = self
-                .next(*partition)
-                .map(|before| before.to_string().into_bytes());
-            publish = publish
-                .expect_key(&key, before)
-                .put_key(&key, next.to_string().into_bytes());
+            let before = self.next(*partition).map(|before| before.to_string().into_bytes());
+            publish = publish.expect_key(&key, before).put_key(&key, next.to_string().into_bytes());
         }
         let view = self.view.clone();
         let outcome = blocking("pipe progress", move || Ok(view.publish(publish)?)).await;
         match outcome {
             Err(Error::Datafs(millrace_datafs::Error::Conflict { key })) => {
-                let partition = key
-                    .rsplit('/')
-                    .next()
-                    .and_then(|number| number.parse().ok());
+                let partition = key.rsplit('/').next().and_then(|number| number.parse().ok());
                 Err(Error::PipeFenced {
                     name: self.name.clone(),
                     topic: self.topic.clone(),

@@ -10,15 +10,8 @@ use super::{Mapping, parse, row_outputs};
 use crate::tensor::{Data, Tensor};
 
 fn signature(shape: Vec<i64>) -> Signature {
-    let spec = |name: &str, shape| TensorSpec {
-        name: name.into(),
-        datatype: Datatype::Fp32,
-        shape,
-    };
-    Signature {
-        inputs: vec![spec("input", shape)],
-        outputs: vec![spec("logits", vec![-1, 2])],
-    }
+    let spec = |name: &str, shape| TensorSpec { name: name.into(), datatype: Datatype::Fp32, shape };
+    Signature { inputs: vec![spec("input", shape)], outputs: vec![spec("logits", vec![-1, 2])] }
 }
 
 fn columns() -> BTreeMap<String, String> {
@@ -35,10 +28,7 @@ fn rows_become_one_batch_and_outputs_one_record_each() {
     assert_eq!(mapping.fitting(&rows, 1), 1);
     let batch = mapping.batch(&rows).unwrap();
     assert_eq!(batch[0].shape, [2, 2, 2]);
-    assert_eq!(
-        batch[0].data,
-        Data::Fp32(vec![1.0, 2.5, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0])
-    );
+    assert_eq!(batch[0].data, Data::Fp32(vec![1.0, 2.5, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0]));
 
     let logits = Tensor::fp32("logits", vec![2, 2], vec![0.1, -1.0, f32::NAN, 2.0]).unwrap();
     let first = row_outputs(std::slice::from_ref(&logits), 0, 2).unwrap();
@@ -62,19 +52,11 @@ fn bad_records_say_why() {
         (r#"{"pixels":[1,2,3,1e300]}"#, "does not fit FP32"),
         (r#"{"pixels":null}"#, "null"),
     ] {
-        let error = mapping
-            .row(&parse(record.as_bytes()).unwrap())
-            .unwrap_err()
-            .to_string();
+        let error = mapping.row(&parse(record.as_bytes()).unwrap()).unwrap_err().to_string();
         assert!(error.contains(reason), "{record}: {error}");
     }
     for bytes in [&b"not json"[..], b"[1]", b"", b"\xff", b"{}{}"] {
-        assert!(
-            parse(bytes)
-                .unwrap_err()
-                .to_string()
-                .contains("not a JSON object")
-        );
+        assert!(parse(bytes).unwrap_err().to_string().contains("not a JSON object"));
     }
 }
 
@@ -94,11 +76,7 @@ fn mappings_are_checked_against_the_signature() {
 fn rows_of_free_extents_batch_with_their_likes() {
     let mapping = Mapping::new(&signature(vec![-1, -1]), &columns()).unwrap();
     let row = |text: &str| mapping.row(&parse(text.as_bytes()).unwrap()).unwrap();
-    let rows = [
-        row(r#"{"pixels":[1,2]}"#),
-        row(r#"{"pixels":[3,4]}"#),
-        row(r#"{"pixels":[5]}"#),
-    ];
+    let rows = [row(r#"{"pixels":[1,2]}"#), row(r#"{"pixels":[3,4]}"#), row(r#"{"pixels":[5]}"#)];
     assert_eq!(mapping.fitting(&rows, 10), 2);
     assert!(mapping.batch(&rows).is_err());
     assert_eq!(mapping.batch(&rows[2..]).unwrap()[0].shape, [1, 1]);

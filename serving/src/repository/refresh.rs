@@ -19,8 +19,7 @@ impl Repository {
     /// Looks through the source once; only one call may run at a time.
     pub(super) async fn refresh_now(&self) -> Result<()> {
         let inner = &self.inner;
-        let listing =
-            millrace_bundle::scan(inner.source.store.as_ref(), &inner.source.root).await?;
+        let listing = millrace_bundle::scan(inner.source.store.as_ref(), &inner.source.root).await?;
         let before = inner.models.read().clone();
         let mut next = Models::default();
         let mut changed = false;
@@ -32,31 +31,14 @@ impl Repository {
                     let failures = before.models.get(&model).map(|versions| &versions.failed);
                     let known = failures.and_then(|failed| failed.get(&version));
                     if known.is_none_or(|failure| failure.reason != reason) {
-                        tracing::warn!(
-                            model,
-                            version,
-                            error = reason,
-                            "a model version is not served"
-                        );
+                        tracing::warn!(model, version, error = reason, "a model version is not served");
                     }
-                    let failure = Failure {
-                        manifest: None,
-                        reason,
-                        at: Instant::now(),
-                    };
-                    next.models
-                        .entry(model)
-                        .or_default()
-                        .failed
-                        .insert(version, failure);
+                    let failure = Failure { manifest: None, reason, at: Instant::now() };
+                    next.models.entry(model).or_default().failed.insert(version, failure);
                 }
                 None => {
                     if !before.other.iter().any(|(path, _)| *path == skipped.path) {
-                        tracing::warn!(
-                            path = skipped.path,
-                            error = reason,
-                            "a directory is not served"
-                        );
+                        tracing::warn!(path = skipped.path, error = reason, "a directory is not served");
                     }
                     next.other.push((skipped.path, reason));
                 }
@@ -65,15 +47,10 @@ impl Repository {
 
         let mut found: BTreeMap<String, Vec<Manifest>> = BTreeMap::new();
         for version in listing.complete {
-            found
-                .entry(version.name)
-                .or_default()
-                .push(version.manifest);
+            found.entry(version.name).or_default().push(version.manifest);
         }
         for (model, mut manifests) in found {
-            let old = manifests
-                .len()
-                .saturating_sub(inner.config.limits.versions_max.max(1));
+            let old = manifests.len().saturating_sub(inner.config.limits.versions_max.max(1));
             manifests.drain(..old);
             for manifest in manifests {
                 let known = before.models.get(&model);
@@ -103,18 +80,9 @@ impl Repository {
                     }
                     Err(error) => {
                         let reason = chain(&error);
-                        tracing::warn!(
-                            model,
-                            version,
-                            error = reason,
-                            "a model version is not served"
-                        );
+                        tracing::warn!(model, version, error = reason, "a model version is not served");
                         let manifest = Some(manifest);
-                        let failure = Failure {
-                            manifest,
-                            reason,
-                            at: Instant::now(),
-                        };
+                        let failure = Failure { manifest, reason, at: Instant::now() };
                         entry.failed.insert(version, failure);
                     }
                 }
@@ -123,10 +91,7 @@ impl Repository {
 
         for (model, versions) in &before.models {
             for version in versions.ready.keys() {
-                let kept = next
-                    .models
-                    .get(model)
-                    .is_some_and(|now| now.ready.contains_key(version));
+                let kept = next.models.get(model).is_some_and(|now| now.ready.contains_key(version));
                 if !kept {
                     tracing::info!(model, version, "a model version is gone");
                     changed = true;
@@ -134,26 +99,18 @@ impl Repository {
             }
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
-        MODELS
-            .with_label_values(&["ready"])
-            .set(count(|versions| versions.ready.len()));
-        MODELS
-            .with_label_values(&["failed"])
-            .set(count(|versions| versions.failed.len()));
+        MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()));
+        MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()));
         *inner.models.write() = Arc::new(next);
         if changed {
-            inner
-                .changes
-                .send_modify(|count| *count = count.wrapping_add(1));
+            inner.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
         Ok(())
     }
 
     async fn load(&self, manifest: &Manifest) -> Result<Model> {
         let inner = &self.inner;
-        let limits = millrace_bundle::Limits {
-            model_bytes_max: inner.config.limits.model_bytes_max,
-        };
+        let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
         let bundle = millrace_bundle::load_with(
             inner.source.store.as_ref(),
             &inner.source.root,
@@ -167,11 +124,7 @@ impl Repository {
             let pool = Pool::build(&bundle, &config)?;
             let manifest = bundle.manifest().clone();
             let metrics = ModelMetrics::new(&manifest.name, manifest.version);
-            Ok(Model {
-                manifest,
-                pool,
-                metrics,
-            })
+            Ok(Model { manifest, pool, metrics })
         })
         .await
     }
@@ -181,9 +134,6 @@ impl Repository {
         let root = self.inner.source.root.trim_matches('/');
         let relative = path.strip_prefix(root)?.trim_start_matches('/');
         let (model, version) = relative.split_once('/')?;
-        Some((
-            model.to_owned(),
-            version.parse().ok().filter(|version| *version > 0)?,
-        ))
+        Some((model.to_owned(), version.parse().ok().filter(|version| *version > 0)?))
     }
 }

@@ -19,10 +19,7 @@ pub struct Source {
 impl Source {
     /// Models below `root` of any store.
     pub fn new(store: Arc<dyn ObjectStore>, root: impl Into<String>) -> Source {
-        Source {
-            store,
-            root: root.into(),
-        }
+        Source { store, root: root.into() }
     }
 
     /// Models in the `models/` directory of a volume or a snapshot.
@@ -35,10 +32,7 @@ impl Source {
     /// # Errors
     /// [`Error::Directory`] when it is not a readable directory.
     pub fn directory(path: &Path) -> Result<Source> {
-        let failed = |reason: String| Error::Directory {
-            path: path.to_path_buf(),
-            reason,
-        };
+        let failed = |reason: String| Error::Directory { path: path.to_path_buf(), reason };
         std::fs::read_dir(path).map_err(|error| failed(error.to_string()))?;
         let store = object_store::local::LocalFileSystem::new_with_prefix(path)
             .map_err(|error| failed(error.to_string()))?;

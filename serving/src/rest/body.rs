@@ -56,10 +56,7 @@ pub(super) struct Reply {
 ///
 /// # Errors
 /// [`InferError::Invalid`], [`InferError::Unsupported`].
-pub(super) fn decode(
-    body: &Bytes,
-    header_length: Option<usize>,
-) -> Result<(Request, Reply), InferError> {
+pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Request, Reply), InferError> {
     let json_length = header_length.unwrap_or(body.len());
     if json_length > body.len() {
         return Err(InferError::invalid(format!(
@@ -68,32 +65,19 @@ pub(super) fn decode(
         )));
     }
     let request: RequestJson = serde_json::from_slice(&body[..json_length]).map_err(|error| {
-        InferError::invalid(format!(
-            "the body is not an inference request in JSON: {error}"
-        ))
+        InferError::invalid(format!("the body is not an inference request in JSON: {error}"))
     })?;
     check_parameters(request.parameters.keys())?;
-    for (what, count) in [
-        ("inputs", request.inputs.len()),
-        ("outputs", request.outputs.len()),
-    ] {
+    for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
         if count > TENSORS_MAX {
-            return Err(InferError::invalid(format!(
-                "{count} {what}, the limit is {TENSORS_MAX}"
-            )));
+            return Err(InferError::invalid(format!("{count} {what}, the limit is {TENSORS_MAX}")));
         }
     }
     let mut rest = body.slice(json_length..);
-    let inputs = request
-        .inputs
-        .into_iter()
-        .map(|input| read_input(input, &mut rest))
-        .collect::<Result<_, _>>()?;
+    let inputs =
+        request.inputs.into_iter().map(|input| read_input(input, &mut rest)).collect::<Result<_, _>>()?;
     if !rest.is_empty() {
-        return Err(InferError::invalid(format!(
-            "{} bytes of binary data belong to no input",
-            rest.len()
-        )));
+        return Err(InferError::invalid(format!("{} bytes of binary data belong to no input", rest.len())));
     }
     let binary = flag(&request.parameters, "binary_data_output")?.unwrap_or(false);
     let mut chosen = Vec::new();
@@ -105,42 +89,22 @@ pub(super) fn decode(
         }
         outputs.push(output.name);
     }
-    let reply = Reply {
-        id: request.id,
-        binary,
-        chosen,
-    };
-    Ok((
-        Request {
-            inputs,
-            outputs,
-            ..Default::default()
-        },
-        reply,
-    ))
+    let reply = Reply { id: request.id, binary, chosen };
+    Ok((Request { inputs, outputs, ..Default::default() }, reply))
 }
 
 fn flag(parameters: &Map<String, Value>, name: &str) -> Result<Option<bool>, InferError> {
     match parameters.get(name) {
         None => Ok(None),
         Some(Value::Bool(value)) => Ok(Some(*value)),
-        Some(_) => Err(InferError::invalid(format!(
-            "parameter {name:?} is not a boolean"
-        ))),
+        Some(_) => Err(InferError::invalid(format!("parameter {name:?} is not a boolean"))),
     }
 }
 
 fn read_input(input: InputJson, rest: &mut Bytes) -> Result<Tensor, InferError> {
-    let InputJson {
-        name,
-        shape,
-        datatype,
-        parameters,
-        data,
-    } = input;
-    let datatype: Datatype = datatype
-        .parse()
-        .map_err(|error| InferError::invalid(format!("input {}: {error}", quote(&name))))?;
+    let InputJson { name, shape, datatype, parameters, data } = input;
+    let datatype: Datatype =
+        datatype.parse().map_err(|error| InferError::invalid(format!("input {}: {error}", quote(&name))))?;
     if parameters.contains_key("shared_memory_region") {
         return Err(InferError::Unsupported {
             reason: format!("input {}: shared memory is not supported", quote(&name)),
@@ -162,14 +126,12 @@ fn read_input(input: InputJson, rest: &mut Bytes) -> Result<Tensor, InferError> 
                 ))),
             }
         }
-        (Some(_), Some(_)) => Err(InferError::invalid(format!(
-            "input {} has both data and binary_data_size",
-            quote(&name)
-        ))),
-        (None, None) => Err(InferError::invalid(format!(
-            "input {} has neither data nor binary_data_size",
-            quote(&name)
-        ))),
+        (Some(_), Some(_)) => {
+            Err(InferError::invalid(format!("input {} has both data and binary_data_size", quote(&name))))
+        }
+        (None, None) => {
+            Err(InferError::invalid(format!("input {} has neither data nor binary_data_size", quote(&name))))
+        }
     }
 }
 
@@ -202,10 +164,7 @@ struct BinarySize {
 ///
 /// # Errors
 /// [`InferError::NotRepresentable`].
-pub(super) fn encode(
-    response: Response,
-    reply: &Reply,
-) -> Result<(Option<usize>, Bytes), InferError> {
+pub(super) fn encode(response: Response, reply: &Reply) -> Result<(Option<usize>, Bytes), InferError> {
     let mut raw = Vec::new();
     let mut outputs = Vec::with_capacity(response.outputs.len());
     for tensor in &response.outputs {

@@ -44,25 +44,14 @@ impl Elements {
     ///
     /// # Errors
     /// [`InferError::Invalid`].
-    pub(crate) fn into_data(
-        self,
-        name: &str,
-        datatype: Datatype,
-        shape: &[i64],
-    ) -> Result<Data, InferError> {
+    pub(crate) fn into_data(self, name: &str, datatype: Datatype, shape: &[i64]) -> Result<Data, InferError> {
         let count = element_count(name, shape)?;
         let found = self.values.len();
         if found != count {
             return Err(wrong_count(name, shape, count, found));
         }
         let nested = self.extents.len() > 1;
-        if nested
-            && !self
-                .extents
-                .iter()
-                .map(|n| *n as i64)
-                .eq(shape.iter().copied())
-        {
+        if nested && !self.extents.iter().map(|n| *n as i64).eq(shape.iter().copied()) {
             return Err(InferError::invalid(format!(
                 "input {}: data is nested as {:?}, the shape is {shape:?}",
                 quote(name),
@@ -112,9 +101,7 @@ impl Values {
             Values::Unsigned(values) => match u64::try_from(value) {
                 Ok(value) => values.push(value),
                 Err(_) => {
-                    return Err(format!(
-                        "{value} beside an integer beyond 64 bits with a sign"
-                    ));
+                    return Err(format!("{value} beside an integer beyond 64 bits with a sign"));
                 }
             },
             other => return Err(format!("a number among {}", other.kind())),
@@ -126,9 +113,7 @@ impl Values {
     fn push_unsigned(&mut self, value: u64) -> Result<(), String> {
         if let Values::Signed(values) = self {
             let unsigned: Result<Vec<u64>, _> = values.iter().map(|v| u64::try_from(*v)).collect();
-            *self = Values::Unsigned(
-                unsigned.map_err(|_| format!("{value} beside a negative integer"))?,
-            );
+            *self = Values::Unsigned(unsigned.map_err(|_| format!("{value} beside a negative integer"))?);
         }
         match self {
             Values::Empty => *self = Values::Unsigned(vec![value]),
@@ -168,13 +153,9 @@ impl Values {
 
     fn into_data(self, name: &str, datatype: Datatype) -> Result<Data, InferError> {
         let kind = self.kind();
-        let mismatch =
-            || InferError::invalid(format!("input {}: {kind} for {datatype}", quote(name)));
+        let mismatch = || InferError::invalid(format!("input {}: {kind} for {datatype}", quote(name)));
         let outside = |value: &dyn fmt::Display| {
-            InferError::invalid(format!(
-                "input {}: {value} does not fit {datatype}",
-                quote(name)
-            ))
+            InferError::invalid(format!("input {}: {value} does not fit {datatype}", quote(name)))
         };
         macro_rules! integers {
             ($variant:ident, $number:ty) => {
@@ -197,25 +178,17 @@ impl Values {
                 let convert: fn(f64) -> $number = $from;
                 let checked = |value: f64| {
                     let converted = convert(value);
-                    if $finite(converted) {
-                        Ok(converted)
-                    } else {
-                        Err(outside(&value))
-                    }
+                    if $finite(converted) { Ok(converted) } else { Err(outside(&value)) }
                 };
                 Data::$variant(match self {
                     Values::Empty => Vec::new(),
-                    Values::Float(values) => {
-                        values.into_iter().map(checked).collect::<Result<_, _>>()?
+                    Values::Float(values) => values.into_iter().map(checked).collect::<Result<_, _>>()?,
+                    Values::Signed(values) => {
+                        values.into_iter().map(|v| checked(v as f64)).collect::<Result<_, _>>()?
                     }
-                    Values::Signed(values) => values
-                        .into_iter()
-                        .map(|v| checked(v as f64))
-                        .collect::<Result<_, _>>()?,
-                    Values::Unsigned(values) => values
-                        .into_iter()
-                        .map(|v| checked(v as f64))
-                        .collect::<Result<_, _>>()?,
+                    Values::Unsigned(values) => {
+                        values.into_iter().map(|v| checked(v as f64)).collect::<Result<_, _>>()?
+                    }
                     _ => return Err(mismatch()),
                 })
             }};
@@ -250,10 +223,7 @@ impl Values {
 impl<'de> Deserialize<'de> for Elements {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut elements = Elements::default();
-        deserializer.deserialize_seq(List {
-            elements: &mut elements,
-            depth: 0,
-        })?;
+        deserializer.deserialize_seq(List { elements: &mut elements, depth: 0 })?;
         Ok(elements)
     }
 }
@@ -274,22 +244,14 @@ impl<'de> Visitor<'de> for List<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
         let depth = self.depth;
         if depth >= DEPTH_MAX {
-            return Err(A::Error::custom(format!(
-                "data is nested deeper than {DEPTH_MAX} lists"
-            )));
+            return Err(A::Error::custom(format!("data is nested deeper than {DEPTH_MAX} lists")));
         }
         if self.elements.extents.len() == depth {
             // The first list of this depth sets the extent when it ends.
             self.elements.extents.push(usize::MAX);
         }
         let mut length = 0usize;
-        while list
-            .next_element_seed(Item {
-                elements: self.elements,
-                depth: depth + 1,
-            })?
-            .is_some()
-        {
+        while list.next_element_seed(Item { elements: self.elements, depth: depth + 1 })?.is_some() {
             length += 1;
         }
         match self.elements.extents.get_mut(depth) {
@@ -343,11 +305,7 @@ impl<'de> Visitor<'de> for Item<'_> {
         if self.elements.extents.len() == self.depth && self.elements.values.len() > 0 {
             return Err(A::Error::custom("data mixes lists and elements"));
         }
-        List {
-            elements: self.elements,
-            depth: self.depth,
-        }
-        .visit_seq(list)
+        List { elements: self.elements, depth: self.depth }.visit_seq(list)
     }
 
     fn visit_bool<E: serde::de::Error>(self, value: bool) -> Result<(), E> {

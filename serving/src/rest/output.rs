@@ -43,9 +43,7 @@ pub(crate) fn check_representable(output: &str, data: &Data) -> Result<(), Infer
         Data::Bf16(values) => values.iter().all(|value| value.is_finite()),
         Data::Fp32(values) => values.iter().all(|value| value.is_finite()),
         Data::Fp64(values) => values.iter().all(|value| value.is_finite()),
-        Data::Bytes(values) => values
-            .iter()
-            .all(|value| std::str::from_utf8(value).is_ok()),
+        Data::Bytes(values) => values.iter().all(|value| std::str::from_utf8(value).is_ok()),
         _ => true,
     };
     if fits {

@@ -36,16 +36,12 @@ pub(super) fn run(
     inputs: &[&Tensor],
     outputs: &[&TensorSpec],
 ) -> Result<Vec<Tensor>, InferError> {
-    let failed =
-        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let failed = |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
     // At most one input and output are the rule, so the array form spares a map.
     let values = match inputs {
         [input] => session.run([value(input)?]).map_err(failed)?,
         _ => {
-            let values = inputs
-                .iter()
-                .map(|input| value(input))
-                .collect::<Result<Vec<_>, _>>()?;
+            let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
             session.run(values.as_slice()).map_err(failed)?
         }
     };
@@ -54,8 +50,7 @@ pub(super) fn run(
 
 /// A view of the tensor's elements; only strings are copied.
 fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
-    let failed =
-        |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let failed = |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
     let shape = tensor.shape.as_slice();
     Ok(for_numbers!(
         &tensor.data,
@@ -81,14 +76,9 @@ fn output(values: &SessionOutputs<'_>, spec: &TensorSpec) -> Result<Tensor, Infe
     let value = values
         .get(&spec.name)
         .ok_or_else(|| InferError::internal(format!("the model gave no output {:?}", spec.name)))?;
-    let (shape, data) = extract(value, spec.datatype).map_err(|error| {
-        InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error)))
-    })?;
-    Ok(Tensor {
-        name: spec.name.clone(),
-        shape,
-        data,
-    })
+    let (shape, data) = extract(value, spec.datatype)
+        .map_err(|error| InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error))))?;
+    Ok(Tensor { name: spec.name.clone(), shape, data })
 }
 
 fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)> {
@@ -114,10 +104,7 @@ fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)
         Datatype::Fp64 => numbers!(Fp64, f64),
         Datatype::Bytes => {
             let (shape, texts) = value.try_extract_strings()?;
-            (
-                shape.to_vec(),
-                Data::Bytes(texts.into_iter().map(Into::into).collect()),
-            )
+            (shape.to_vec(), Data::Bytes(texts.into_iter().map(Into::into).collect()))
         }
     })
 }

@@ -23,11 +23,7 @@ fn samples() -> Vec<Data> {
         Data::Bf16(vec![bf16::MIN, bf16::MAX, bf16::from_f32(0.5)]),
         Data::Fp32(vec![f32::MIN, f32::INFINITY, 0.1]),
         Data::Fp64(vec![f64::MIN, f64::INFINITY, 0.1]),
-        Data::Bytes(vec![
-            Bytes::new(),
-            Bytes::from_static(b"a"),
-            Bytes::from_static(b"\xff\0"),
-        ]),
+        Data::Bytes(vec![Bytes::new(), Bytes::from_static(b"a"), Bytes::from_static(b"\xff\0")]),
     ]
 }
 
@@ -56,12 +52,7 @@ fn raw_data_must_fit_the_shape_exactly() {
             (vec![i64::MAX, 4], raw.clone()),
         ] {
             let error = Tensor::from_raw("x", data.datatype(), shape.clone(), &raw);
-            assert!(
-                error.is_err(),
-                "{:?} {shape:?} {}",
-                data.datatype(),
-                raw.len()
-            );
+            assert!(error.is_err(), "{:?} {shape:?} {}", data.datatype(), raw.len());
         }
     }
     let two = Bytes::from_static(&[0, 2]);

@@ -49,10 +49,7 @@ async fn bad_versions_are_named_and_the_others_served() {
     assert_eq!(prediction.version, "1");
     let status = server.serving.repository().status();
     let why = |version: u64| {
-        let found = status
-            .iter()
-            .find(|status| status.version == Some(version))
-            .unwrap();
+        let found = status.iter().find(|status| status.version == Some(version)).unwrap();
         match &found.state {
             State::Failed(reason) => reason.clone(),
             State::Ready => "ready".into(),
@@ -62,10 +59,7 @@ async fn bad_versions_are_named_and_the_others_served() {
     assert!(why(2).contains("SHA-256"), "{}", why(2));
     assert!(why(3).contains("no bundle.json"), "{}", why(3));
     assert!(why(4).contains("NoSuchOperator"), "{}", why(4));
-    assert!(
-        status.iter().any(|status| status.model.contains("latest")),
-        "{status:?}"
-    );
+    assert!(status.iter().any(|status| status.model.contains("latest")), "{status:?}");
     for version in [2, 3, 4] {
         match client.infer("mlp", Some(version), row(), Form::Raw).await {
             Err(ClientError::Refused { code, message }) => {
@@ -92,18 +86,8 @@ async fn new_versions_appear_and_removed_ones_go() {
     let mut client = server.client().await;
     publish(server.dir.path(), "mlp", 2, mlp()).await;
     let wait = Duration::from_secs(10);
-    tokio::time::timeout(wait, changes.changed())
-        .await
-        .unwrap()
-        .unwrap();
-    assert_eq!(
-        client
-            .infer("mlp", None, row(), Form::Raw)
-            .await
-            .unwrap()
-            .version,
-        "2"
-    );
+    tokio::time::timeout(wait, changes.changed()).await.unwrap().unwrap();
+    assert_eq!(client.infer("mlp", None, row(), Form::Raw).await.unwrap().version, "2");
     publish(server.dir.path(), "mlp", 7, mlp()).await;
     let newest = async {
         while repository.versions("mlp") != Some(vec![2, 7]) {
@@ -118,14 +102,7 @@ async fn new_versions_appear_and_removed_ones_go() {
         }
     };
     tokio::time::timeout(wait, back).await.unwrap();
-    assert_eq!(
-        client
-            .infer("mlp", None, row(), Form::Raw)
-            .await
-            .unwrap()
-            .version,
-        "2"
-    );
+    assert_eq!(client.infer("mlp", None, row(), Form::Raw).await.unwrap().version, "2");
     server.stop().await;
 }
 
@@ -142,22 +119,14 @@ async fn a_taken_port_is_named_with_its_flag() {
             _ => config.metrics = address,
         }
         let source = Source::directory(dir.path()).unwrap();
-        let error = serve(&config, source, CancellationToken::new())
-            .await
-            .unwrap_err();
+        let error = serve(&config, source, CancellationToken::new()).await.unwrap_err();
         assert!(matches!(error, Error::Bind { .. }));
         let line = error.to_string();
-        for part in [
-            address.to_string(),
-            format!("--{flag}"),
-            "taken".to_string(),
-        ] {
+        for part in [address.to_string(), format!("--{flag}"), "taken".to_string()] {
             assert!(line.contains(&part), "{part} is not in {line}");
         }
     }
-    let error = Source::directory(&dir.path().join("nosuch"))
-        .unwrap_err()
-        .to_string();
+    let error = Source::directory(&dir.path().join("nosuch")).unwrap_err().to_string();
     assert!(error.contains("nosuch"), "{error}");
 }
 
@@ -168,14 +137,9 @@ async fn a_device_that_is_not_there_is_refused() {
     }
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
-    let config = millrace_serving::Config {
-        device: Device::Cuda(99),
-        ..config()
-    };
+    let config = millrace_serving::Config { device: Device::Cuda(99), ..config() };
     let source = Source::directory(dir.path()).unwrap();
-    let error = serve(&config, source, CancellationToken::new())
-        .await
-        .unwrap_err();
+    let error = serve(&config, source, CancellationToken::new()).await.unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
     assert!(error.to_string().contains("cuda:99"), "{error}");
 }
@@ -198,21 +162,11 @@ fn a_missing_or_foreign_library_is_one_clear_line() {
     let text = dir.path().join("libonnxruntime.so");
     std::fs::write(&text, "this is no library\n").unwrap();
     let pipe = dir.path().join("pipe");
-    assert!(
-        Command::new("mkfifo")
-            .arg(&pipe)
-            .status()
-            .unwrap()
-            .success()
-    );
-    let libc = [
-        "/lib/x86_64-linux-gnu/libc.so.6",
-        "/lib/aarch64-linux-gnu/libc.so.6",
-        "/lib64/libc.so.6",
-    ]
-    .into_iter()
-    .map(std::path::PathBuf::from)
-    .find(|path| path.exists());
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let libc = ["/lib/x86_64-linux-gnu/libc.so.6", "/lib/aarch64-linux-gnu/libc.so.6", "/lib64/libc.so.6"]
+        .into_iter()
+        .map(std::path::PathBuf::from)
+        .find(|path| path.exists());
     let mut cases = vec![
         (dir.path().join("nosuch.so"), "was not found"),
         (text, "does not load"),
@@ -223,12 +177,7 @@ fn a_missing_or_foreign_library_is_one_clear_line() {
     for (path, reason) in cases {
         let start = Instant::now();
         let output = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "lifecycle::child_loads_the_runtime",
-                "--ignored",
-                "--nocapture",
-            ])
+            .args(["--exact", "lifecycle::child_loads_the_runtime", "--ignored", "--nocapture"])
             .env("ORT_DYLIB_PATH", &path)
             .output()
             .unwrap();
@@ -236,15 +185,9 @@ fn a_missing_or_foreign_library_is_one_clear_line() {
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{path:?}: {text}{errors}");
         assert!(start.elapsed() < Duration::from_secs(20));
-        let line = text
-            .lines()
-            .find(|line| line.starts_with("child: "))
-            .unwrap();
+        let line = text.lines().find(|line| line.starts_with("child: ")).unwrap();
         assert!(line.contains(reason), "{path:?}: {line}");
-        assert!(
-            line.contains("ORT_DYLIB_PATH") && line.contains("scripts/setup"),
-            "{line}"
-        );
+        assert!(line.contains("ORT_DYLIB_PATH") && line.contains("scripts/setup"), "{line}");
         assert!(text.contains("again: false"), "{text}");
         assert!(!errors.contains("panicked"), "{errors}");
     }
@@ -266,10 +209,7 @@ async fn draining_refuses_new_requests_and_finishes_running_ones() {
         requests.spawn(async move { client.infer("slow", None, vec![input], Form::Raw).await });
     }
     let mut bystander = server.client().await;
-    bystander
-        .infer("mlp", None, row(), Form::Raw)
-        .await
-        .unwrap();
+    bystander.infer("mlp", None, row(), Form::Raw).await.unwrap();
     let metrics = server.serving.addresses().metrics;
     let running = async {
         loop {
@@ -285,18 +225,14 @@ async fn draining_refuses_new_requests_and_finishes_running_ones() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), running)
-        .await
-        .unwrap();
+    tokio::time::timeout(Duration::from_secs(20), running).await.unwrap();
     server.cancel.cancel();
     let refused = async {
         while server.serving.inference().is_ready() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(5), refused)
-        .await
-        .unwrap();
+    tokio::time::timeout(Duration::from_secs(5), refused).await.unwrap();
     match bystander.infer("mlp", None, row(), Form::Raw).await {
         Err(ClientError::Refused { code, .. }) => assert_eq!(code, Code::Unavailable),
         other => panic!("{other:?}"),
@@ -309,10 +245,7 @@ async fn draining_refuses_new_requests_and_finishes_running_ones() {
         let answer = answer.unwrap().unwrap();
         assert!(matches!(&answer.outputs[0].data, Data::Fp32(values) if values.len() == 256 * 512));
     }
-    tokio::time::timeout(Duration::from_secs(20), server.serving.join())
-        .await
-        .unwrap()
-        .unwrap();
+    tokio::time::timeout(Duration::from_secs(20), server.serving.join()).await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -342,9 +275,6 @@ async fn too_many_waiting_requests_are_refused_not_queued_for_ever() {
             Err(other) => panic!("{other}"),
         }
     }
-    assert!(
-        answered >= 2 && answered + refused == 6,
-        "{answered} answered, {refused} refused"
-    );
+    assert!(answered >= 2 && answered + refused == 6, "{answered} answered, {refused} refused");
     server.stop().await;
 }

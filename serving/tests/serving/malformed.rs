@@ -6,9 +6,7 @@ use millrace_serving::Limits;
 use millrace_serving::client::ClientError;
 use millrace_serving::tensor::Data;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
-use millrace_serving::wire::inference::model_infer_request::{
-    InferInputTensor, InferRequestedOutputTensor,
-};
+use millrace_serving::wire::inference::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 use millrace_serving::wire::inference::{InferParameter, InferTensorContents, ModelInferRequest};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
@@ -20,16 +18,8 @@ pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// A server with small models of several datatypes, a corrupt one, and a low limit on messages.
 pub(crate) async fn server() -> Server {
     let mut config = config();
-    config.limits = Limits {
-        message_bytes_max: MESSAGE_BYTES_MAX,
-        ..Limits::default()
-    };
-    let types = [
-        Datatype::Int8,
-        Datatype::Bool,
-        Datatype::Bytes,
-        Datatype::Fp32,
-    ];
+    config.limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
+    let types = [Datatype::Int8, Datatype::Bool, Datatype::Bytes, Datatype::Fp32];
     let mut more: Vec<(String, u64, Vec<u8>)> = Vec::new();
     for datatype in types {
         more.push((format!("echo_{datatype}"), 1, echo(&[datatype])));
@@ -82,9 +72,7 @@ fn raw_echo(datatype: &str, shape: &[i64], raw: &[u8]) -> ModelInferRequest {
 }
 
 fn parameter(choice: ParameterChoice) -> InferParameter {
-    InferParameter {
-        parameter_choice: Some(choice),
-    }
+    InferParameter { parameter_choice: Some(choice) }
 }
 
 fn edited(edit: impl FnOnce(&mut ModelInferRequest)) -> ModelInferRequest {
@@ -209,20 +197,15 @@ async fn grpc_refuses_each_with_its_status() {
         match client.infer_message(request).await {
             Err(ClientError::Refused { code, message }) => {
                 assert_eq!(code, expected, "{what}: {message}");
-                assert!(
-                    message.contains(reason),
-                    "{what}: {reason:?} is not in {message:?}"
-                );
+                assert!(message.contains(reason), "{what}: {reason:?} is not in {message:?}");
                 assert!(!message.contains('\n'), "{what}: {message}");
             }
             other => panic!("{what}: {other:?}"),
         }
     }
-    for (model, version, expected) in [
-        ("nosuch", "", Code::NotFound),
-        ("mlp", "9", Code::NotFound),
-        ("mlp", "x", Code::InvalidArgument),
-    ] {
+    for (model, version, expected) in
+        [("nosuch", "", Code::NotFound), ("mlp", "9", Code::NotFound), ("mlp", "x", Code::InvalidArgument)]
+    {
         match client.model_metadata(model, version).await {
             Err(ClientError::Refused { code, .. }) => assert_eq!(code, expected),
             other => panic!("{other:?}"),
@@ -252,9 +235,6 @@ async fn garbage_on_the_ports_harms_nobody() {
         }
     }
     server.client().await.infer_message(good()).await.unwrap();
-    assert_eq!(
-        server.http("GET", "/v2/health/live", &[], b"").await.status,
-        200
-    );
+    assert_eq!(server.http("GET", "/v2/health/live", &[], b"").await.status, 200);
     server.stop().await;
 }

@@ -25,48 +25,24 @@ struct World {
 
 async fn world() -> World {
     let home = tempfile::tempdir().unwrap();
-    let settings = broker::Config {
-        listen: "127.0.0.1:0".parse().unwrap(),
-        ..broker::Config::default()
-    };
+    let settings = broker::Config { listen: "127.0.0.1:0".parse().unwrap(), ..broker::Config::default() };
     let dir = broker::dir(home.path());
-    let broker = Broker::start(settings, &dir, CancellationToken::new())
-        .await
-        .unwrap();
+    let broker = Broker::start(settings, &dir, CancellationToken::new()).await.unwrap();
     let kafka = KafkaConfig::new(broker.addr().to_string());
     let path = home.path().to_path_buf();
     let view = tokio::task::spawn_blocking(move || {
         let datafs = Datafs::open(&path, &millrace_datafs::Config::default()).unwrap();
         let name: millrace_datafs::Name = "digits".parse().unwrap();
         datafs.volume_create(&name).unwrap();
-        datafs
-            .view(&VolumeSpec {
-                volume: name,
-                snapshot: None,
-            })
-            .unwrap()
+        datafs.view(&VolumeSpec { volume: name, snapshot: None }).unwrap()
     })
     .await
     .unwrap();
     let bundle = Bundle::new("mlp", 4, mlp(), Lineage::default(), Default::default()).unwrap();
-    bundle
-        .write(view.object_store().as_ref(), "models")
-        .await
-        .unwrap();
-    let repository = Repository::open(Source::volume(&view), &config())
-        .await
-        .unwrap();
-    let deps = Deps {
-        kafka: kafka.clone(),
-        inference: Inference::new(repository),
-        progress: view,
-    };
-    World {
-        _home: home,
-        kafka,
-        deps,
-        broker,
-    }
+    bundle.write(view.object_store().as_ref(), "models").await.unwrap();
+    let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
+    let deps = Deps { kafka: kafka.clone(), inference: Inference::new(repository), progress: view };
+    World { _home: home, kafka, deps, broker }
 }
 
 fn pipe() -> PipeConfig {
@@ -88,9 +64,7 @@ fn row_of(id: usize) -> [f32; FEATURES] {
 
 fn record(id: usize) -> OutRecord {
     let value = json!({ "id": id, "x": row_of(id) }).to_string();
-    OutRecord::new("in", value)
-        .key(format!("k{id}"))
-        .partition((id % 2) as i32)
+    OutRecord::new("in", value).key(format!("k{id}")).partition((id % 2) as i32)
 }
 
 #[derive(Debug)]
@@ -102,24 +76,15 @@ struct Seen {
 
 async fn read(kafka: &KafkaConfig, topic: &str) -> Vec<Seen> {
     let marks = topic::watermarks(kafka, topic).await.unwrap();
-    let start: Vec<_> = marks
-        .keys()
-        .map(|p| (topic.to_string(), *p, EARLIEST))
-        .collect();
+    let start: Vec<_> = marks.keys().map(|p| (topic.to_string(), *p, EARLIEST)).collect();
     let wanted: i64 = marks.values().map(|(low, high)| high - low).sum();
     let mut consumer = Consumer::assign(kafka, &start).await.unwrap();
     let mut seen = Vec::new();
     while (seen.len() as i64) < wanted {
-        let batch = consumer
-            .next(1000, 1 << 20, Duration::from_secs(10))
-            .await
-            .unwrap()
-            .unwrap();
+        let batch = consumer.next(1000, 1 << 20, Duration::from_secs(10)).await.unwrap().unwrap();
         let records = Records::new(&batch).unwrap();
         for index in 0..records.len() {
-            let text = |bytes: Option<&[u8]>| {
-                String::from_utf8(bytes.unwrap_or_default().to_vec()).unwrap()
-            };
+            let text = |bytes: Option<&[u8]>| String::from_utf8(bytes.unwrap_or_default().to_vec()).unwrap();
             seen.push(Seen {
                 key: records.key(index).map(<[u8]>::to_vec),
                 value: records.value(index).map(<[u8]>::to_vec),
@@ -138,10 +103,7 @@ async fn catch_up(world: &World) -> PipeReport {
     let cancel = CancellationToken::new();
     let config = pipe();
     let running = run(&config, world.deps.clone(), Until::CaughtUp, cancel);
-    tokio::time::timeout(Duration::from_secs(30), running)
-        .await
-        .unwrap()
-        .unwrap()
+    tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -153,30 +115,18 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
     let bad = [
-        OutRecord::new("in", "not json")
-            .key("bad0")
-            .header("trace", "t1"),
+        OutRecord::new("in", "not json").key("bad0").header("trace", "t1"),
         OutRecord::new("in", r#"{"id":1}"#).key("bad1"),
         OutRecord::new("in", r#"{"id":2,"x":[1,2,3]}"#).key("bad2"),
         OutRecord::new("in", r#"{"id":3,"x":["a","b","c","d"]}"#).key("bad3"),
-        OutRecord {
-            payload: None,
-            ..OutRecord::new("in", "")
-        }
-        .key("bad4"),
+        OutRecord { payload: None, ..OutRecord::new("in", "") }.key("bad4"),
     ]
     .map(|record| record.partition(0));
-    producer
-        .send_all((0..60).map(record).chain(bad))
-        .await
-        .unwrap();
+    producer.send_all((0..60).map(record).chain(bad)).await.unwrap();
     producer.send_all((60..100).map(record)).await.unwrap();
 
     let report = catch_up(&world).await;
-    assert_eq!(
-        (report.records, report.predicted, report.dead_letters),
-        (105, 100, 5)
-    );
+    assert_eq!((report.records, report.predicted, report.dead_letters), (105, 100, 5));
     assert_eq!(report.offsets, [(0, 55), (1, 50)].into());
 
     let mut ids = BTreeMap::new();
@@ -185,18 +135,10 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
         let value: Value = serde_json::from_slice(seen.value.as_deref().unwrap()).unwrap();
         let id = value["id"].as_u64().unwrap() as usize;
         assert_eq!(seen.key.unwrap(), format!("k{id}").into_bytes());
-        assert_eq!(
-            (&value["model"], &value["version"]),
-            (&json!("mlp"), &json!(4))
-        );
+        assert_eq!((&value["model"], &value["version"]), (&json!("mlp"), &json!(4)));
         let logits: Vec<f32> = serde_json::from_value(value["outputs"]["logits"].clone()).unwrap();
         let expected = mlp_logits(&row_of(id));
-        assert!(
-            logits
-                .iter()
-                .zip(&expected)
-                .all(|(a, b)| (a - b).abs() < 1e-5)
-        );
+        assert!(logits.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5));
         let best = value["argmax"]["logits"].as_u64().unwrap() as usize;
         assert!(logits.iter().all(|logit| *logit <= logits[best]));
         let source = &value["source"];
@@ -211,10 +153,7 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
 
     let dead = read(&world.kafka, "out-dead").await;
     let reason = |key: &str| {
-        let found = dead
-            .iter()
-            .find(|seen| seen.key.as_deref() == Some(key.as_bytes()))
-            .unwrap();
+        let found = dead.iter().find(|seen| seen.key.as_deref() == Some(key.as_bytes())).unwrap();
         found.headers["millrace-reason"].clone()
     };
     assert_eq!(dead.len(), 5);
@@ -223,10 +162,7 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
     assert!(reason("bad2").contains("3 elements"));
     assert!(reason("bad3").contains("strings for FP32"));
     assert!(reason("bad4").contains("no value"));
-    let kept = dead
-        .iter()
-        .find(|seen| seen.key.as_deref() == Some(b"bad0"))
-        .unwrap();
+    let kept = dead.iter().find(|seen| seen.key.as_deref() == Some(b"bad0")).unwrap();
     assert_eq!(kept.value.as_deref(), Some(&b"not json"[..]));
     assert_eq!(kept.headers["trace"], "t1");
 
@@ -249,10 +185,7 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
     let producer = Producer::connect(&world.kafka).await.unwrap();
     let mut produced = 0;
     for round in 0..10u64 {
-        producer
-            .send_all((produced..produced + 40).map(record))
-            .await
-            .unwrap();
+        producer.send_all((produced..produced + 40).map(record)).await.unwrap();
         produced += 40;
         let deps = world.deps.clone();
         let cancel = CancellationToken::new();
@@ -260,12 +193,9 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
         // Cut off after more and more answers, some before the commit that belongs to them.
         let goal = (round * 37) % 50;
         let before = ids(&world.kafka).await.len() as u64;
-        let reached = async {
-            while (ids(&world.kafka).await.len() as u64) < (before + goal).min(produced as u64) {}
-        };
-        tokio::time::timeout(Duration::from_secs(20), reached)
-            .await
-            .unwrap();
+        let reached =
+            async { while (ids(&world.kafka).await.len() as u64) < (before + goal).min(produced as u64) {} };
+        tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
         running.abort();
         assert!(running.await.is_err_and(|error| error.is_cancelled()));
     }
@@ -311,39 +241,23 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), committed)
-        .await
-        .unwrap();
+    tokio::time::timeout(Duration::from_secs(20), committed).await.unwrap();
     let rival = view.clone();
     tokio::task::spawn_blocking(move || {
-        rival
-            .publish(Publish::new().put_key("pipe/p/in/0", b"0".to_vec()))
-            .unwrap();
+        rival.publish(Publish::new().put_key("pipe/p/in/0", b"0".to_vec())).unwrap();
     })
     .await
     .unwrap();
     producer.send(record(2)).await.unwrap();
-    let outcome = tokio::time::timeout(Duration::from_secs(20), running)
-        .await
-        .unwrap()
-        .unwrap();
-    assert!(
-        matches!(outcome, Err(Error::PipeFenced { partition: 0, .. })),
-        "{outcome:?}"
-    );
+    let outcome = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap();
+    assert!(matches!(outcome, Err(Error::PipeFenced { partition: 0, .. })), "{outcome:?}");
 
     // The next run starts at what the volume says, so record 0 is predicted again: at least once.
     let running = start(&cancel);
     let twice = async { while read(&world.kafka, "out").await.len() < 4 {} };
-    tokio::time::timeout(Duration::from_secs(20), twice)
-        .await
-        .unwrap();
+    tokio::time::timeout(Duration::from_secs(20), twice).await.unwrap();
     cancel.cancel();
-    let report = tokio::time::timeout(Duration::from_secs(20), running)
-        .await
-        .unwrap()
-        .unwrap()
-        .unwrap();
+    let report = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap().unwrap();
     assert_eq!(report.records, 2);
     world.broker.stop().await.unwrap();
 }
@@ -356,51 +270,21 @@ async fn settings_that_make_no_sense_are_refused() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let try_run = async |config: PipeConfig| {
-        run(
-            &config,
-            world.deps.clone(),
-            Until::CaughtUp,
-            CancellationToken::new(),
-        )
-        .await
-        .unwrap_err()
+        run(&config, world.deps.clone(), Until::CaughtUp, CancellationToken::new()).await.unwrap_err()
     };
     for config in [
-        PipeConfig {
-            name: String::new(),
-            ..pipe()
-        },
-        PipeConfig {
-            name: "a/b".into(),
-            ..pipe()
-        },
-        PipeConfig {
-            model: String::new(),
-            ..pipe()
-        },
-        PipeConfig {
-            output: "in".into(),
-            ..pipe()
-        },
-        PipeConfig {
-            dead_letter: "out".into(),
-            ..pipe()
-        },
+        PipeConfig { name: String::new(), ..pipe() },
+        PipeConfig { name: "a/b".into(), ..pipe() },
+        PipeConfig { model: String::new(), ..pipe() },
+        PipeConfig { output: "in".into(), ..pipe() },
+        PipeConfig { dead_letter: "out".into(), ..pipe() },
     ] {
         let error = try_run(config).await;
         assert!(matches!(error, Error::Config { .. }), "{error}");
     }
-    let error = try_run(PipeConfig {
-        model: "nosuch".into(),
-        ..pipe()
-    })
-    .await;
+    let error = try_run(PipeConfig { model: "nosuch".into(), ..pipe() }).await;
     assert!(matches!(error, Error::Infer(_)), "{error}");
-    let error = try_run(PipeConfig {
-        input: "nosuch".into(),
-        ..pipe()
-    })
-    .await;
+    let error = try_run(PipeConfig { input: "nosuch".into(), ..pipe() }).await;
     assert!(matches!(error, Error::Streams(_)), "{error}");
     world.broker.stop().await.unwrap();
 }

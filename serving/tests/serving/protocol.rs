@@ -11,23 +11,17 @@ use serde_json::json;
 use crate::support::*;
 
 fn input(rows: usize) -> Tensor {
-    let values = (0..rows * FEATURES)
-        .map(|index| index as f32 / 7.0 - 1.0)
-        .collect();
+    let values = (0..rows * FEATURES).map(|index| index as f32 / 7.0 - 1.0).collect();
     Tensor::fp32("input", vec![rows as i64, FEATURES as i64], values).unwrap()
 }
 
 fn expected(tensor: &Tensor) -> Vec<f32> {
-    let Data::Fp32(values) = &tensor.data else {
-        panic!("{tensor:?}")
-    };
+    let Data::Fp32(values) = &tensor.data else { panic!("{tensor:?}") };
     values.chunks(FEATURES).flat_map(mlp_logits).collect()
 }
 
 fn assert_close(found: &Data, expected: &[f32]) {
-    let Data::Fp32(found) = found else {
-        panic!("{found:?}")
-    };
+    let Data::Fp32(found) = found else { panic!("{found:?}") };
     assert_eq!(found.len(), expected.len());
     for (a, b) in found.iter().zip(expected) {
         assert!((a - b).abs() < 1e-5, "{found:?} is not {expected:?}");
@@ -62,20 +56,14 @@ async fn grpc_answers_all_six_calls() {
     for rows in [1, 2, 33] {
         let input = input(rows);
         for form in [Form::Raw, Form::Typed] {
-            let prediction = client
-                .infer("mlp", None, vec![input.clone()], form)
-                .await
-                .unwrap();
+            let prediction = client.infer("mlp", None, vec![input.clone()], form).await.unwrap();
             assert_eq!(prediction.version, "3");
             let logits = prediction.output("logits").unwrap();
             assert_eq!(logits.shape, [rows as i64, CLASSES as i64]);
             assert_close(&logits.data, &expected(&input));
         }
     }
-    let prediction = client
-        .infer("mlp", Some(1), vec![input(1)], Form::Raw)
-        .await
-        .unwrap();
+    let prediction = client.infer("mlp", Some(1), vec![input(1)], Form::Raw).await.unwrap();
     assert_eq!(prediction.version, "1");
     server.stop().await;
 }
@@ -102,24 +90,17 @@ async fn replies_mirror_the_form_and_the_id_of_the_request() {
         ..Default::default()
     };
     let reply = client.infer_message(request.clone()).await.unwrap();
-    assert_eq!(
-        (reply.id.as_str(), reply.model_version.as_str()),
-        ("a-17", "1")
-    );
+    assert_eq!((reply.id.as_str(), reply.model_version.as_str()), ("a-17", "1"));
     assert_eq!(reply.raw_output_contents.len(), 1);
     assert_eq!(reply.raw_output_contents[0].len(), 4 * CLASSES);
     assert!(reply.outputs[0].contents.is_none());
     request.raw_input_contents.clear();
-    request.inputs[0].contents = Some(pb::InferTensorContents {
-        fp32_contents: vec![0.5; FEATURES],
+    request.inputs[0].contents =
+        Some(pb::InferTensorContents { fp32_contents: vec![0.5; FEATURES], ..Default::default() });
+    request.outputs.push(pb::model_infer_request::InferRequestedOutputTensor {
+        name: "logits".into(),
         ..Default::default()
     });
-    request
-        .outputs
-        .push(pb::model_infer_request::InferRequestedOutputTensor {
-            name: "logits".into(),
-            ..Default::default()
-        });
     let reply = client.infer_message(request).await.unwrap();
     assert!(reply.raw_output_contents.is_empty());
     let contents = reply.outputs[0].contents.as_ref().unwrap();
@@ -144,8 +125,7 @@ fn all_datatypes() -> Vec<Tensor> {
         Data::Fp64(vec![f64::MIN, 0.1]),
         Data::Bytes(vec![Bytes::new(), Bytes::from("é\n\"")]),
     ];
-    let named =
-        |data: Data| Tensor::new(&format!("in_{}", data.datatype()), vec![2], data).unwrap();
+    let named = |data: Data| Tensor::new(&format!("in_{}", data.datatype()), vec![2], data).unwrap();
     data.into_iter().map(named).collect()
 }
 
@@ -154,8 +134,7 @@ async fn every_datatype_goes_through_every_form() {
     if !have_runtime() {
         return;
     }
-    let halves =
-        |tensor: &Tensor| matches!(tensor.data.datatype(), Datatype::Fp16 | Datatype::Bf16);
+    let halves = |tensor: &Tensor| matches!(tensor.data.datatype(), Datatype::Fp16 | Datatype::Bf16);
     let server = Server::start(config(), &[("echo", 1, echo(&Datatype::ALL))]).await;
     let no_halves: Vec<Datatype> = Datatype::ALL
         .into_iter()
@@ -172,27 +151,14 @@ async fn every_datatype_goes_through_every_form() {
         }
     };
     let tensors = all_datatypes();
-    let raw = client
-        .infer("echo", Some(1), tensors.clone(), Form::Raw)
-        .await
-        .unwrap();
+    let raw = client.infer("echo", Some(1), tensors.clone(), Form::Raw).await.unwrap();
     check(&tensors, &raw.outputs);
-    let typed: Vec<Tensor> = tensors
-        .iter()
-        .filter(|tensor| !halves(tensor))
-        .cloned()
-        .collect();
-    let reply = client
-        .infer("echo", Some(2), typed.clone(), Form::Typed)
-        .await
-        .unwrap();
+    let typed: Vec<Tensor> = tensors.iter().filter(|tensor| !halves(tensor)).cloned().collect();
+    let reply = client.infer("echo", Some(2), typed.clone(), Form::Typed).await.unwrap();
     check(&typed, &reply.outputs);
     let mut backwards = typed.clone();
     backwards.reverse();
-    let reply = client
-        .infer("echo", Some(2), backwards, Form::Typed)
-        .await
-        .unwrap();
+    let reply = client.infer("echo", Some(2), backwards, Form::Typed).await.unwrap();
     check(&typed, &reply.outputs);
 
     // REST: everything binary, then everything as JSON.
@@ -209,29 +175,14 @@ async fn every_datatype_goes_through_every_form() {
             })
         })
         .collect();
-    let head =
-        json!({ "inputs": inputs, "parameters": { "binary_data_output": true } }).to_string();
+    let head = json!({ "inputs": inputs, "parameters": { "binary_data_output": true } }).to_string();
     let body = [head.as_bytes(), &blobs].concat();
     let length = head.len().to_string();
     let headers = [("Inference-Header-Content-Length", length.as_str())];
-    let reply = server
-        .http("POST", "/v2/models/echo/versions/1/infer", &headers, &body)
-        .await;
-    assert_eq!(
-        reply.status,
-        200,
-        "{}",
-        String::from_utf8_lossy(&reply.body)
-    );
-    assert_eq!(
-        reply.header("content-type"),
-        Some("application/octet-stream")
-    );
-    let length: usize = reply
-        .header("inference-header-content-length")
-        .unwrap()
-        .parse()
-        .unwrap();
+    let reply = server.http("POST", "/v2/models/echo/versions/1/infer", &headers, &body).await;
+    assert_eq!(reply.status, 200, "{}", String::from_utf8_lossy(&reply.body));
+    assert_eq!(reply.header("content-type"), Some("application/octet-stream"));
+    let length: usize = reply.header("inference-header-content-length").unwrap().parse().unwrap();
     assert_eq!(&reply.body[length..], blobs.as_slice());
     let json: serde_json::Value = serde_json::from_slice(&reply.body[..length]).unwrap();
     assert_eq!(json["outputs"][0]["parameters"]["binary_data_size"], 2);
@@ -251,12 +202,7 @@ async fn every_datatype_goes_through_every_form() {
         Data::Fp32(values) => json!(values),
         Data::Fp64(values) => json!(values),
         Data::Bytes(values) => {
-            json!(
-                values
-                    .iter()
-                    .map(|v| String::from_utf8(v.to_vec()).unwrap())
-                    .collect::<Vec<_>>()
-            )
+            json!(values.iter().map(|v| String::from_utf8(v.to_vec()).unwrap()).collect::<Vec<_>>())
         }
     };
     let inputs: Vec<_> = tensors
@@ -269,33 +215,14 @@ async fn every_datatype_goes_through_every_form() {
         })
         .collect();
     let body = json!({ "id": "x", "inputs": inputs }).to_string();
-    let reply = server
-        .http(
-            "POST",
-            "/v2/models/echo/versions/1/infer",
-            &[],
-            body.as_bytes(),
-        )
-        .await;
+    let reply = server.http("POST", "/v2/models/echo/versions/1/infer", &[], body.as_bytes()).await;
     let json = reply.json();
-    assert_eq!(
-        (reply.status, &json["id"], &json["model_version"]),
-        (200, &json!("x"), &json!("1"))
-    );
+    assert_eq!((reply.status, &json["id"], &json["model_version"]), (200, &json!("x"), &json!("1")));
     for (tensor, output) in tensors.iter().zip(json["outputs"].as_array().unwrap()) {
-        if matches!(
-            tensor.data.datatype(),
-            Datatype::Fp16 | Datatype::Bf16 | Datatype::Fp32
-        ) {
-            let numbers = |value: &serde_json::Value| -> Vec<f32> {
-                serde_json::from_value(value.clone()).unwrap()
-            };
-            assert_eq!(
-                numbers(&output["data"]),
-                numbers(&list(&tensor.data)),
-                "{}",
-                tensor.name
-            );
+        if matches!(tensor.data.datatype(), Datatype::Fp16 | Datatype::Bf16 | Datatype::Fp32) {
+            let numbers =
+                |value: &serde_json::Value| -> Vec<f32> { serde_json::from_value(value.clone()).unwrap() };
+            assert_eq!(numbers(&output["data"]), numbers(&list(&tensor.data)), "{}", tensor.name);
         } else {
             assert_eq!(output["data"], list(&tensor.data), "{}", tensor.name);
         }
@@ -322,12 +249,9 @@ async fn rest_answers_every_path() {
     }
     assert_eq!(get("/v2/models/nosuch/ready").await.status, 404);
     let row = [0.25f32, -1.0, 2.0, 0.0];
-    let input =
-        json!({ "name": "input", "shape": [1, FEATURES], "datatype": "FP32", "data": [row] });
+    let input = json!({ "name": "input", "shape": [1, FEATURES], "datatype": "FP32", "data": [row] });
     let body = json!({ "inputs": [input], "outputs": [{ "name": "logits" }] }).to_string();
-    let reply = server
-        .http("POST", "/v2/models/mlp/infer", &[], body.as_bytes())
-        .await;
+    let reply = server.http("POST", "/v2/models/mlp/infer", &[], body.as_bytes()).await;
     let output = &reply.json()["outputs"][0];
     assert_eq!(output["shape"], json!([1, CLASSES]));
     let logits: Vec<f32> = serde_json::from_value(output["data"].clone()).unwrap();
@@ -337,14 +261,8 @@ async fn rest_answers_every_path() {
     let outputs = json!([{ "name": "logits", "parameters": { "binary_data": true } }]);
     let input = json!({ "name": "input", "shape": [1, FEATURES], "datatype": "FP32", "data": row });
     let body = json!({ "inputs": [input], "outputs": outputs }).to_string();
-    let reply = server
-        .http("POST", "/v2/models/mlp/infer", &[], body.as_bytes())
-        .await;
-    let length: usize = reply
-        .header("inference-header-content-length")
-        .unwrap()
-        .parse()
-        .unwrap();
+    let reply = server.http("POST", "/v2/models/mlp/infer", &[], body.as_bytes()).await;
+    let length: usize = reply.header("inference-header-content-length").unwrap().parse().unwrap();
     assert_eq!(reply.body.len() - length, 4 * CLASSES);
     server.stop().await;
 }
@@ -355,54 +273,25 @@ async fn health_and_metrics_tell_what_goes_on() {
         return;
     }
     let server = Server::start(config(), &[("counted", 1, mlp())]).await;
-    let channel = tonic::transport::Endpoint::from_shared(format!(
-        "http://{}",
-        server.serving.addresses().grpc
-    ))
-    .unwrap()
-    .connect()
-    .await
-    .unwrap();
+    let channel =
+        tonic::transport::Endpoint::from_shared(format!("http://{}", server.serving.addresses().grpc))
+            .unwrap()
+            .connect()
+            .await
+            .unwrap();
     let mut health = tonic_health::pb::health_client::HealthClient::new(channel);
     for service in ["", "inference.GRPCInferenceService"] {
-        let request = tonic_health::pb::HealthCheckRequest {
-            service: service.into(),
-        };
-        assert_eq!(
-            health.check(request).await.unwrap().into_inner().status,
-            1,
-            "{service:?}"
-        );
+        let request = tonic_health::pb::HealthCheckRequest { service: service.into() };
+        assert_eq!(health.check(request).await.unwrap().into_inner().status, 1, "{service:?}");
     }
-    let request = tonic_health::pb::HealthCheckRequest {
-        service: "nosuch".into(),
-    };
-    assert_eq!(
-        health.check(request).await.unwrap_err().code(),
-        tonic::Code::NotFound
-    );
+    let request = tonic_health::pb::HealthCheckRequest { service: "nosuch".into() };
+    assert_eq!(health.check(request).await.unwrap_err().code(), tonic::Code::NotFound);
 
     let mut client = server.client().await;
-    client
-        .infer("counted", None, vec![input(5)], Form::Raw)
-        .await
-        .unwrap();
-    client
-        .infer("counted", None, vec![], Form::Raw)
-        .await
-        .unwrap_err();
-    client
-        .infer("made-up-by-a-request", None, vec![], Form::Raw)
-        .await
-        .unwrap_err();
-    let metrics = http(
-        server.serving.addresses().metrics,
-        "GET",
-        "/metrics",
-        &[],
-        b"",
-    )
-    .await;
+    client.infer("counted", None, vec![input(5)], Form::Raw).await.unwrap();
+    client.infer("counted", None, vec![], Form::Raw).await.unwrap_err();
+    client.infer("made-up-by-a-request", None, vec![], Form::Raw).await.unwrap_err();
+    let metrics = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(metrics.body).unwrap();
     for line in [
         r#"millrace_serving_requests_total{model="counted",outcome="ok",version="1"} 1"#,

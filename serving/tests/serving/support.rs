@@ -57,16 +57,11 @@ fn value(name: &str, elem_type: tensor_proto::DataType, shape: &[i64]) -> ValueI
     };
     let tensor = type_proto::Tensor {
         elem_type: Some(elem_type as i32),
-        shape: Some(TensorShapeProto {
-            dim: shape.iter().map(dim).collect(),
-        }),
+        shape: Some(TensorShapeProto { dim: shape.iter().map(dim).collect() }),
     };
     ValueInfoProto {
         name: Some(name.into()),
-        r#type: Some(TypeProto {
-            value: Some(type_proto::Value::TensorType(tensor)),
-            ..Default::default()
-        }),
+        r#type: Some(TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() }),
         ..Default::default()
     }
 }
@@ -84,10 +79,7 @@ fn node(op_type: &str, inputs: &[&str], output: &str) -> NodeProto {
 fn model(graph: GraphProto) -> Vec<u8> {
     ModelProto {
         ir_version: Some(8),
-        opset_import: vec![OperatorSetIdProto {
-            domain: Some(String::new()),
-            version: Some(17),
-        }],
+        opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(17) }],
         graph: Some(graph),
         ..Default::default()
     }
@@ -121,22 +113,13 @@ pub(crate) fn mlp_logits(row: &[f32]) -> Vec<f32> {
     let w = |name: &str, index: usize| weight(index + name.len());
     let hidden: Vec<f32> = (0..HIDDEN)
         .map(|h| {
-            let sum: f32 = row
-                .iter()
-                .enumerate()
-                .map(|(i, x)| x * w("w1", i * HIDDEN + h))
-                .sum::<f32>();
+            let sum: f32 = row.iter().enumerate().map(|(i, x)| x * w("w1", i * HIDDEN + h)).sum::<f32>();
             (sum + w("b1", h)).max(0.0)
         })
         .collect();
     (0..CLASSES)
         .map(|c| {
-            hidden
-                .iter()
-                .enumerate()
-                .map(|(h, x)| x * w("w2", h * CLASSES + c))
-                .sum::<f32>()
-                + w("b2", c)
+            hidden.iter().enumerate().map(|(h, x)| x * w("w2", h * CLASSES + c)).sum::<f32>() + w("b2", c)
         })
         .collect()
 }
@@ -160,10 +143,7 @@ pub(crate) fn echo(datatypes: &[Datatype]) -> Vec<u8> {
         Datatype::Fp64 => T::Double,
         Datatype::Bytes => T::String,
     };
-    let mut graph = GraphProto {
-        name: Some("echo".into()),
-        ..Default::default()
-    };
+    let mut graph = GraphProto { name: Some("echo".into()), ..Default::default() };
     for datatype in datatypes {
         let (input, output) = (format!("in_{datatype}"), format!("out_{datatype}"));
         graph.input.push(value(&input, elem(datatype), &[-1]));
@@ -186,11 +166,7 @@ pub(crate) fn slow(layers: usize) -> Vec<u8> {
     let mut last = "input".to_string();
     for layer in 0..layers {
         let sum = format!("m{layer}");
-        let out = if layer + 1 == layers {
-            "output".to_string()
-        } else {
-            format!("t{layer}")
-        };
+        let out = if layer + 1 == layers { "output".to_string() } else { format!("t{layer}") };
         graph.node.push(node("MatMul", &[&last, "w"], &sum));
         graph.node.push(node("Tanh", &[&sum], &out));
         last = out;
@@ -209,13 +185,7 @@ pub(crate) async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>)
 /// A configuration with free ports that looks through the repository only when told.
 pub(crate) fn config() -> Config {
     let free = "127.0.0.1:0".parse().unwrap();
-    Config {
-        grpc: free,
-        http: free,
-        metrics: free,
-        poll_ms: 0,
-        ..Config::default()
-    }
+    Config { grpc: free, http: free, metrics: free, poll_ms: 0, ..Config::default() }
 }
 
 /// A server over a directory of models.
@@ -241,17 +211,11 @@ impl Server {
         let cancel = CancellationToken::new();
         let source = Source::directory(dir.path()).unwrap();
         let serving = serve(&config, source, cancel.clone()).await.unwrap();
-        Server {
-            dir,
-            serving,
-            cancel,
-        }
+        Server { dir, serving, cancel }
     }
 
     pub(crate) async fn client(&self) -> Client {
-        Client::connect(&self.serving.addresses().grpc.to_string())
-            .await
-            .unwrap()
+        Client::connect(&self.serving.addresses().grpc.to_string()).await.unwrap()
     }
 
     pub(crate) async fn http(
@@ -266,10 +230,7 @@ impl Server {
 
     pub(crate) async fn stop(self) {
         self.cancel.cancel();
-        tokio::time::timeout(Duration::from_secs(20), self.serving.join())
-            .await
-            .unwrap()
-            .unwrap();
+        tokio::time::timeout(Duration::from_secs(20), self.serving.join()).await.unwrap().unwrap();
     }
 }
 
@@ -291,11 +252,7 @@ impl Reply {
 
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| {
-            panic!(
-                "{error}: {} {}",
-                self.status,
-                String::from_utf8_lossy(&self.body)
-            )
+            panic!("{error}: {} {}", self.status, String::from_utf8_lossy(&self.body))
         })
     }
 }
@@ -322,15 +279,8 @@ pub(crate) async fn http(
     let _ = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;
-    let split = answer
-        .windows(4)
-        .position(|window| window == b"\r\n\r\n")
-        .unwrap();
+    let split = answer.windows(4).position(|window| window == b"\r\n\r\n").unwrap();
     let head = String::from_utf8(answer[..split].to_vec()).unwrap();
     let status = head.split_whitespace().nth(1).unwrap().parse().unwrap();
-    Reply {
-        status,
-        head,
-        body: answer[split + 4..].to_vec(),
-    }
+    Reply { status, head, body: answer[split + 4..].to_vec() }
 }

@@ -10,49 +10,23 @@ use crate::tensor::Data;
 
 fn read(json: &str, datatype: Datatype, shape: &[i64]) -> Result<Data, String> {
     let elements: Elements = serde_json::from_str(json).map_err(|error| error.to_string())?;
-    elements
-        .into_data("x", datatype, shape)
-        .map_err(|error| error.to_string())
+    elements.into_data("x", datatype, shape).map_err(|error| error.to_string())
 }
 
 #[test]
 fn flat_and_nested_lists_are_read_exactly() {
     let values = Data::Fp32(vec![1.0, 2.0, 3.5, -4.0]);
-    assert_eq!(
-        read("[1, 2, 3.5, -4]", Datatype::Fp32, &[2, 2]).unwrap(),
-        values
-    );
-    assert_eq!(
-        read("[[1, 2], [3.5, -4]]", Datatype::Fp32, &[2, 2]).unwrap(),
-        values
-    );
-    assert_eq!(
-        read("[7]", Datatype::Int8, &[]).unwrap(),
-        Data::Int8(vec![7])
-    );
-    assert_eq!(
-        read("[]", Datatype::Int8, &[0]).unwrap(),
-        Data::Int8(vec![])
-    );
+    assert_eq!(read("[1, 2, 3.5, -4]", Datatype::Fp32, &[2, 2]).unwrap(), values);
+    assert_eq!(read("[[1, 2], [3.5, -4]]", Datatype::Fp32, &[2, 2]).unwrap(), values);
+    assert_eq!(read("[7]", Datatype::Int8, &[]).unwrap(), Data::Int8(vec![7]));
+    assert_eq!(read("[]", Datatype::Int8, &[0]).unwrap(), Data::Int8(vec![]));
     let big = Data::Uint64(vec![u64::MAX, 1]);
-    assert_eq!(
-        read("[18446744073709551615, 1]", Datatype::Uint64, &[2]).unwrap(),
-        big
-    );
+    assert_eq!(read("[18446744073709551615, 1]", Datatype::Uint64, &[2]).unwrap(), big);
     let big = Data::Uint64(vec![1, u64::MAX]);
-    assert_eq!(
-        read("[1, 18446744073709551615]", Datatype::Uint64, &[2]).unwrap(),
-        big
-    );
+    assert_eq!(read("[1, 18446744073709551615]", Datatype::Uint64, &[2]).unwrap(), big);
     let small = Data::Int64(vec![i64::MIN]);
-    assert_eq!(
-        read("[-9223372036854775808]", Datatype::Int64, &[1]).unwrap(),
-        small
-    );
-    assert_eq!(
-        read("[true,false]", Datatype::Bool, &[2]).unwrap(),
-        Data::Bool(vec![true, false])
-    );
+    assert_eq!(read("[-9223372036854775808]", Datatype::Int64, &[1]).unwrap(), small);
+    assert_eq!(read("[true,false]", Datatype::Bool, &[2]).unwrap(), Data::Bool(vec![true, false]));
     let text = Data::Bytes(vec!["a".into(), "é".into()]);
     assert_eq!(read(r#"["a","é"]"#, Datatype::Bytes, &[2]).unwrap(), text);
 }
@@ -83,17 +57,10 @@ fn what_does_not_fit_is_refused() {
         ("5", Datatype::Fp32, &[1]),
         ("[1]", Datatype::Fp32, &[-1]),
     ] {
-        assert!(
-            read(json, datatype, shape).is_err(),
-            "{json} {datatype} {shape:?}"
-        );
+        assert!(read(json, datatype, shape).is_err(), "{json} {datatype} {shape:?}");
     }
     let deep = format!("{}1{}", "[".repeat(40), "]".repeat(40));
-    assert!(
-        read(&deep, Datatype::Fp32, &[1])
-            .unwrap_err()
-            .contains("deeper")
-    );
+    assert!(read(&deep, Datatype::Fp32, &[1]).unwrap_err().contains("deeper"));
 }
 
 #[test]
