@@ -127,7 +127,9 @@ pub enum Error {
         what: String,
     },
     /// The data on disk was written by a newer Millrace (EIO).
-    #[error("{place} has format version {found}, this build reads up to {supported}: use a newer millrace or another --home")]
+    #[error(
+        "{place} has format version {found}, this build reads up to {supported}: use a newer millrace or another --home"
+    )]
     NewerFormat {
         /// The metadata file.
         place: String,

@@ -234,9 +234,8 @@ impl Shared {
                 continue;
             }
             for number in self.meta.view(|txn| snapshot::deleting(txn, id))? {
-                let free = || {
-                    self.meta.transact(Durability::Relaxed, |txn| snapshot::free_batch(txn, id, number))
-                };
+                let free =
+                    || self.meta.transact(Durability::Relaxed, |txn| snapshot::free_batch(txn, id, number));
                 while !free()? {}
                 report.snapshots += 1;
             }
@@ -278,8 +277,8 @@ impl Shared {
         let mut orphans = Vec::new();
         self.each(&keys::all_orphans(), |key, owner| {
             let owner = Decoder::new("orphan record", owner).u64()?;
-            let owned = owner != tree::NO_OWNER
-                && self.meta.view(|txn| txn.get(&keys::session(owner)))?.is_some();
+            let owned =
+                owner != tree::NO_OWNER && self.meta.view(|txn| txn.get(&keys::session(owner)))?.is_some();
             if !owned {
                 let mut from = Decoder::new("orphan key", &key[1..]);
                 orphans.push((from.u64()?, from.u64()?));

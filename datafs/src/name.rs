@@ -26,9 +26,8 @@ impl FromStr for Name {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Name, Error> {
-        let invalid = |reason| {
-            Err(Error::InvalidName { name: s.chars().take(NAME_BYTES_MAX).collect(), reason })
-        };
+        let invalid =
+            |reason| Err(Error::InvalidName { name: s.chars().take(NAME_BYTES_MAX).collect(), reason });
         if s.is_empty() {
             return invalid("a name has at least one character");
         }

@@ -189,7 +189,10 @@ impl View {
             inos += self.check(step)?;
         }
         if publish.steps.len() > PUBLISH_STEPS_MAX {
-            return Err(Error::TooLarge { what: "number of steps of a publish", max: PUBLISH_STEPS_MAX as u64 });
+            return Err(Error::TooLarge {
+                what: "number of steps of a publish",
+                max: PUBLISH_STEPS_MAX as u64,
+            });
         }
         let spare = self.spare_inos(inos)?;
         let result = self.write_closing(Durability::Durable, |writer, closing| {
@@ -227,7 +230,10 @@ impl View {
             Step::DeleteKey { key } | Step::ExpectKey { key, .. } => check_key(key).map(|()| 0),
             Step::PutKey { key, value } => {
                 if value.len() > VALUE_BYTES_MAX {
-                    return Err(Error::TooLarge { what: "value of an application key in bytes", max: VALUE_BYTES_MAX as u64 });
+                    return Err(Error::TooLarge {
+                        what: "value of an application key in bytes",
+                        max: VALUE_BYTES_MAX as u64,
+                    });
                 }
                 check_key(key).map(|()| 0)
             }
@@ -272,7 +278,12 @@ impl View {
                     Content::Object(object) => {
                         let object = object.object();
                         if object.len > 0 {
-                            let extent = Extent { file_offset: 0, len: object.len, object: object.id, object_offset: 0 };
+                            let extent = Extent {
+                                file_offset: 0,
+                                len: object.len,
+                                object: object.id,
+                                object_offset: 0,
+                            };
                             content::write_extent(writer, ino, &extent)?;
                         }
                     }

@@ -49,8 +49,7 @@ impl Session {
             };
             let Some(lock) = try_lock(file, &path)? else { continue };
             let (seconds, nanos) = Timestamp::now().parts();
-            let row =
-                Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
+            let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
             engine.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))?;
             return Ok(Session {
                 id,
@@ -163,9 +162,7 @@ fn try_lock(file: File, path: &Path) -> Result<Option<Flock<File>>> {
         Ok(lock) => {
             let locked = lock.metadata().map_err(fail)?;
             match fs::metadata(path) {
-                Ok(named) if (named.dev(), named.ino()) == (locked.dev(), locked.ino()) => {
-                    Ok(Some(lock))
-                }
+                Ok(named) if (named.dev(), named.ino()) == (locked.dev(), locked.ino()) => Ok(Some(lock)),
                 Err(e) if e.kind() != io::ErrorKind::NotFound => Err(fail(e)),
                 _ => Ok(None),
             }

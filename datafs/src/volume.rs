@@ -82,7 +82,8 @@ impl Datafs {
                 Some(value) => Decoder::new("volume counter", &value).u64()?,
                 None => 0,
             };
-            let id = last.checked_add(1).ok_or(Error::TooLarge { what: "number of volumes", max: u64::MAX })?;
+            let id =
+                last.checked_add(1).ok_or(Error::TooLarge { what: "number of volumes", max: u64::MAX })?;
             let row = VolumeRow {
                 name: name.to_string(),
                 created: Timestamp::now(),

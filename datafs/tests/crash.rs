@@ -61,16 +61,13 @@ fn writer() {
     let (datafs, view) = open(&home);
     let owner = Owner { uid: 0, gid: 0 };
     let name = format!("log-{id}");
-    let (_, log) = view
-        .create(view.root(), name.as_ref(), 0o644, owner, OpenFlags::READ_WRITE)
-        .unwrap();
+    let (_, log) = view.create(view.root(), name.as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap();
     for i in next_of(&view, id).. {
         let mut publish = Publish::new();
         for part in 0..2 {
             let mut staged = view.stage().unwrap();
             staged.append(&content(i, part)).unwrap();
-            publish = publish
-                .file(format!("out-{id}/{i}/part-{part}"), staged.finish().unwrap());
+            publish = publish.file(format!("out-{id}/{i}/part-{part}"), staged.finish().unwrap());
         }
         let old = view.key_get(&format!("next/{id}")).unwrap();
         publish = publish
@@ -156,8 +153,7 @@ fn kills_leave_everything_whole() {
     let rounds = std::env::var("MILLRACE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(ROUNDS);
     let mut logged = [const { BTreeSet::new() }; WRITERS as usize];
     for seed in 0..rounds {
-        let mut children: Vec<_> =
-            (0..WRITERS).map(|id| child::spawn("crash::writer", home, id)).collect();
+        let mut children: Vec<_> = (0..WRITERS).map(|id| child::spawn("crash::writer", home, id)).collect();
         // The moment: after so many reports of both together, and a while more.
         let moment = 2 + seed * 7 % 23;
         let while_more = Duration::from_micros(seed * 1_733 % 6_000);

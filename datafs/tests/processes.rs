@@ -3,9 +3,7 @@
 
 use std::path::Path;
 
-use millrace_datafs::{
-    Config, Datafs, Error, Name, OpenFlags, Owner, Publish, View, VolumeSpec,
-};
+use millrace_datafs::{Config, Datafs, Error, Name, OpenFlags, Owner, Publish, View, VolumeSpec};
 
 use crate::child;
 

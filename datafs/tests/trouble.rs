@@ -93,9 +93,7 @@ fn a_full_disk_loses_nothing_and_recovers() {
     assert!(view.read_file(&format!("big/{}", whole - 1)).unwrap() == bytes);
     // An open file keeps what it could not flush, and flushes it when there is room.
     let owner = Owner { uid: 0, gid: 0 };
-    let (_, file) = view
-        .create(view.root(), "open".as_ref(), 0o644, owner, OpenFlags::READ_WRITE)
-        .unwrap();
+    let (_, file) = view.create(view.root(), "open".as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap();
     file.write_at(0, &bytes).unwrap();
     assert!(matches!(file.fsync(), Err(Error::NoSpace { .. })));
     assert!(matches!(file.fsync(), Err(Error::NoSpace { .. })), "a second one succeeds in vain");
@@ -122,14 +120,8 @@ fn a_full_disk_loses_nothing_and_recovers() {
     std::fs::remove_file(disk.0.path().join("ballast")).ok();
     let again = Datafs::open(disk.0.path(), &config);
     drop(again);
-    nix::mount::mount(
-        None::<&str>,
-        disk.0.path(),
-        None::<&str>,
-        MsFlags::MS_REMOUNT,
-        Some("size=32m"),
-    )
-    .unwrap();
+    nix::mount::mount(None::<&str>, disk.0.path(), None::<&str>, MsFlags::MS_REMOUNT, Some("size=32m"))
+        .unwrap();
     publish(&view, "after", &bytes).unwrap();
     let again = Datafs::open(disk.0.path(), &config).unwrap();
     let view = again.view(&"v".parse().unwrap()).unwrap();

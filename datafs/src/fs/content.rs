@@ -70,12 +70,7 @@ impl Layout {
 
     /// Fills `buffer`, which is zeroed, with the file's bytes from `offset` on; the range lies in that
     /// of the layout.
-    pub(crate) fn read(
-        &self,
-        pool: &ObjectPool,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<(), ObjectError> {
+    pub(crate) fn read(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
         if offset < head_end {
@@ -166,12 +161,7 @@ pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, extent: &Extent) -
 
 /// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`]. The caller sets
 /// the size.
-pub(crate) fn write_head(
-    writer: &mut Writer<'_>,
-    ino: u64,
-    offset: u64,
-    bytes: &[u8],
-) -> Result<()> {
+pub(crate) fn write_head(writer: &mut Writer<'_>, ino: u64, offset: u64, bytes: &[u8]) -> Result<()> {
     let end = offset + bytes.len() as u64;
     cut_extents(writer, ino, offset, end)?;
     let mut head = writer.get(&keys::head(ino))?.unwrap_or_default();

@@ -71,11 +71,8 @@ impl View {
                 let (hash, name) = keys::child_name(&record).ok_or_else(damaged)?;
                 let dentry = Dentry::decode(&value)?;
                 let child = Node { snapshot: node.snapshot, ino: dentry.ino };
-                let attr = if attrs {
-                    Some(self.attr_of(child, &tree::inode(reader, dentry.ino)?))
-                } else {
-                    None
-                };
+                let attr =
+                    if attrs { Some(self.attr_of(child, &tree::inode(reader, dentry.ino)?)) } else { None };
                 let name = OsString::from_vec(name.to_vec());
                 entries.push((NodeEntry { name, node: child, kind: dentry.kind, cursor: hash }, attr));
             }
@@ -114,8 +111,7 @@ impl View {
                 None
             };
             let cursor = keys::HASH_MIN + number;
-            let entry =
-                NodeEntry { name: row.name.into(), node: root, kind: FileKind::Directory, cursor };
+            let entry = NodeEntry { name: row.name.into(), node: root, kind: FileKind::Directory, cursor };
             entries.push((entry, attr));
         }
         Ok(entries)
@@ -128,12 +124,7 @@ fn dot(name: &str, node: Node, cursor: u64) -> NodeEntry {
 
 /// About `limit` entries with a hash above `cursor`; names of equal hash are never separated, because
 /// the cursor could not tell them apart.
-fn children(
-    reader: &mut Reader<'_>,
-    parent: u64,
-    cursor: u64,
-    limit: usize,
-) -> Result<Vec<Pair>> {
+fn children(reader: &mut Reader<'_>, parent: u64, cursor: u64, limit: usize) -> Result<Vec<Pair>> {
     let end = keys::after_prefix(&keys::children(parent));
     let start = keys::children_from(parent, (cursor + 1).max(keys::HASH_MIN));
     let mut page = reader.scan(&start, &end, Order::Ascending, limit)?;

@@ -131,10 +131,7 @@ impl Dirty {
 
     /// Moves what is in memory to a new object, durably. On error nothing has changed. Returns how
     /// many bytes of memory came free.
-    pub(crate) fn seal(
-        &mut self,
-        shared: &Arc<Shared>,
-    ) -> Result<usize> {
+    pub(crate) fn seal(&mut self, shared: &Arc<Shared>) -> Result<usize> {
         if self.runs.is_empty() {
             return Ok(0);
         }

@@ -42,13 +42,7 @@ impl View {
     }
 
     /// Makes a symbolic link; the target may be anything of at most 4095 bytes.
-    pub fn symlink(
-        &self,
-        parent: Node,
-        name: &OsStr,
-        target: &OsStr,
-        owner: Owner,
-    ) -> Result<Attr> {
+    pub fn symlink(&self, parent: Node, name: &OsStr, target: &OsStr, owner: Owner) -> Result<Attr> {
         let bytes = target.as_bytes();
         if bytes.len() > PATH_BYTES_MAX {
             return Err(Error::NameTooLong { bytes: bytes.len(), bytes_max: PATH_BYTES_MAX });
@@ -62,8 +56,7 @@ impl View {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
-            let mut inode =
-                new_inode(writer, parent_ino, name, FileKind::Symlink, 0o777, owner)?;
+            let mut inode = new_inode(writer, parent_ino, name, FileKind::Symlink, 0o777, owner)?;
             inode.size = bytes.len() as u64;
             writer.put(&keys::target(ino), bytes)?;
             tree::add_child(writer, parent_ino, name, ino, &inode)?;

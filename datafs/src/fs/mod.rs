@@ -24,9 +24,7 @@ pub(crate) mod tree;
 pub(crate) mod types;
 
 pub use file::OpenFile;
-pub use types::{
-    Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs,
-};
+pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 
 #[cfg(test)]
 mod tests;

@@ -115,8 +115,7 @@ impl View {
                 match tree::child(writer, parent_ino, name)? {
                     Some(dentry) if !flags.exclusive => Ok(Err(dentry)),
                     _ => {
-                        let inode =
-                            new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
+                        let inode = new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
                         tree::add_child(writer, parent_ino, name, node.ino, &inode)?;
                         Ok(Ok(inode))
                     }

@@ -43,8 +43,7 @@ impl View {
     /// What a path leads to, symbolic links followed. A link to an absolute path is
     /// [`Error::Unsupported`]: it points out of the volume.
     pub fn resolve(&self, path: &str) -> Result<Attr> {
-        let mut rest: Vec<OsString> =
-            components(path)?.into_iter().rev().map(OsStr::to_owned).collect();
+        let mut rest: Vec<OsString> = components(path)?.into_iter().rev().map(OsStr::to_owned).collect();
         let mut stack = vec![self.getattr(self.root())?];
         let mut links = 0;
         while let Some(part) = rest.pop() {

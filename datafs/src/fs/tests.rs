@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod model;
+mod reference;
 mod semantics;
 
 use std::path::Path;
@@ -14,12 +15,7 @@ use crate::view::View;
 
 /// Small buffers, no background work: everything happens when a test says so.
 pub(super) fn config() -> Config {
-    Config {
-        write_buffer_bytes_max: 6_000,
-        garbage_grace_ms: 0,
-        gc_interval_ms: 0,
-        ..Config::default()
-    }
+    Config { write_buffer_bytes_max: 6_000, garbage_grace_ms: 0, gc_interval_ms: 0, ..Config::default() }
 }
 
 pub(super) fn open(home: &Path) -> Datafs {

@@ -27,8 +27,7 @@ const REMOVE_NOW_MAX: usize = 256;
 /// Checks the name of a new or old entry.
 pub(crate) fn check_name(name: &OsStr) -> Result<()> {
     let bytes = name.as_bytes();
-    let invalid =
-        |reason| Err(Error::InvalidName { name: name.to_string_lossy().into_owned(), reason });
+    let invalid = |reason| Err(Error::InvalidName { name: name.to_string_lossy().into_owned(), reason });
     if bytes.len() > NAME_BYTES_MAX {
         return Err(Error::NameTooLong { bytes: bytes.len(), bytes_max: NAME_BYTES_MAX });
     }
@@ -64,11 +63,7 @@ pub(crate) fn inode(records: &mut dyn Records, ino: u64) -> Result<Inode> {
 /// The inode of a directory that has a name (or is the root).
 pub(crate) fn directory(records: &mut dyn Records, ino: u64) -> Result<Inode> {
     let inode = inode(records, ino)?;
-    if inode.is_directory() {
-        Ok(inode)
-    } else {
-        Err(Error::NotADirectory { what: format!("inode {ino}") })
-    }
+    if inode.is_directory() { Ok(inode) } else { Err(Error::NotADirectory { what: format!("inode {ino}") }) }
 }
 
 pub(crate) fn put_inode(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {

@@ -65,10 +65,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
 impl dyn Engine + '_ {
     /// [`Engine::read`] with a result.
-    pub(crate) fn view<T>(
-        &self,
-        mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>,
-    ) -> Result<T> {
+    pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut result = None;
         self.read(&mut |txn| {
             result = Some(body(txn)?);

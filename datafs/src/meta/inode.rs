@@ -22,11 +22,8 @@ impl Timestamp {
     pub(crate) fn to_system(self) -> SystemTime {
         let nanos = Duration::from_nanos(u64::from(self.nanos));
         let seconds = Duration::from_secs(self.seconds.unsigned_abs());
-        let whole = if self.seconds < 0 {
-            UNIX_EPOCH.checked_sub(seconds)
-        } else {
-            UNIX_EPOCH.checked_add(seconds)
-        };
+        let whole =
+            if self.seconds < 0 { UNIX_EPOCH.checked_sub(seconds) } else { UNIX_EPOCH.checked_add(seconds) };
         whole.and_then(|t| t.checked_add(nanos)).unwrap_or(UNIX_EPOCH)
     }
 
@@ -217,8 +214,7 @@ pub(crate) fn decode_extent(file_offset: u64, value: &[u8]) -> Result<Extent> {
     let mut from = Decoder::new("extent record", value);
     let (len, object_offset) = (from.u64()?, from.u64()?);
     let object = ObjectId::from_bytes(from.array()?);
-    if len == 0 || file_offset.checked_add(len).is_none() || object_offset.checked_add(len).is_none()
-    {
+    if len == 0 || file_offset.checked_add(len).is_none() || object_offset.checked_add(len).is_none() {
         return Err(from.damaged("its range is impossible"));
     }
     from.finish()?;

@@ -88,11 +88,7 @@ pub(crate) fn find(txn: &mut dyn ReadTxn, volume: u64, name: &str) -> Result<Opt
 }
 
 /// Makes a snapshot of everything that is committed.
-pub(crate) fn create(
-    txn: &mut dyn WriteTxn,
-    volume: u64,
-    name: &str,
-) -> Result<(u64, SnapshotRow)> {
+pub(crate) fn create(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<(u64, SnapshotRow)> {
     let mut volume_row = VolumeRow::get(txn.as_read(), volume)?;
     let name_key = keys::snapshot_name(volume, name);
     if txn.get(&name_key)?.is_some() {

@@ -50,7 +50,7 @@ impl fmt::Debug for Sqlite {
 impl Sqlite {
     /// Opens the file, which is created when missing; its directory exists.
     pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Sqlite> {
-        let connection = connect(path)?;
+        let connection = connect(path, lock_wait)?;
         let engine = Sqlite {
             path: path.to_owned(),
             lock_wait,
@@ -105,15 +105,13 @@ impl Sqlite {
                 .optional()
         })?;
         let Some(value) = value else { return Ok(()) };
-        let found = value.as_slice().try_into().map(u32::from_be_bytes).map_err(|_| {
-            Error::corrupt(self.place(), "its format record is not a number")
-        })?;
+        let found = value
+            .as_slice()
+            .try_into()
+            .map(u32::from_be_bytes)
+            .map_err(|_| Error::corrupt(self.place(), "its format record is not a number"))?;
         if found > FORMAT_VERSION {
-            return Err(Error::NewerFormat {
-                place: self.place(),
-                found,
-                supported: FORMAT_VERSION,
-            });
+            return Err(Error::NewerFormat { place: self.place(), found, supported: FORMAT_VERSION });
         }
         Ok(())
     }
@@ -142,7 +140,7 @@ impl Sqlite {
         if let Some(connection) = self.readers.lock().pop() {
             return Ok(connection);
         }
-        let connection = connect(&self.path)?;
+        let connection = connect(&self.path, self.lock_wait)?;
         self.locked(|| {
             connection.pragma_update(None, "query_only", true)?;
             connection.pragma_update(None, "cache_size", -i64::from(CACHE_KIB))
@@ -232,9 +230,7 @@ impl ReadTxn for Txn<'_> {
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
         let sql = match order {
             Order::Ascending => "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k LIMIT ?3",
-            Order::Descending => {
-                "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k DESC LIMIT ?3"
-            }
+            Order::Descending => "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k DESC LIMIT ?3",
         };
         let limit = i64::try_from(limit).unwrap_or(i64::MAX);
         let scan = || {
@@ -251,17 +247,14 @@ impl WriteTxn for Txn<'_> {
     fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
         let put = || {
             self.connection
-                .prepare_cached(
-                    "INSERT INTO kv (k, v) VALUES (?1, ?2) ON CONFLICT (k) DO UPDATE SET v = ?2",
-                )?
+                .prepare_cached("INSERT INTO kv (k, v) VALUES (?1, ?2) ON CONFLICT (k) DO UPDATE SET v = ?2")?
                 .execute(params![key, value])
         };
         put().map(drop).map_err(|e| self.fail(e))
     }
 
     fn delete(&mut self, key: &[u8]) -> Result<()> {
-        let delete =
-            || self.connection.prepare_cached("DELETE FROM kv WHERE k = ?1")?.execute(params![key]);
+        let delete = || self.connection.prepare_cached("DELETE FROM kv WHERE k = ?1")?.execute(params![key]);
         delete().map(drop).map_err(|e| self.fail(e))
     }
 
@@ -270,13 +263,12 @@ impl WriteTxn for Txn<'_> {
     }
 }
 
-fn connect(path: &Path) -> Result<Connection> {
-    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
-        | OpenFlags::SQLITE_OPEN_CREATE
-        | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+fn connect(path: &Path, lock_wait: Duration) -> Result<Connection> {
+    let flags =
+        OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let open = || {
         let connection = Connection::open_with_flags(path, flags)?;
-        connection.busy_timeout(BUSY_SLICE)?;
+        connection.busy_timeout(BUSY_SLICE.min(lock_wait))?;
         Ok(connection)
     };
     open().map_err(|error| translate(path, error, Duration::ZERO))
@@ -295,10 +287,7 @@ fn roll_back(connection: &Connection) {
 }
 
 fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(
-        error.sqlite_error_code(),
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked)
-    )
+    matches!(error.sqlite_error_code(), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
 fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {

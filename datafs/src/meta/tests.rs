@@ -9,10 +9,10 @@ use proptest::test_runner::Config as Cases;
 
 use super::engine::{Durability, Engine, Order};
 use super::inode::Timestamp;
+use super::keys;
 use super::snapshot;
 use super::sqlite::{FORMAT_VERSION, Sqlite};
 use super::versioned::{At, Reader, Records, VolumeRow, Writer};
-use super::keys;
 use crate::error::Error;
 
 const VOLUME: u64 = 3;
@@ -50,13 +50,10 @@ fn scans_have_bounds_order_and_limit() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(&dir);
     engine
-        .transact(Durability::Relaxed, |txn| {
-            (0..10u8).try_for_each(|i| txn.put(&[b'x', i], &[i]))
-        })
+        .transact(Durability::Relaxed, |txn| (0..10u8).try_for_each(|i| txn.put(&[b'x', i], &[i])))
         .unwrap();
     let scan = |start: u8, end: u8, order, limit| -> Vec<u8> {
-        let pairs =
-            engine.view(|txn| txn.scan(&[b'x', start], &[b'x', end], order, limit)).unwrap();
+        let pairs = engine.view(|txn| txn.scan(&[b'x', start], &[b'x', end], order, limit)).unwrap();
         pairs.into_iter().map(|(_, value)| value[0]).collect()
     };
     assert_eq!(scan(2, 5, Order::Ascending, 9), [2, 3, 4]);
@@ -69,9 +66,7 @@ fn a_newer_format_is_refused_untouched() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("meta.sqlite");
     engine(&dir)
-        .transact(Durability::Durable, |txn| {
-            txn.put(keys::FORMAT, &(FORMAT_VERSION + 1).to_be_bytes())
-        })
+        .transact(Durability::Durable, |txn| txn.put(keys::FORMAT, &(FORMAT_VERSION + 1).to_be_bytes()))
         .unwrap();
     let error = Sqlite::open(&path, Duration::from_secs(1)).unwrap_err();
     let text = error.to_string();
@@ -101,9 +96,8 @@ fn writers_of_two_connections_take_turns() {
                     for _ in 0..250 {
                         engine
                             .transact(Durability::Relaxed, |txn| {
-                                let old = txn.get(b"x")?.map_or(0, |v| {
-                                    u64::from_be_bytes(v.try_into().unwrap())
-                                });
+                                let old =
+                                    txn.get(b"x")?.map_or(0, |v| u64::from_be_bytes(v.try_into().unwrap()));
                                 txn.put(b"x", &(old + 1).to_be_bytes())
                             })
                             .unwrap();

@@ -146,11 +146,7 @@ pub(crate) struct Writer<'t> {
 impl<'t> Writer<'t> {
     /// `session` is the caller's: the new objects that it points at are its own, and it must not have
     /// been taken for dead.
-    pub(crate) fn open(
-        txn: &'t mut dyn WriteTxn,
-        volume: u64,
-        session: u64,
-    ) -> Result<Writer<'t>> {
+    pub(crate) fn open(txn: &'t mut dyn WriteTxn, volume: u64, session: u64) -> Result<Writer<'t>> {
         let row = VolumeRow::get(txn.as_read(), volume)?;
         Ok(Writer { txn, volume, row, session, session_checked: false })
     }
@@ -257,7 +253,10 @@ pub(crate) fn forget_version(txn: &mut dyn WriteTxn, record: &[u8], version: &[u
     let object = object_of(value)?;
     let key = keys::references(object);
     let Some(count) = txn.get(&key)? else {
-        return Err(Error::corrupt(format!("object {object}"), "an extent points at it, but it has no references"));
+        return Err(Error::corrupt(
+            format!("object {object}"),
+            "an extent points at it, but it has no references",
+        ));
     };
     match read_count(&count)?.checked_sub(1) {
         Some(0) | None => {

@@ -7,15 +7,14 @@ use std::ffi::OsStr;
 use proptest::prelude::*;
 use proptest::test_runner::Config as Cases;
 
+use super::reference::{Body, Fail, Inode, NAMES, Path, ROOT, Tree, kind_of};
 use super::*;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fs::{FileKind, Node, OpenFile, OpenFlags, SetAttr};
 use crate::name::{Name, VolumeSpec};
 use crate::publish::Publish;
 
-const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 const SLOTS: usize = 3;
-const ROOT: u64 = 0;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -43,8 +42,6 @@ enum Op {
     OtherProcess(bool),
     Reopen,
 }
-
-type Path = Vec<u8>;
 
 fn path() -> impl Strategy<Value = Path> {
     prop::collection::vec(0..NAMES.len() as u8, 1..4)
@@ -79,114 +76,6 @@ fn op() -> impl Strategy<Value = Op> {
         2 => any::<bool>().prop_map(Op::OtherProcess),
         1 => Just(Op::Reopen),
     ]
-}
-
-/// What kind of error the model expects.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fail {
-    NotFound,
-    Exists,
-    NotADirectory,
-    IsADirectory,
-    NotEmpty,
-    Invalid,
-    NotPermitted,
-}
-
-fn kind_of(error: &Error) -> Fail {
-    match error {
-        Error::NotFound { .. } => Fail::NotFound,
-        Error::Exists { .. } => Fail::Exists,
-        Error::NotADirectory { .. } => Fail::NotADirectory,
-        Error::IsADirectory { .. } => Fail::IsADirectory,
-        Error::NotEmpty { .. } => Fail::NotEmpty,
-        Error::Invalid(_) => Fail::Invalid,
-        Error::NotPermitted { .. } => Fail::NotPermitted,
-        other => panic!("unexpected error {other:?}"),
-    }
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Body {
-    Directory(BTreeMap<String, u64>),
-    /// What everybody sees, and what this process sees.
-    File { committed: Vec<u8>, current: Vec<u8> },
-    Symlink(String),
-}
-
-#[derive(Debug, Clone)]
-struct Inode {
-    body: Body,
-    nlink: u32,
-    mode: u32,
-}
-
-#[derive(Debug, Clone)]
-struct Tree {
-    inodes: BTreeMap<u64, Inode>,
-    keys: BTreeMap<String, Vec<u8>>,
-}
-
-impl Tree {
-    fn new() -> Tree {
-        let root = Inode { body: Body::Directory(BTreeMap::new()), nlink: 2, mode: 0o755 };
-        Tree { inodes: BTreeMap::from([(ROOT, root)]), keys: BTreeMap::new() }
-    }
-
-    fn children(&self, ino: u64) -> Result<&BTreeMap<String, u64>, Fail> {
-        match &self.inodes[&ino].body {
-            Body::Directory(children) => Ok(children),
-            _ => Err(Fail::NotADirectory),
-        }
-    }
-
-    fn children_mut(&mut self, ino: u64) -> &mut BTreeMap<String, u64> {
-        match &mut self.inodes.get_mut(&ino).unwrap().body {
-            Body::Directory(children) => children,
-            _ => panic!("no directory"),
-        }
-    }
-
-    fn find(&self, path: &Path) -> Result<u64, Fail> {
-        path.iter().try_fold(ROOT, |at, part| {
-            self.children(at)?.get(NAMES[usize::from(*part)]).copied().ok_or(Fail::NotFound)
-        })
-    }
-
-    /// Parent and name; the parent is a directory.
-    fn place(&self, path: &Path) -> Result<(u64, &'static str), Fail> {
-        let (name, parents) = path.split_last().unwrap();
-        let parent = self.find(&parents.to_vec())?;
-        self.children(parent)?;
-        Ok((parent, NAMES[usize::from(*name)]))
-    }
-
-    fn is_directory(&self, ino: u64) -> bool {
-        matches!(self.inodes[&ino].body, Body::Directory(_))
-    }
-
-    fn file_mut(&mut self, ino: u64) -> (&mut Vec<u8>, &mut Vec<u8>) {
-        match &mut self.inodes.get_mut(&ino).unwrap().body {
-            Body::File { committed, current } => (committed, current),
-            _ => panic!("no file"),
-        }
-    }
-
-    fn flush(&mut self, ino: u64) {
-        let (committed, current) = self.file_mut(ino);
-        committed.clone_from(current);
-    }
-
-    /// Ancestors of a directory, itself included.
-    fn is_below(&self, ino: u64, ancestor: u64) -> bool {
-        ino == ancestor
-            || self.inodes.iter().any(|(parent, inode)| match &inode.body {
-                Body::Directory(children) => {
-                    children.values().any(|c| *c == ino) && self.is_below(*parent, ancestor)
-                }
-                _ => false,
-            })
-    }
 }
 
 /// The model and the real thing, side by side.
@@ -240,9 +129,9 @@ impl World {
     }
 
     fn walk(view: &View, parts: &[u8]) -> Result<Node> {
-        parts.iter().try_fold(view.root(), |at, part| {
-            Ok(view.lookup(at, NAMES[usize::from(*part)].as_ref())?.node)
-        })
+        parts
+            .iter()
+            .try_fold(view.root(), |at, part| Ok(view.lookup(at, NAMES[usize::from(*part)].as_ref())?.node))
     }
 
     fn place(view: &View, path: &Path) -> Result<(Node, &'static OsStr)> {
@@ -317,13 +206,11 @@ impl World {
                 let existing = self.tree.find(path).ok();
                 let expected = match (model, existing) {
                     (Ok(_), _) => Ok(()),
-                    (Err(Fail::Exists), Some(ino)) if !exclusive => {
-                        match &self.tree.inodes[&ino].body {
-                            Body::File { .. } => Ok(()),
-                            Body::Directory(_) => Err(Fail::IsADirectory),
-                            Body::Symlink(_) => Err(Fail::Invalid),
-                        }
-                    }
+                    (Err(Fail::Exists), Some(ino)) if !exclusive => match &self.tree.inodes[&ino].body {
+                        Body::File { .. } => Ok(()),
+                        Body::Directory(_) => Err(Fail::IsADirectory),
+                        Body::Symlink(_) => Err(Fail::Invalid),
+                    },
                     (Err(fail), _) => Err(fail),
                 };
                 let made = Self::compare(real, expected);
@@ -345,9 +232,8 @@ impl World {
             }
             Op::Symlink(path, target) => {
                 let target = format!("to/{target}");
-                let real = Self::place(&view, path).and_then(|(parent, name)| {
-                    view.symlink(parent, name, target.as_ref(), owner())
-                });
+                let real = Self::place(&view, path)
+                    .and_then(|(parent, name)| view.symlink(parent, name, target.as_ref(), owner()));
                 let model = self.free(path);
                 Self::compare(real, model.map(drop));
                 if let Ok(place) = model {
@@ -355,8 +241,7 @@ impl World {
                 }
             }
             Op::Unlink(path) => {
-                let real = Self::place(&view, path)
-                    .and_then(|(parent, name)| view.unlink(parent, name));
+                let real = Self::place(&view, path).and_then(|(parent, name)| view.unlink(parent, name));
                 let model = self.tree.place(path).and_then(|place| {
                     let ino = self.tree.find(path)?;
                     if self.tree.is_directory(ino) { Err(Fail::IsADirectory) } else { Ok((place, ino)) }
@@ -368,8 +253,7 @@ impl World {
                 }
             }
             Op::Rmdir(path) => {
-                let real =
-                    Self::place(&view, path).and_then(|(parent, name)| view.rmdir(parent, name));
+                let real = Self::place(&view, path).and_then(|(parent, name)| view.rmdir(parent, name));
                 let model = self.tree.place(path).and_then(|place| {
                     let ino = self.tree.find(path)?;
                     if self.tree.children(ino)?.is_empty() { Ok((place, ino)) } else { Err(Fail::NotEmpty) }
@@ -433,8 +317,7 @@ impl World {
             Op::Open(slot, path) => {
                 self.close(*slot);
                 let view = self.view.clone();
-                let real = Self::walk(&view, path)
-                    .and_then(|node| view.open(node, OpenFlags::READ_WRITE));
+                let real = Self::walk(&view, path).and_then(|node| view.open(node, OpenFlags::READ_WRITE));
                 let model = self.tree.find(path).and_then(|ino| match self.tree.inodes[&ino].body {
                     Body::File { .. } => Ok(ino),
                     Body::Directory(_) => Err(Fail::IsADirectory),
@@ -476,7 +359,11 @@ impl World {
             }
             Op::Flush(slot, durable) => {
                 if let Some((ino, file)) = &self.slots[*slot] {
-                    if *durable { file.fsync().unwrap() } else { file.flush().unwrap() }
+                    if *durable {
+                        file.fsync().unwrap()
+                    } else {
+                        file.flush().unwrap()
+                    }
                     self.tree.flush(*ino);
                 }
             }

@@ -36,9 +36,7 @@ fn bytes_come_back_across_every_border() {
     let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
     let mut expected = vec![0u8; 20_000];
     for (i, (offset, len)) in
-        [(0, 10), (4_090, 12), (100, 5_000), (15_000, 5_000), (0, 1), (9_000, 7_000)]
-            .into_iter()
-            .enumerate()
+        [(0, 10), (4_090, 12), (100, 5_000), (15_000, 5_000), (0, 1), (9_000, 7_000)].into_iter().enumerate()
     {
         let data = vec![i as u8 + 1; len];
         expected[offset..offset + len].copy_from_slice(&data);
@@ -104,8 +102,7 @@ fn open_flags_are_kept() {
     assert!(matches!(view.open(view.root(), RW), Err(Error::IsADirectory { .. })));
     let fifo = view.mknod(view.root(), "p".as_ref(), FileKind::Fifo, 0o600, 0, owner()).unwrap();
     assert!(matches!(view.open(fifo.node, RW), Err(Error::Invalid(_))));
-    let device =
-        view.mknod(view.root(), "d".as_ref(), FileKind::CharDevice, 0o600, 0x0103, owner()).unwrap();
+    let device = view.mknod(view.root(), "d".as_ref(), FileKind::CharDevice, 0o600, 0x0103, owner()).unwrap();
     assert_eq!((device.rdev, fifo.rdev), (0x0103, 0));
 }
 
