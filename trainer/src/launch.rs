@@ -16,6 +16,14 @@ pub const ENV_SLOT: &str = "MILLRACE_TRAINER_SLOT";
 /// The running number of this launch, so that a late message of a dead process is told apart.
 pub const ENV_LAUNCH: &str = "MILLRACE_TRAINER_LAUNCH";
 
+/// Threads of the CPU backend's pool, as Rayon reads it.
+const ENV_THREADS: &str = "RAYON_NUM_THREADS";
+
+/// Every step frees and takes vectors as long as the weights. By default glibc gives them back to
+/// the kernel each time; kept, a step of an MLP with 300k weights took 7 ms instead of 10 ms.
+const ALLOCATOR: [(&str, &str); 2] =
+    [("MALLOC_TRIM_THRESHOLD_", "268435456"), ("MALLOC_MMAP_THRESHOLD_", "33554432")];
+
 /// The command that becomes a worker by calling [`crate::worker::run`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerCommand {
@@ -46,8 +54,19 @@ impl WorkerCommand {
     /// Starts one worker. It has its own process group, so that a Ctrl-C in the terminal reaches
     /// the coordinator alone, which then stops the job in order. The process is killed when the
     /// handle is dropped.
-    pub(crate) fn spawn(&self, place: &Place) -> Result<Child> {
-        Command::new(&self.program)
+    ///
+    /// `crew` workers share this machine's processors. What the environment already says about
+    /// threads and memory stays; results do not depend on it.
+    pub(crate) fn spawn(&self, place: &Place, crew: usize) -> Result<Child> {
+        let mut command = Command::new(&self.program);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (processors / crew.max(1)).max(1).to_string();
+        for (key, value) in [(ENV_THREADS, threads.as_str())].into_iter().chain(ALLOCATOR) {
+            if std::env::var_os(key).is_none() {
+                command.env(key, value);
+            }
+        }
+        command
             .args(&self.args)
             .envs(self.env.iter().map(|(key, value)| (key, value)))
             .env(ENV_COORDINATOR, &place.coordinator)

@@ -50,8 +50,9 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
         let partition: Option<i32> = partition.parse().ok();
         let offset: Option<i64> = std::str::from_utf8(&value).ok().and_then(|v| v.parse().ok());
         if let (Some(partition), Some(offset)) = (partition, offset) {
-            let next = offsets.entry(topic.to_owned()).or_default().entry(partition).or_default();
-            *next = offset.max(*next);
+            // Two ingests of one topic: what both have landed.
+            let known = offsets.entry(topic.to_owned()).or_default().entry(partition);
+            known.and_modify(|next| *next = offset.min(*next)).or_insert(offset);
         }
     }
     Ok(offsets)

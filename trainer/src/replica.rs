@@ -2,7 +2,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
@@ -173,6 +173,7 @@ impl Replica {
     ///
     /// On an error nothing was applied, and the step can be computed again in another ring.
     pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<Done> {
+        let began = Instant::now();
         let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
         let own = rank_shards(ring.rank(), ring.world(), shards);
         let slots = shard_slots(own.start, shards, batch_rows).start
@@ -204,7 +205,9 @@ impl Replica {
             tally.correct += part.correct;
         }
         tally.encode(&mut self.sums);
+        let computed = began.elapsed();
         ring.all_reduce(self.step, &mut self.sums)?;
+        let summed = began.elapsed();
 
         let (gradient, counts) = self.sums.split_at(parameters);
         let total = tally.decode(counts).filter(|total| total.rows == batch_rows as u64);
@@ -226,6 +229,13 @@ impl Replica {
                 return Err(self.miscounted(epoch, reason));
             }
         }
+        tracing::trace!(
+            step = self.step,
+            compute_us = computed.as_micros() as u64,
+            sum_us = (summed - computed).as_micros() as u64,
+            apply_us = (began.elapsed() - summed).as_micros() as u64,
+            "step applied"
+        );
         Ok(Done { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 

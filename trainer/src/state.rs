@@ -67,7 +67,10 @@ impl State {
                 let part = values
                     .get(param.range.clone())
                     .ok_or_else(|| format!("{prefix} has {} elements", values.len()))?;
-                let bytes = part.iter().flat_map(|value| value.to_le_bytes()).collect();
+                let mut bytes = vec![0u8; part.len() * 4];
+                for (bytes, value) in bytes.chunks_exact_mut(4).zip(part) {
+                    bytes.copy_from_slice(&value.to_le_bytes());
+                }
                 tensors.push((format!("{prefix}.{}", param.name), param.shape.clone(), bytes));
             }
         }

@@ -46,8 +46,9 @@ enum End {
 /// ([`crate::launch`]), until the job is over.
 ///
 /// Blocks; must be called from a plain thread, usually the main one. An error that other workers
-/// would meet too has been reported to the coordinator when this returns. The process should exit
-/// afterwards; it is ended from within when the coordinator vanishes during a long computation.
+/// would meet too is told to the coordinator, which ends the job with it, and is not an error here:
+/// only losing the coordinator, or never reaching it, is. The process should exit afterwards; it is
+/// ended from within when the coordinator vanishes during a long computation.
 pub fn run() -> Result<()> {
     let place = Place::from_env()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -85,10 +86,7 @@ fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
-        Err(error) => {
-            session.fail(error.one_line())?;
-            Err(error)
-        }
+        Err(error) => session.fail(error.one_line()),
         Ok(()) => Ok(()),
     }
 }

@@ -198,21 +198,21 @@ impl Edge {
             for phase in 0..world - 1 {
                 let give = chunk(values.len(), (first + world - phase) % world, world);
                 let take = chunk(values.len(), (first + 2 * world - phase - 1) % world, world);
-                outgoing.clear();
-                outgoing.extend(values[give].iter().flat_map(|value| value.to_le_bytes()));
+                outgoing.resize(give.len() * 8, 0);
+                for (bytes, value) in outgoing.chunks_exact_mut(8).zip(&values[give]) {
+                    bytes.copy_from_slice(&value.to_le_bytes());
+                }
                 let out = self.header(kind, rank, step, bucket, phase);
                 let wanted = self.header(kind, self.prev_rank(), step, bucket, phase);
                 let bytes = take.len() * 8;
                 self.exchange(links, step, Some((&out, outgoing)), Some((&wanted, bytes)), incoming)
                     .await?;
+                let keep = if kind == Kind::Reduce { -1i64 } else { 0 };
                 for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
                     let mut word = [0u8; 8];
                     word.copy_from_slice(bytes);
-                    let other = i64::from_le_bytes(word);
-                    *value = match kind {
-                        Kind::Reduce => value.wrapping_add(other),
-                        _ => other,
-                    };
+                    // A complete sum replaces what is here.
+                    *value = (*value & keep).wrapping_add(i64::from_le_bytes(word));
                 }
             }
         }

@@ -336,7 +336,7 @@ impl Actor<'_> {
             slot,
             launch,
         };
-        let mut child = match self.crew.command.spawn(&place) {
+        let mut child = match self.crew.command.spawn(&place, self.crew.workers) {
             Ok(child) => child,
             Err(error) => {
                 tracing::error!(job = self.crew.job, worker = slot, %error, "worker did not start");

@@ -340,7 +340,7 @@ async fn listen(
         }
     };
     abort.cancel();
-    tracing::error!(reason, "coordinator lost; this worker exits");
+    tracing::info!(reason, "coordinator lost; this worker exits");
     let _ = notify.send(Notice::Lost(reason));
     // The training thread leaves by itself at its next exchange or barrier; a long computation is
     // cut off.
