@@ -173,8 +173,15 @@ impl OpenFile {
         match self.fixed()? {
             Some(layout) => {
                 let mut buffer = buffer_for(offset, end.min(layout.size))?;
-                layout.read(pool, offset, &mut buffer)?;
-                Ok(buffer.into())
+                match layout.read(pool, offset, &mut buffer) {
+                    // Either the snapshot was deleted, which this says, or the object is lost.
+                    Err(ObjectError::Missing { id }) => {
+                        self.layout(0, 0)?;
+                        Err(ObjectError::Missing { id }.into())
+                    }
+                    Err(error) => Err(error.into()),
+                    Ok(()) => Ok(buffer.into()),
+                }
             }
             None => Ok(self.read_committed(offset, end, 0)?.into()),
         }

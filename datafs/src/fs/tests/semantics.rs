@@ -257,7 +257,9 @@ fn snapshots_appear_below_the_root() {
     let (_home, datafs, view) = setup();
     let (v, s1, s2) = ("v".parse().unwrap(), "s1".parse().unwrap(), "s2".parse().unwrap());
     view.write_file("dir/f", b"one").unwrap();
+    view.write_file("dir/large", &[1; 9_000]).unwrap();
     datafs.snapshot_create(&v, &s1).unwrap();
+    view.remove_file("dir/large").unwrap();
     view.write_file("dir/f", b"two").unwrap();
     datafs.snapshot_create(&v, &s2).unwrap();
     view.remove_file("dir/f").unwrap();
@@ -286,10 +288,13 @@ fn snapshots_appear_below_the_root() {
     assert_eq!(snapshot.lookup(snapshot.root(), "..".as_ref()).unwrap().node, snapshot.root());
     assert!(matches!(snapshot.write_file("g", b""), Err(Error::ReadOnly { .. })));
     assert!(matches!(snapshot.create_dir_all("g"), Err(Error::ReadOnly { .. })));
+    let held = snapshot.open(snapshot.stat("dir/large").unwrap().node, OpenFlags::READ).unwrap();
+    assert_eq!(held.read_at(8_000, 9_000).unwrap(), vec![1; 1_000]);
     datafs.snapshot_delete(&v, &s1).unwrap();
     assert!(matches!(snapshot.read_file("dir/f"), Err(Error::Stale { .. })));
     assert!(view.stat(".snapshots/s1").unwrap_err().is_not_found());
     datafs.gc().unwrap();
+    assert!(matches!(held.read_at(0, 9), Err(Error::Stale { .. })));
     assert_eq!(view.read_file(".snapshots/s2/dir/f").unwrap(), b"two"[..]);
 }
 
