@@ -41,9 +41,8 @@ pub(crate) static OBJECT_WRITTEN_BYTES: Counter = Counter(LazyLock::new(|| {
 }));
 
 /// Objects completed by this process.
-pub(crate) static OBJECTS_WRITTEN: Counter = Counter(LazyLock::new(|| {
-    counter("millrace_datafs_objects_written_total", "Objects completed.")
-}));
+pub(crate) static OBJECTS_WRITTEN: Counter =
+    Counter(LazyLock::new(|| counter("millrace_datafs_objects_written_total", "Objects completed.")));
 
 /// Bytes read from objects and verified, whole frames.
 pub(crate) static OBJECT_READ_BYTES: Counter = Counter(LazyLock::new(|| {
@@ -51,9 +50,8 @@ pub(crate) static OBJECT_READ_BYTES: Counter = Counter(LazyLock::new(|| {
 }));
 
 /// Object files opened (misses of the set of open files).
-pub(crate) static OBJECTS_OPENED: Counter = Counter(LazyLock::new(|| {
-    counter("millrace_datafs_objects_opened_total", "Object files opened.")
-}));
+pub(crate) static OBJECTS_OPENED: Counter =
+    Counter(LazyLock::new(|| counter("millrace_datafs_objects_opened_total", "Object files opened.")));
 
 /// Files that a mount opened and handed to the kernel.
 pub(crate) static PASSTHROUGH_OPENS: Counter = Counter(LazyLock::new(|| {

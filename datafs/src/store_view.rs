@@ -26,9 +26,9 @@ use futures::StreamExt as _;
 use futures::stream::{self, BoxStream};
 use object_store::path::Path;
 use object_store::{
-    CopyMode, CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
-    ObjectMeta, ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
-    RenameOptions, RenameTargetMode, Result as StoreResult,
+    CopyMode, CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions,
+    RenameTargetMode, Result as StoreResult,
 };
 use tokio::runtime::Handle;
 
@@ -83,9 +83,7 @@ fn store_error(location: &str, error: Error) -> object_store::Error {
         Error::ReadOnly { .. } | Error::NotWritable { .. } | Error::NotPermitted { .. } => {
             object_store::Error::PermissionDenied { path, source: error.into() }
         }
-        Error::Conflict { .. } => {
-            object_store::Error::Precondition { path, source: error.into() }
-        }
+        Error::Conflict { .. } => object_store::Error::Precondition { path, source: error.into() },
         Error::Unsupported(_) => object_store::Error::NotSupported { source: error.into() },
         other => object_store::Error::Generic { store: STORE, source: other.into() },
     }
@@ -119,10 +117,7 @@ impl VolumeStore {
     }
 
     fn not_implemented(&self, operation: &str) -> object_store::Error {
-        object_store::Error::NotImplemented {
-            operation: operation.to_owned(),
-            implementer: self.to_string(),
-        }
+        object_store::Error::NotImplemented { operation: operation.to_owned(), implementer: self.to_string() }
     }
 
     /// Runs `work` with the view, on the crate's threads.
@@ -245,14 +240,10 @@ impl ObjectStore for VolumeStore {
         options.check_preconditions(&meta)?;
         let range = match &options.range {
             None => 0..meta.size,
-            Some(range) => {
-                range.as_range(meta.size).map_err(|e| refused(format!("{location}: {e}")))?
-            }
+            Some(range) => range.as_range(meta.size).map_err(|e| refused(format!("{location}: {e}")))?,
         };
         let payload = match file {
-            Some(file) => {
-                stream_file(self.runtime(), location.clone(), file, attr, range.clone())
-            }
+            Some(file) => stream_file(self.runtime(), location.clone(), file, attr, range.clone()),
             None => stream::empty().boxed(),
         };
         Ok(GetResult {
@@ -263,11 +254,7 @@ impl ObjectStore for VolumeStore {
         })
     }
 
-    async fn get_ranges(
-        &self,
-        location: &Path,
-        ranges: &[Range<u64>],
-    ) -> StoreResult<Vec<Bytes>> {
+    async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> StoreResult<Vec<Bytes>> {
         let (view, location, ranges) = (self.view.clone(), location.clone(), ranges.to_vec());
         blocking(&self.runtime(), move || {
             let failed = |e| store_error(location.as_ref(), e);

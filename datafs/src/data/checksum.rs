@@ -96,8 +96,7 @@ impl Footer {
         if &bytes[40..48] != MAGIC {
             return Err("the footer is not that of an object (torn or overwritten)".into());
         }
-        let footer =
-            Footer { sum: u32_at(0), frame_bytes: u32_at(4), data_bytes: u64_at(8) };
+        let footer = Footer { sum: u32_at(0), frame_bytes: u32_at(4), data_bytes: u64_at(8) };
         if bytes[16..32] != id.to_bytes() {
             return Err("the footer is that of another object".into());
         }
@@ -129,10 +128,8 @@ impl Sums {
         if crc32c::crc32c_append(crc32c::crc32c(table), &raw_footer[4..]) != footer.sum {
             return Err("the checksum table does not match its own checksum".into());
         }
-        let sums = table
-            .chunks_exact(4)
-            .map(|c| u32::from_le_bytes(c.try_into().unwrap_or([0; 4])))
-            .collect();
+        let sums =
+            table.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap_or([0; 4]))).collect();
         Ok(Sums { frame_bytes: footer.frame_bytes, data_bytes: footer.data_bytes, sums })
     }
 

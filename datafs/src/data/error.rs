@@ -73,11 +73,7 @@ impl ObjectError {
     }
 
     /// An object-store error; a full disk below it becomes [`ObjectError::NoSpace`].
-    pub(crate) fn store(
-        operation: &'static str,
-        place: &str,
-        source: object_store::Error,
-    ) -> Self {
+    pub(crate) fn store(operation: &'static str, place: &str, source: object_store::Error) -> Self {
         let source: Box<dyn StdError + Send + Sync> = source.into();
         let mut cause: Option<&(dyn StdError + 'static)> = Some(source.as_ref());
         while let Some(error) = cause {

@@ -62,11 +62,9 @@ impl ObjectPool {
     /// Opens the store in a local directory, which is created when missing. New objects are named
     /// after `session`, which no other process uses.
     pub(crate) fn open_local(root: &Path, session: u64) -> Result<ObjectPool> {
-        fs::create_dir_all(root)
-            .map_err(|e| ObjectError::io("create object store directory", root, e))?;
-        let root = root
-            .canonicalize()
-            .map_err(|e| ObjectError::io("open object store directory", root, e))?;
+        fs::create_dir_all(root).map_err(|e| ObjectError::io("create object store directory", root, e))?;
+        let root =
+            root.canonicalize().map_err(|e| ObjectError::io("open object store directory", root, e))?;
         let store = LocalFileSystem::new_with_prefix(&root)
             .map_err(|e| ObjectError::store("open", &root.display().to_string(), e))?;
         let runtime = IoRuntime::start()
@@ -162,11 +160,7 @@ impl ObjectPool {
                 name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse().ok()
             };
             let ours = |id: &ObjectId| id.session() == session;
-            store
-                .list(None)
-                .try_filter_map(|entry| ready(Ok(id(entry).filter(ours))))
-                .try_collect()
-                .await
+            store.list(None).try_filter_map(|entry| ready(Ok(id(entry).filter(ours)))).try_collect().await
         })?;
         Ok(ids.into_iter().collect())
     }
@@ -184,8 +178,7 @@ impl ObjectPool {
                 Err(e) => return Err(ObjectError::io("list object directory", directory, e)),
             };
             for entry in entries {
-                let entry =
-                    entry.map_err(|e| ObjectError::io("list object directory", &directory, e))?;
+                let entry = entry.map_err(|e| ObjectError::io("list object directory", &directory, e))?;
                 // The local store writes to `NAME#N` and renames.
                 if !entry.file_name().to_string_lossy().contains('#') {
                     continue;
@@ -267,8 +260,5 @@ fn seeded() -> io::Result<StdRng> {
 }
 
 fn is_not_found(error: &(dyn std::error::Error + 'static)) -> bool {
-    matches!(
-        error.downcast_ref::<object_store::Error>(),
-        Some(object_store::Error::NotFound { .. })
-    )
+    matches!(error.downcast_ref::<object_store::Error>(), Some(object_store::Error::NotFound { .. }))
 }

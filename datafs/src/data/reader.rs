@@ -113,9 +113,8 @@ impl OpenObject {
     }
 
     fn length(&self, from: u64, to: u64) -> Result<usize> {
-        usize::try_from(to - from).map_err(|_| {
-            ObjectError::io("read", &self.path, io::Error::from(ErrorKind::OutOfMemory))
-        })
+        usize::try_from(to - from)
+            .map_err(|_| ObjectError::io("read", &self.path, io::Error::from(ErrorKind::OutOfMemory)))
     }
 
     /// Reads and verifies whole frames.
@@ -124,11 +123,9 @@ impl OpenObject {
             return Ok(());
         }
         self.file.read_exact_at(window, from).map_err(|e| match e.kind() {
-            ErrorKind::UnexpectedEof => ObjectError::Corrupt {
-                id: self.id,
-                byte: from,
-                reason: "the file was cut short".into(),
-            },
+            ErrorKind::UnexpectedEof => {
+                ObjectError::Corrupt { id: self.id, byte: from, reason: "the file was cut short".into() }
+            }
             _ => ObjectError::io("read object file", &self.path, e),
         })?;
         self.sums.verify(from, window).map_err(|byte| ObjectError::Corrupt {
@@ -182,8 +179,7 @@ fn read_sums(file: &File, path: &Path, end: u64, id: ObjectId) -> Result<Sums> {
     let read = |buffer: &mut [u8], at: u64| {
         file.read_exact_at(buffer, at).map_err(|e| ObjectError::io("read object file", path, e))
     };
-    let footer_at =
-        end.checked_sub(FOOTER_BYTES).ok_or_else(|| corrupt("too short for a footer".into()))?;
+    let footer_at = end.checked_sub(FOOTER_BYTES).ok_or_else(|| corrupt("too short for a footer".into()))?;
     let mut raw = [0; FOOTER_BYTES as usize];
     read(&mut raw, footer_at)?;
     let footer = Footer::parse(&raw, id).map_err(&corrupt)?;

@@ -172,8 +172,7 @@ fn reading_past_the_end_is_an_error() {
 #[test]
 fn listed_then_deleted() {
     let (dir, pool) = pool();
-    let mut ids: Vec<_> =
-        [10, FRAMED_BYTES_MAX + 1].map(|len| pool.put(&pattern(len)).unwrap().id).into();
+    let mut ids: Vec<_> = [10, FRAMED_BYTES_MAX + 1].map(|len| pool.put(&pattern(len)).unwrap().id).into();
     ids.sort();
     fs::write(dir.path().join("objects/stray"), b"not an object").unwrap();
     let other = ObjectPool::open_local(&dir.path().join("objects"), 7).unwrap();

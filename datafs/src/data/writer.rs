@@ -37,13 +37,7 @@ struct Upload {
 
 impl ObjectWriter {
     pub(super) fn new(pool: ObjectPool) -> ObjectWriter {
-        ObjectWriter {
-            pool,
-            buffer: Vec::new(),
-            summer: Summer::default(),
-            upload: None,
-            failed: false,
-        }
+        ObjectWriter { pool, buffer: Vec::new(), summer: Summer::default(), upload: None, failed: false }
     }
 
     /// Bytes appended so far.
@@ -138,9 +132,9 @@ impl ObjectWriter {
             none => {
                 let id = self.pool.new_id(Layout::Plain);
                 let path = id.data_path();
-                let parts = self.pool.on_store("start an upload", |store| async move {
-                    store.put_multipart(&path).await
-                })?;
+                let parts = self
+                    .pool
+                    .on_store("start an upload", |store| async move { store.put_multipart(&path).await })?;
                 none.insert(Upload { id, parts, in_flight: None })
             }
         };
@@ -153,11 +147,7 @@ impl ObjectWriter {
     }
 
     fn refusal(&self, reason: &'static str) -> ObjectError {
-        ObjectError::Store {
-            operation: "write",
-            place: "a new object".into(),
-            source: reason.into(),
-        }
+        ObjectError::Store { operation: "write", place: "a new object".into(), source: reason.into() }
     }
 }
 

@@ -7,10 +7,9 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use fuser::{
-    BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
-    KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
-    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
-    ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
+    LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty,
+    ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
 use super::answer::Adapter;
@@ -36,11 +35,9 @@ impl Filesystem for Adapter {
             let _ = config.set_max_readahead(most);
         }
         // Each is an improvement where the kernel has it, none is needed.
-        for wish in [
-            InitFlags::FUSE_ATOMIC_O_TRUNC,
-            InitFlags::FUSE_PARALLEL_DIROPS,
-            InitFlags::FUSE_CACHE_SYMLINKS,
-        ] {
+        for wish in
+            [InitFlags::FUSE_ATOMIC_O_TRUNC, InitFlags::FUSE_PARALLEL_DIROPS, InitFlags::FUSE_CACHE_SYMLINKS]
+        {
             let _ = config.add_capabilities(wish);
         }
         if self.passthrough {
@@ -127,9 +124,7 @@ impl Filesystem for Adapter {
     ) {
         let parent = self.node(parent);
         let made = match kind_of_mode(mode) {
-            Some(kind) => {
-                self.handles.view.mknod(parent, name, kind, mode & 0o7777, rdev, owner(request))
-            }
+            Some(kind) => self.handles.view.mknod(parent, name, kind, mode & 0o7777, rdev, owner(request)),
             None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
         };
         self.entry("mknod", parent, made, reply);
@@ -159,14 +154,7 @@ impl Filesystem for Adapter {
         self.empty("rmdir", parent, self.handles.view.rmdir(parent, name), reply);
     }
 
-    fn symlink(
-        &self,
-        request: &Request,
-        parent: INodeNo,
-        name: &OsStr,
-        target: &Path,
-        reply: ReplyEntry,
-    ) {
+    fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let parent = self.node(parent);
         let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
         self.entry("symlink", parent, made, reply);
@@ -217,9 +205,9 @@ impl Filesystem for Adapter {
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write);
         let version = Version::from(&attr);
         let handle = Handle { file, node, writes: flags.write, version };
-        let (number, backing) = self.handles.insert(handle, |handle| {
-            self.backing(handle, attr.size, |image| reply.open_backing(image))
-        });
+        let (number, backing) = self
+            .handles
+            .insert(handle, |handle| self.backing(handle, attr.size, |image| reply.open_backing(image)));
         match backing {
             Some(backing) => {
                 metrics::PASSTHROUGH_OPENS.inc();
@@ -319,14 +307,7 @@ impl Filesystem for Adapter {
         reply.ok();
     }
 
-    fn fsync(
-        &self,
-        _request: &Request,
-        ino: INodeNo,
-        fh: FileHandle,
-        _datasync: bool,
-        reply: ReplyEmpty,
-    ) {
+    fn fsync(&self, _request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
         let synced = self.handles.get(fh.0).and_then(|handle| handle.file.fsync());
         self.empty("fsync", self.node(ino), synced, reply);
     }
@@ -401,14 +382,7 @@ impl Filesystem for Adapter {
         reply.error(Errno::ENOSYS);
     }
 
-    fn getxattr(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _name: &OsStr,
-        _size: u32,
-        reply: ReplyXattr,
-    ) {
+    fn getxattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
         reply.error(Errno::ENOSYS);
     }
 

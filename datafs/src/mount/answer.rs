@@ -61,7 +61,13 @@ impl Adapter {
         errno
     }
 
-    pub(super) fn entry(&self, operation: &'static str, parent: Node, result: Result<Attr>, reply: ReplyEntry) {
+    pub(super) fn entry(
+        &self,
+        operation: &'static str,
+        parent: Node,
+        result: Result<Attr>,
+        reply: ReplyEntry,
+    ) {
         match result {
             Ok(attr) => {
                 let lifetime = self.lifetime(attr.node);

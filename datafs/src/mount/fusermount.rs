@@ -23,9 +23,9 @@ pub(super) fn program() -> Option<PathBuf> {
 }
 
 fn command() -> io::Result<Command> {
-    program().map(Command::new).ok_or_else(|| {
-        io::Error::new(ErrorKind::NotFound, "fusermount3 is not installed (package fuse3)")
-    })
+    program()
+        .map(Command::new)
+        .ok_or_else(|| io::Error::new(ErrorKind::NotFound, "fusermount3 is not installed (package fuse3)"))
 }
 
 /// Mounts through the helper.
@@ -74,8 +74,7 @@ fn receive_descriptor(socket: &UnixStream) -> io::Result<OwnedFd> {
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control) as _;
     // SAFETY: the message points at live buffers of the stated sizes, and the socket is open.
-    let received =
-        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
     if received < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -86,10 +86,9 @@ impl Handles {
     ) -> (u64, Option<Arc<BackingId>>) {
         let backing = {
             let mut nodes = self.nodes.lock();
-            let node = nodes.entry(handle.node).or_insert_with(|| OpenNode {
-                count: 0,
-                backing: backing(&handle).map(Arc::new),
-            });
+            let node = nodes
+                .entry(handle.node)
+                .or_insert_with(|| OpenNode { count: 0, backing: backing(&handle).map(Arc::new) });
             node.count += 1;
             node.backing.clone()
         };

@@ -67,8 +67,10 @@ pub(super) fn can_mount() -> Result<(), String> {
         }
         Err(e) => {
             let user = nix::unistd::geteuid();
-            return Err(format!("user {user} cannot open {DEVICE} ({e}): start the container with \
-                 --device {DEVICE} or join the group that owns it"));
+            return Err(format!(
+                "user {user} cannot open {DEVICE} ({e}): start the container with \
+                 --device {DEVICE} or join the group that owns it"
+            ));
         }
     }
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -117,8 +119,7 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
             detach(&absolute, true).map_err(|e| refused("take off the dead mount at", &absolute, e))?;
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            fs::create_dir_all(&absolute)
-                .map_err(|e| refused("create mount point", &absolute, e))?;
+            fs::create_dir_all(&absolute).map_err(|e| refused("create mount point", &absolute, e))?;
         }
         Err(e) => return Err(refused("open mount point", &absolute, e)),
         Ok(metadata) if !metadata.is_dir() => {
@@ -129,8 +130,7 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
     if find(&absolute)?.is_some() {
         return Err(Error::Exists { what: format!("a mount at {}", absolute.display()) });
     }
-    let mut entries =
-        fs::read_dir(&absolute).map_err(|e| refused("open mount point", &absolute, e))?;
+    let mut entries = fs::read_dir(&absolute).map_err(|e| refused("open mount point", &absolute, e))?;
     if entries.next().is_some() {
         return Err(Error::NotEmpty { what: absolute.display().to_string() });
     }
@@ -167,8 +167,7 @@ fn parse_mountinfo(table: &[u8]) -> Vec<Entry> {
     for line in table.split(|&b| b == b'\n') {
         let fields: Vec<&[u8]> = line.split(|&b| b == b' ').collect();
         let Some(dash) = fields.iter().position(|f| f == b"-") else { continue };
-        let (Some(device), Some(at), Some(fs_type)) =
-            (fields.get(2), fields.get(4), fields.get(dash + 1))
+        let (Some(device), Some(at), Some(fs_type)) = (fields.get(2), fields.get(4), fields.get(dash + 1))
         else {
             continue;
         };
@@ -209,8 +208,7 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     if !has_mount_privilege(&status) {
         return fusermount::attach(at, how).map_err(failed);
     }
-    let device: File =
-        OpenOptions::new().read(true).write(true).open(DEVICE).map_err(failed)?;
+    let device: File = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(failed)?;
     let mode = fs::metadata(at).map_err(failed)?.mode();
     let mut data = format!(
         "fd={},rootmode={mode:o},user_id={},group_id={},default_permissions",

@@ -74,11 +74,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     }
     let at = point::prepare(at)?;
     let source = view.spec().to_string();
-    let attach = Attach {
-        source: &source,
-        read_only: view.is_snapshot(),
-        allow_other: options.allow_other,
-    };
+    let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
     let device_fd = point::attach(&at, &attach)?;
     let handles = Arc::new(Handles::new(view));
     let served = serve(device_fd, &handles, options, &at);
@@ -188,9 +184,7 @@ impl Mount {
         // Files are open, mostly.
         let flushed = self.handles.flush_all();
         match point::detach(&self.at, true) {
-            Err(error) if self.is_attached()? => {
-                Err(point::refused("unmount", &self.at, error))
-            }
+            Err(error) if self.is_attached()? => Err(point::refused("unmount", &self.at, error)),
             _ => flushed,
         }
     }

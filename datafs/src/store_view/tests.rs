@@ -126,8 +126,7 @@ fn an_upload_appears_at_once_or_not_at_all() {
     let bytes = pattern(10_000_000);
     block_on(async {
         let mut upload = store.put_multipart(&path).await.unwrap();
-        let parts: Vec<_> =
-            bytes.chunks(3_000_000).map(|c| upload.put_part(c.to_vec().into())).collect();
+        let parts: Vec<_> = bytes.chunks(3_000_000).map(|c| upload.put_part(c.to_vec().into())).collect();
         assert!(store.head(&path).await.is_err(), "not visible yet");
         // Waited for in the wrong order.
         for part in parts.into_iter().rev() {

@@ -240,13 +240,14 @@ fn what_is_not_there_says_so() {
     fs::write(&path, b"x").unwrap();
     let c_path = CString::new(path.as_os_str().as_bytes()).unwrap();
     // SAFETY: all pointers are to live, terminated strings and a buffer of the stated size.
-    let set = unsafe {
-        libc::setxattr(c_path.as_ptr(), c"user.key".as_ptr(), c"value".as_ptr().cast(), 5, 0)
-    };
+    let set =
+        unsafe { libc::setxattr(c_path.as_ptr(), c"user.key".as_ptr(), c"value".as_ptr().cast(), 5, 0) };
     assert_eq!((set, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EOPNOTSUPP)));
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     // SAFETY: the descriptor is open.
-    let allocated = unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 0, 1) };
+    let allocated = unsafe {
+        libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 0, 1)
+    };
     assert_eq!((allocated, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EOPNOTSUPP)));
     let unnamed = OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).open(mount.path());
     assert_eq!(errno(unnamed), libc::EOPNOTSUPP);
