@@ -39,23 +39,16 @@ impl Bundle {
         metrics: BTreeMap<String, f64>,
     ) -> Result<Bundle> {
         if !is_model_name(name) {
-            return Err(Error::InvalidName {
-                name: shorten(name),
-            });
+            return Err(Error::InvalidName { name: shorten(name) });
         }
         if version == 0 {
-            return Err(Error::InvalidVersion {
-                version: version.to_string(),
-            });
+            return Err(Error::InvalidVersion { version: version.to_string() });
         }
-        let model = onnx::ModelProto::decode(model_onnx.as_slice()).map_err(|error| {
-            Error::InvalidModel {
-                reason: format!("the bytes do not decode as a ModelProto: {error}"),
-            }
+        let model = onnx::ModelProto::decode(model_onnx.as_slice()).map_err(|error| Error::InvalidModel {
+            reason: format!("the bytes do not decode as a ModelProto: {error}"),
         })?;
-        let graph = model.graph.as_ref().ok_or_else(|| Error::InvalidModel {
-            reason: "there is no graph".into(),
-        })?;
+        let graph =
+            model.graph.as_ref().ok_or_else(|| Error::InvalidModel { reason: "there is no graph".into() })?;
         if let Some(tensor) = graph.initializer.iter().find(|tensor| {
             !tensor.external_data.is_empty()
                 || tensor.data_location() == onnx::tensor_proto::DataLocation::External
@@ -81,13 +74,8 @@ impl Bundle {
             metrics,
             created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         };
-        manifest
-            .check()
-            .map_err(|reason| Error::InvalidManifest { reason })?;
-        let bundle = Bundle {
-            manifest,
-            files: vec![(MODEL_FILE.to_owned(), Bytes::from(model_onnx))],
-        };
+        manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        let bundle = Bundle { manifest, files: vec![(MODEL_FILE.to_owned(), Bytes::from(model_onnx))] };
         let bytes = bundle.manifest_bytes().len();
         if bytes as u64 > MANIFEST_BYTES_MAX {
             return Err(Error::InvalidManifest {
@@ -110,10 +98,7 @@ impl Bundle {
     /// The encoded `ModelProto`.
     pub fn model_onnx(&self) -> &Bytes {
         static EMPTY: Bytes = Bytes::new();
-        self.files
-            .iter()
-            .find(|(path, _)| path == MODEL_FILE)
-            .map_or(&EMPTY, |(_, bytes)| bytes)
+        self.files.iter().find(|(path, _)| path == MODEL_FILE).map_or(&EMPTY, |(_, bytes)| bytes)
     }
 
     /// SHA-256 of the encoded `ModelProto`, in hexadecimal digits.
@@ -137,36 +122,22 @@ impl Bundle {
     /// [`Error::Exists`] when the version already has a manifest, [`Error::Store`].
     pub async fn write(&self, store: &dyn ObjectStore, root: &str) -> Result<()> {
         let base = version_path(root, &self.manifest.name, self.manifest.version)?;
-        let exists = || Error::Exists {
-            path: base.to_string(),
-        };
+        let exists = || Error::Exists { path: base.to_string() };
         match store.head(&base.clone().join(MANIFEST_FILE)).await {
             Ok(_) => return Err(exists()),
             Err(object_store::Error::NotFound { .. }) => {}
             Err(source) => {
-                return Err(Error::Store {
-                    path: base.to_string(),
-                    source,
-                });
+                return Err(Error::Store { path: base.to_string(), source });
             }
         }
         for (relative, content) in self.files() {
-            let path = relative
-                .split('/')
-                .fold(base.clone(), |path, part| path.join(part));
-            let mode = if relative == MANIFEST_FILE {
-                PutMode::Create
-            } else {
-                PutMode::Overwrite
-            };
-            let put = store
-                .put_opts(&path, content.clone().into(), PutOptions::from(mode))
-                .await;
+            let path = relative.split('/').fold(base.clone(), |path, part| path.join(part));
+            let mode = if relative == MANIFEST_FILE { PutMode::Create } else { PutMode::Overwrite };
+            let put = store.put_opts(&path, content.clone().into(), PutOptions::from(mode)).await;
             let put = match put {
                 // Not every store can refuse to replace; the look before has to do there.
                 Err(
-                    object_store::Error::NotImplemented { .. }
-                    | object_store::Error::NotSupported { .. },
+                    object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
                 ) => store.put(&path, content.into()).await,
                 put => put,
             };
@@ -174,10 +145,7 @@ impl Bundle {
                 Ok(_) => {}
                 Err(object_store::Error::AlreadyExists { .. }) => return Err(exists()),
                 Err(source) => {
-                    return Err(Error::Store {
-                        path: path.to_string(),
-                        source,
-                    });
+                    return Err(Error::Store { path: path.to_string(), source });
                 }
             }
         }

@@ -56,9 +56,7 @@ pub enum Error {
         reason: String,
     },
     /// The manifest was written by a newer program.
-    #[error(
-        "{path} has bundle format {found}, this program reads up to {supported}: use a newer millrace"
-    )]
+    #[error("{path} has bundle format {found}, this program reads up to {supported}: use a newer millrace")]
     NewerFormat {
         /// Path of the manifest in the store.
         path: String,

@@ -103,19 +103,13 @@ impl Manifest {
             return Err("version 0 is not a positive integer".into());
         }
         if self.files.len() > FILES_MAX {
-            return Err(format!(
-                "{} files, the limit is {FILES_MAX}",
-                self.files.len()
-            ));
+            return Err(format!("{} files, the limit is {FILES_MAX}", self.files.len()));
         }
         let mut paths = BTreeSet::new();
         for file in &self.files {
             check_file_path(&file.path)?;
             if !is_sha256(&file.sha256) {
-                return Err(format!(
-                    "{}: sha256 is not 64 lower-case hex digits",
-                    file.path
-                ));
+                return Err(format!("{}: sha256 is not 64 lower-case hex digits", file.path));
             }
             if !paths.insert(file.path.as_str()) {
                 return Err(format!("{} is listed twice", file.path));
@@ -126,16 +120,10 @@ impl Manifest {
         }
         self.signature.check()?;
         if self.metrics.len() > METRICS_MAX {
-            return Err(format!(
-                "{} metrics, the limit is {METRICS_MAX}",
-                self.metrics.len()
-            ));
+            return Err(format!("{} metrics, the limit is {METRICS_MAX}", self.metrics.len()));
         }
         if let Some((name, value)) = self.metrics.iter().find(|(_, value)| !value.is_finite()) {
-            return Err(format!(
-                "metric {:?} is {value}, not a finite number",
-                shorten(name)
-            ));
+            return Err(format!("metric {:?} is {value}, not a finite number", shorten(name)));
         }
         Ok(())
     }
@@ -146,9 +134,7 @@ pub(crate) fn is_model_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= NAME_BYTES_MAX
         && !name.starts_with(['.', '-'])
-        && name
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
 }
 
 /// At most 160 characters of text from outside, for messages.
@@ -163,10 +149,7 @@ fn is_sha256(text: &str) -> bool {
 /// Refuses everything that could leave the version's directory or mean another file than it seems.
 fn check_file_path(path: &str) -> std::result::Result<(), String> {
     if path.is_empty() || path.len() > FILE_PATH_BYTES_MAX {
-        return Err(format!(
-            "file path of {} bytes, allowed are 1 to {FILE_PATH_BYTES_MAX}",
-            path.len()
-        ));
+        return Err(format!("file path of {} bytes, allowed are 1 to {FILE_PATH_BYTES_MAX}", path.len()));
     }
     if path == MANIFEST_FILE {
         return Err(format!("{MANIFEST_FILE} lists itself"));
@@ -182,8 +165,6 @@ fn check_file_path(path: &str) -> std::result::Result<(), String> {
     if plain {
         Ok(())
     } else {
-        Err(format!(
-            "file path {path:?} is not a plain relative path inside the version"
-        ))
+        Err(format!("file path {path:?} is not a plain relative path inside the version"))
     }
 }

@@ -9,9 +9,7 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 
 use crate::bundle::{Bundle, sha256_hex};
 use crate::error::{Error, Result};
-use crate::manifest::{
-    FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten,
-};
+use crate::manifest::{FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten};
 
 /// Bounds on what is read from a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,9 +21,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits {
-            model_bytes_max: 2 << 30,
-        }
+        Limits { model_bytes_max: 2 << 30 }
     }
 }
 
@@ -80,22 +76,15 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
             continue;
         };
         if !is_model_name(&name) {
-            let reason = Error::InvalidName {
-                name: shorten(&name),
-            };
-            listing.skipped.push(Skipped {
-                path: model.to_string(),
-                reason,
-            });
+            let reason = Error::InvalidName { name: shorten(&name) };
+            listing.skipped.push(Skipped { path: model.to_string(), reason });
             continue;
         }
         for path in directories(store, &model).await? {
             let version = path.filename().unwrap_or_default().to_owned();
             let found = match parse_version(&version) {
                 Some(version) => inspect(store, &path, &name, version).await,
-                None => Err(Error::InvalidVersion {
-                    version: shorten(&version),
-                }),
+                None => Err(Error::InvalidVersion { version: shorten(&version) }),
             };
             match found {
                 Ok((manifest, _)) => listing.complete.push(ModelVersion {
@@ -103,16 +92,11 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
                     version: manifest.version,
                     manifest,
                 }),
-                Err(reason) => listing.skipped.push(Skipped {
-                    path: path.to_string(),
-                    reason,
-                }),
+                Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
             }
         }
     }
-    listing
-        .complete
-        .sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
+    listing.complete.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
     Ok(listing)
 }
 
@@ -138,38 +122,22 @@ pub async fn load_with(
 ) -> Result<Bundle> {
     let base = version_path(root, name, version)?;
     let (manifest, paths) = inspect(store, &base, name, version).await?;
-    let total = manifest
-        .files
-        .iter()
-        .fold(0u64, |sum, file| sum.saturating_add(file.bytes));
+    let total = manifest.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.bytes));
     if total > limits.model_bytes_max {
         let bytes_max = limits.model_bytes_max;
-        return Err(Error::TooLarge {
-            path: base.to_string(),
-            bytes: total,
-            bytes_max,
-        });
+        return Err(Error::TooLarge { path: base.to_string(), bytes: total, bytes_max });
     }
     let mut files = Vec::with_capacity(manifest.files.len());
     for (entry, path) in manifest.files.iter().zip(paths) {
         let content = read_bounded(store, &path, entry.bytes).await?;
-        let corrupt = |reason: String| Error::Corrupt {
-            path: path.to_string(),
-            reason,
-        };
+        let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
         if content.len() as u64 != entry.bytes {
             let found = content.len();
-            return Err(corrupt(format!(
-                "{found} bytes where the manifest says {}",
-                entry.bytes
-            )));
+            return Err(corrupt(format!("{found} bytes where the manifest says {}", entry.bytes)));
         }
         let found = sha256_hex(&content);
         if found != entry.sha256 {
-            return Err(corrupt(format!(
-                "SHA-256 {found} where the manifest says {}",
-                entry.sha256
-            )));
+            return Err(corrupt(format!("SHA-256 {found} where the manifest says {}", entry.sha256)));
         }
         files.push((entry.path.clone(), content));
     }
@@ -194,40 +162,29 @@ pub async fn next_version(store: &dyn ObjectStore, root: &str, name: &str) -> Re
 /// Path of a version's directory; checks the name and the version.
 pub(crate) fn version_path(root: &str, name: &str, version: u64) -> Result<Path> {
     if !is_model_name(name) {
-        return Err(Error::InvalidName {
-            name: shorten(name),
-        });
+        return Err(Error::InvalidName { name: shorten(name) });
     }
     if version == 0 {
-        return Err(Error::InvalidVersion {
-            version: version.to_string(),
-        });
+        return Err(Error::InvalidVersion { version: version.to_string() });
     }
     Ok(root_path(root)?.join(name).join(version.to_string()))
 }
 
 fn root_path(root: &str) -> Result<Path> {
-    Path::parse(root.trim_matches('/')).map_err(|error| Error::Store {
-        path: shorten(root),
-        source: error.into(),
-    })
+    Path::parse(root.trim_matches('/'))
+        .map_err(|error| Error::Store { path: shorten(root), source: error.into() })
 }
 
 /// A version directory has the one decimal spelling of its number: `01` or `+1` would be doubles of `1`.
 fn parse_version(text: &str) -> Option<u64> {
-    text.parse::<u64>()
-        .ok()
-        .filter(|version| *version > 0 && version.to_string() == text)
+    text.parse::<u64>().ok().filter(|version| *version > 0 && version.to_string() == text)
 }
 
 async fn directories(store: &dyn ObjectStore, path: &Path) -> Result<Vec<Path>> {
     match store.list_with_delimiter(Some(path)).await {
         Ok(listing) => Ok(listing.common_prefixes),
         Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
-        Err(source) => Err(Error::Store {
-            path: path.to_string(),
-            source,
-        }),
+        Err(source) => Err(Error::Store { path: path.to_string(), source }),
     }
 }
 
@@ -239,47 +196,27 @@ async fn inspect(
     name: &str,
     version: u64,
 ) -> Result<(Manifest, Vec<Path>)> {
-    let files: BTreeMap<Path, ObjectMeta> = store
-        .list(Some(base))
-        .map_ok(|meta| (meta.location.clone(), meta))
-        .try_collect()
-        .await
-        .or_else(|source| match source {
-            object_store::Error::NotFound { .. } => Ok(BTreeMap::new()),
-            source => Err(Error::Store {
-                path: base.to_string(),
-                source,
-            }),
-        })?;
+    let files: BTreeMap<Path, ObjectMeta> =
+        store.list(Some(base)).map_ok(|meta| (meta.location.clone(), meta)).try_collect().await.or_else(
+            |source| match source {
+                object_store::Error::NotFound { .. } => Ok(BTreeMap::new()),
+                source => Err(Error::Store { path: base.to_string(), source }),
+            },
+        )?;
     if files.is_empty() {
-        return Err(Error::NotFound {
-            path: base.to_string(),
-        });
+        return Err(Error::NotFound { path: base.to_string() });
     }
     let path = base.clone().join(MANIFEST_FILE);
-    let incomplete = |reason: String| Error::Incomplete {
-        path: base.to_string(),
-        reason,
-    };
+    let incomplete = |reason: String| Error::Incomplete { path: base.to_string(), reason };
     let Some(meta) = files.get(&path) else {
         return Err(incomplete(format!("there is no {MANIFEST_FILE} yet")));
     };
     if meta.size > MANIFEST_BYTES_MAX {
         let bytes_max = MANIFEST_BYTES_MAX;
-        return Err(Error::TooLarge {
-            path: path.to_string(),
-            bytes: meta.size,
-            bytes_max,
-        });
+        return Err(Error::TooLarge { path: path.to_string(), bytes: meta.size, bytes_max });
     }
-    let manifest = parse_manifest(
-        &path,
-        &read_bounded(store, &path, MANIFEST_BYTES_MAX).await?,
-    )?;
-    let corrupt = |reason: String| Error::Corrupt {
-        path: path.to_string(),
-        reason,
-    };
+    let manifest = parse_manifest(&path, &read_bounded(store, &path, MANIFEST_BYTES_MAX).await?)?;
+    let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
     if manifest.name != name || manifest.version != version {
         return Err(corrupt(format!(
             "it describes {:?} version {}, not {name:?} version {version}",
@@ -289,19 +226,13 @@ async fn inspect(
     }
     let mut paths = Vec::with_capacity(manifest.files.len());
     for entry in &manifest.files {
-        let path = entry
-            .path
-            .split('/')
-            .fold(base.clone(), |path, part| path.join(part));
+        let path = entry.path.split('/').fold(base.clone(), |path, part| path.join(part));
         match files.get(&path) {
             None => return Err(incomplete(format!("{} is missing", entry.path))),
             Some(meta) if meta.size != entry.bytes => {
                 let (path, reason) = (
                     path.to_string(),
-                    format!(
-                        "{} bytes where the manifest says {}",
-                        meta.size, entry.bytes
-                    ),
+                    format!("{} bytes where the manifest says {}", meta.size, entry.bytes),
                 );
                 return Err(Error::Corrupt { path, reason });
             }
@@ -316,12 +247,9 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
     struct Format {
         format_version: u64,
     }
-    let corrupt = |reason: String| Error::Corrupt {
-        path: path.to_string(),
-        reason,
-    };
-    let format: Format = serde_json::from_slice(json)
-        .map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
+    let corrupt = |reason: String| Error::Corrupt { path: path.to_string(), reason };
+    let format: Format =
+        serde_json::from_slice(json).map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
     if format.format_version > FORMAT_VERSION {
         return Err(Error::NewerFormat {
             path: path.to_string(),
@@ -329,8 +257,8 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
             supported: FORMAT_VERSION,
         });
     }
-    let manifest: Manifest = serde_json::from_slice(json)
-        .map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
+    let manifest: Manifest =
+        serde_json::from_slice(json).map_err(|error| corrupt(format!("it is not a manifest: {error}")))?;
     manifest.check().map_err(corrupt)?;
     Ok(manifest)
 }
@@ -338,13 +266,8 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
 /// Reads a file, but never more than `bytes_max` of it: the size that the store reports may be wrong.
 async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
     let store_error = |source| match source {
-        object_store::Error::NotFound { .. } => Error::NotFound {
-            path: path.to_string(),
-        },
-        source => Error::Store {
-            path: path.to_string(),
-            source,
-        },
+        object_store::Error::NotFound { .. } => Error::NotFound { path: path.to_string() },
+        source => Error::Store { path: path.to_string(), source },
     };
     let mut stream = store.get(path).await.map_err(store_error)?.into_stream();
     let mut content = Vec::new();
@@ -352,11 +275,7 @@ async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> R
         let chunk = chunk.map_err(store_error)?;
         let bytes = (content.len() as u64).saturating_add(chunk.len() as u64);
         if bytes > bytes_max {
-            return Err(Error::TooLarge {
-                path: path.to_string(),
-                bytes,
-                bytes_max,
-            });
+            return Err(Error::TooLarge { path: path.to_string(), bytes, bytes_max });
         }
         content.extend_from_slice(&chunk);
     }

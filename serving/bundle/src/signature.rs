@@ -129,9 +129,7 @@ impl FromStr for Datatype {
 
 /// A datatype name that the protocol does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{0:?} is not a datatype (BOOL, UINT8 to UINT64, INT8 to INT64, FP16, BF16, FP32, FP64, BYTES)"
-)]
+#[error("{0:?} is not a datatype (BOOL, UINT8 to UINT64, INT8 to INT64, FP16, BF16, FP32, FP64, BYTES)")]
 pub struct UnknownDatatype(String);
 
 /// One input or output of a model.
@@ -161,36 +159,23 @@ impl Signature {
     /// [`Error::InvalidModel`] when an input or output is not a dense tensor of a known datatype and
     /// rank, has no or a doubled name, or when there are none.
     pub fn of_graph(graph: &onnx::GraphProto) -> Result<Signature> {
-        let initializers: BTreeSet<&str> = graph
-            .initializer
-            .iter()
-            .map(onnx::TensorProto::name)
-            .collect();
+        let initializers: BTreeSet<&str> = graph.initializer.iter().map(onnx::TensorProto::name).collect();
         let inputs = graph
             .input
             .iter()
             .filter(|value| !initializers.contains(value.name()))
             .map(tensor_spec)
             .collect::<Result<Vec<_>>>()?;
-        let outputs = graph
-            .output
-            .iter()
-            .map(tensor_spec)
-            .collect::<Result<Vec<_>>>()?;
+        let outputs = graph.output.iter().map(tensor_spec).collect::<Result<Vec<_>>>()?;
         let signature = Signature { inputs, outputs };
-        signature
-            .check()
-            .map_err(|reason| Error::InvalidModel { reason })?;
+        signature.check().map_err(|reason| Error::InvalidModel { reason })?;
         Ok(signature)
     }
 
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         for (side, specs) in [("input", &self.inputs), ("output", &self.outputs)] {
             if specs.is_empty() || specs.len() > TENSORS_MAX {
-                return Err(format!(
-                    "{} {side}s, allowed are 1 to {TENSORS_MAX}",
-                    specs.len()
-                ));
+                return Err(format!("{} {side}s, allowed are 1 to {TENSORS_MAX}", specs.len()));
             }
             let mut names = BTreeSet::new();
             for spec in specs {
@@ -224,19 +209,13 @@ fn tensor_spec(value: &onnx::ValueInfoProto) -> Result<TensorSpec> {
     use onnx::type_proto::Value as Kind;
 
     let name = shorten(value.name());
-    let invalid = |reason: &str| Error::InvalidModel {
-        reason: format!("{name:?} {reason}"),
-    };
-    let Some(Kind::TensorType(tensor)) = value.r#type.as_ref().and_then(|t| t.value.as_ref())
-    else {
+    let invalid = |reason: &str| Error::InvalidModel { reason: format!("{name:?} {reason}") };
+    let Some(Kind::TensorType(tensor)) = value.r#type.as_ref().and_then(|t| t.value.as_ref()) else {
         return Err(invalid("is not a dense tensor"));
     };
     let datatype = Datatype::from_onnx(tensor.elem_type())
         .ok_or_else(|| invalid("has an element type that the inference protocol cannot carry"))?;
-    let shape = tensor
-        .shape
-        .as_ref()
-        .ok_or_else(|| invalid("has no declared rank"))?;
+    let shape = tensor.shape.as_ref().ok_or_else(|| invalid("has no declared rank"))?;
     let shape = shape
         .dim
         .iter()
@@ -246,9 +225,5 @@ fn tensor_spec(value: &onnx::ValueInfoProto) -> Result<TensorSpec> {
             Some(Dim::DimParam(_)) | None => Ok(-1),
         })
         .collect::<Result<Vec<_>>>()?;
-    Ok(TensorSpec {
-        name: value.name().to_owned(),
-        datatype,
-        shape,
-    })
+    Ok(TensorSpec { name: value.name().to_owned(), datatype, shape })
 }

@@ -16,8 +16,8 @@ use serde_json::json;
 
 use crate::onnx;
 use crate::{
-    Bundle, Datatype, Error, Limits, Lineage, MANIFEST_FILE, MODEL_FILE, Signature, list, load,
-    load_with, next_version, scan,
+    Bundle, Datatype, Error, Limits, Lineage, MANIFEST_FILE, MODEL_FILE, Signature, list, load, load_with,
+    next_version, scan,
 };
 use broken::{edited, renamed};
 use model::{every_message, linear};
@@ -31,14 +31,7 @@ fn bundle(name: &str, version: u64) -> Bundle {
         ..Lineage::default()
     };
     let metrics = [("loss".to_string(), 0.1)].into();
-    Bundle::new(
-        name,
-        version,
-        linear(4, 2).encode_to_vec(),
-        lineage,
-        metrics,
-    )
-    .unwrap()
+    Bundle::new(name, version, linear(4, 2).encode_to_vec(), lineage, metrics).unwrap()
 }
 
 async fn store_with(bundles: &[Bundle]) -> Arc<dyn ObjectStore> {
@@ -50,10 +43,7 @@ async fn store_with(bundles: &[Bundle]) -> Arc<dyn ObjectStore> {
 }
 
 async fn put(store: &dyn ObjectStore, path: &str, bytes: impl Into<Bytes>) {
-    store
-        .put(&Path::from(path), bytes.into().into())
-        .await
-        .unwrap();
+    store.put(&Path::from(path), bytes.into().into()).await.unwrap();
 }
 
 #[test]
@@ -107,18 +97,9 @@ async fn versions_are_listed_in_order_and_never_replaced() {
         .map(|version| (version.name, version.version))
         .collect();
     assert_eq!(found, [("a".into(), 1), ("b".into(), 2), ("b".into(), 10)]);
-    assert_eq!(
-        next_version(store.as_ref(), "models", "b").await.unwrap(),
-        11
-    );
-    assert_eq!(
-        next_version(store.as_ref(), "models", "c").await.unwrap(),
-        1
-    );
-    let error = bundle("b", 2)
-        .write(store.as_ref(), "models")
-        .await
-        .unwrap_err();
+    assert_eq!(next_version(store.as_ref(), "models", "b").await.unwrap(), 11);
+    assert_eq!(next_version(store.as_ref(), "models", "c").await.unwrap(), 1);
+    let error = bundle("b", 2).write(store.as_ref(), "models").await.unwrap_err();
     assert!(matches!(error, Error::Exists { .. }), "{error}");
 }
 
@@ -137,32 +118,14 @@ fn names_versions_and_metrics_are_checked() {
         Bundle::new(name, version, model.clone(), Lineage::default(), metrics).map(drop)
     };
     for name in ["", ".hidden", "-x", "a/b", "..", "ä", &"x".repeat(129)] {
-        assert!(
-            matches!(
-                new(name, 1, BTreeMap::new()),
-                Err(Error::InvalidName { .. })
-            ),
-            "{name}"
-        );
+        assert!(matches!(new(name, 1, BTreeMap::new()), Err(Error::InvalidName { .. })), "{name}");
     }
-    assert!(matches!(
-        new("m", 0, BTreeMap::new()),
-        Err(Error::InvalidVersion { .. })
-    ));
+    assert!(matches!(new("m", 0, BTreeMap::new()), Err(Error::InvalidVersion { .. })));
     let metrics = [("loss".to_string(), f64::NAN)].into();
-    assert!(matches!(
-        new("m", 1, metrics),
-        Err(Error::InvalidManifest { .. })
-    ));
+    assert!(matches!(new("m", 1, metrics), Err(Error::InvalidManifest { .. })));
     let many = (0..2000).map(|n| (format!("m{n}"), 0.0)).collect();
-    assert!(matches!(
-        new("m", 1, many),
-        Err(Error::InvalidManifest { .. })
-    ));
-    let long = Lineage {
-        config_sha256: "x".repeat(2 << 20),
-        ..Lineage::default()
-    };
+    assert!(matches!(new("m", 1, many), Err(Error::InvalidManifest { .. })));
+    let long = Lineage { config_sha256: "x".repeat(2 << 20), ..Lineage::default() };
     let error = Bundle::new("m", 1, model, long, BTreeMap::new()).unwrap_err();
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error}");
 }
@@ -197,19 +160,9 @@ fn graphs_without_a_usable_signature_are_refused() {
 async fn incomplete_versions_are_not_listed_and_say_why() {
     let store = store_with(&[bundle("good", 1)]).await;
     let other = bundle("half", 1);
-    put(
-        store.as_ref(),
-        "models/half/1/model.onnx",
-        other.model_onnx().clone(),
-    )
-    .await;
+    put(store.as_ref(), "models/half/1/model.onnx", other.model_onnx().clone()).await;
     let manifest = other.files().pop().unwrap().1;
-    put(
-        store.as_ref(),
-        "models/gone/1/bundle.json",
-        renamed(&manifest, "gone"),
-    )
-    .await;
+    put(store.as_ref(), "models/gone/1/bundle.json", renamed(&manifest, "gone")).await;
     put(store.as_ref(), "models/good/v2/bundle.json", "{}").await;
     put(store.as_ref(), "models/good/02/bundle.json", "{}").await;
     put(store.as_ref(), "models/-bad/1/bundle.json", "{}").await;
@@ -219,10 +172,7 @@ async fn incomplete_versions_are_not_listed_and_say_why() {
     assert_eq!(listing.complete.len(), 1);
     let why = |path: &str| {
         let found = listing.skipped.iter().find(|skipped| skipped.path == path);
-        found
-            .unwrap_or_else(|| panic!("{path} is not among {:?}", listing.skipped))
-            .reason
-            .to_string()
+        found.unwrap_or_else(|| panic!("{path} is not among {:?}", listing.skipped)).reason.to_string()
     };
     assert!(why("models/half/1").contains("no bundle.json"));
     assert!(why("models/gone/1").contains("model.onnx is missing"));
@@ -230,22 +180,15 @@ async fn incomplete_versions_are_not_listed_and_say_why() {
     assert!(why("models/good/02").contains("not a positive integer"));
     assert!(why("models/-bad").contains("not a model name"));
     let error = load(store.as_ref(), "models", "half", 1).await.unwrap_err();
-    assert!(
-        matches!(error, Error::Incomplete { .. }) && error.is_retryable(),
-        "{error}"
-    );
+    assert!(matches!(error, Error::Incomplete { .. }) && error.is_retryable(), "{error}");
 }
 
 #[tokio::test]
 async fn sizes_are_limited_and_extra_files_verified() {
     let bundle = bundle("m", 1);
     let store = store_with(std::slice::from_ref(&bundle)).await;
-    let limits = Limits {
-        model_bytes_max: bundle.model_onnx().len() as u64 - 1,
-    };
-    let error = load_with(store.as_ref(), "models", "m", 1, &limits)
-        .await
-        .unwrap_err();
+    let limits = Limits { model_bytes_max: bundle.model_onnx().len() as u64 - 1 };
+    let error = load_with(store.as_ref(), "models", "m", 1, &limits).await.unwrap_err();
     assert!(matches!(error, Error::TooLarge { .. }), "{error}");
 
     let manifest = bundle.files().pop().unwrap().1;
@@ -258,24 +201,10 @@ async fn sizes_are_limited_and_extra_files_verified() {
         }));
     });
     put(store.as_ref(), "models/m/1/bundle.json", json).await;
-    put(
-        store.as_ref(),
-        "models/m/1/extra/labels.txt",
-        labels.clone(),
-    )
-    .await;
+    put(store.as_ref(), "models/m/1/extra/labels.txt", labels.clone()).await;
     let loaded = load(store.as_ref(), "models", "m", 1).await.unwrap();
-    assert!(
-        loaded
-            .files()
-            .contains(&("extra/labels.txt".to_string(), labels))
-    );
-    put(
-        store.as_ref(),
-        "models/m/1/extra/labels.txt",
-        "zero\nten\n\n",
-    )
-    .await;
+    assert!(loaded.files().contains(&("extra/labels.txt".to_string(), labels)));
+    put(store.as_ref(), "models/m/1/extra/labels.txt", "zero\nten\n\n").await;
     assert!(load(store.as_ref(), "models", "m", 1).await.is_err());
 }
 
@@ -289,16 +218,9 @@ fn datatypes_have_one_name_each() {
         assert!(text.parse::<Datatype>().is_err());
     }
     assert_eq!(Datatype::from_onnx(0), None);
-    assert_eq!(
-        Datatype::from_onnx(14),
-        None,
-        "complex numbers have no datatype"
-    );
+    assert_eq!(Datatype::from_onnx(14), None, "complex numbers have no datatype");
     assert_eq!(Datatype::from_onnx(999), None);
     let graph = linear(4, 2).graph.unwrap();
-    assert_eq!(
-        Signature::of_graph(&graph).unwrap().outputs[0].name,
-        "logits"
-    );
+    assert_eq!(Signature::of_graph(&graph).unwrap().outputs[0].name, "logits");
     assert_eq!(MODEL_FILE, "model.onnx");
 }

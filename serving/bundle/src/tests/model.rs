@@ -19,10 +19,7 @@ pub(super) fn linear(inputs: i64, outputs: i64) -> ModelProto {
             output: vec!["logits".into()],
             ..Default::default()
         }],
-        initializer: vec![
-            tensor("weight", vec![inputs, outputs]),
-            tensor("bias", vec![outputs]),
-        ],
+        initializer: vec![tensor("weight", vec![inputs, outputs]), tensor("bias", vec![outputs])],
         input: vec![value("input", inputs)],
         output: vec![value("logits", outputs)],
         ..Default::default()
@@ -31,10 +28,7 @@ pub(super) fn linear(inputs: i64, outputs: i64) -> ModelProto {
     graph.input.push(value("weight", outputs));
     ModelProto {
         ir_version: Some(8),
-        opset_import: vec![OperatorSetIdProto {
-            domain: Some(String::new()),
-            version: Some(17),
-        }],
+        opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(17) }],
         graph: Some(graph),
         ..Default::default()
     }
@@ -42,26 +36,13 @@ pub(super) fn linear(inputs: i64, outputs: i64) -> ModelProto {
 
 fn value(name: &str, extent: i64) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
-    let dim = |value| Dimension {
-        value: Some(value),
-        ..Default::default()
-    };
-    let shape = TensorShapeProto {
-        dim: vec![
-            dim(Value::DimParam("batch".into())),
-            dim(Value::DimValue(extent)),
-        ],
-    };
-    let tensor = type_proto::Tensor {
-        elem_type: Some(1),
-        shape: Some(shape),
-    };
+    let dim = |value| Dimension { value: Some(value), ..Default::default() };
+    let shape =
+        TensorShapeProto { dim: vec![dim(Value::DimParam("batch".into())), dim(Value::DimValue(extent))] };
+    let tensor = type_proto::Tensor { elem_type: Some(1), shape: Some(shape) };
     ValueInfoProto {
         name: Some(name.into()),
-        r#type: Some(TypeProto {
-            value: Some(type_proto::Value::TensorType(tensor)),
-            ..Default::default()
-        }),
+        r#type: Some(TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() }),
         ..Default::default()
     }
 }
@@ -70,42 +51,24 @@ fn value(name: &str, extent: i64) -> ValueInfoProto {
 /// device information.
 pub(super) fn every_message() -> ModelProto {
     let text = |text: &str| Some(text.to_string());
-    let pair = || StringStringEntryProto {
-        key: text("k"),
-        value: text(""),
-    };
+    let pair = || StringStringEntryProto { key: text("k"), value: text("") };
     let types = vec![
-        type_proto::Value::SequenceType(Box::new(type_proto::Sequence {
-            elem_type: Some(Box::default()),
-        })),
+        type_proto::Value::SequenceType(Box::new(type_proto::Sequence { elem_type: Some(Box::default()) })),
         type_proto::Value::MapType(Box::new(type_proto::Map {
             key_type: Some(0),
             value_type: Some(Box::default()),
         })),
-        type_proto::Value::OptionalType(Box::new(type_proto::Optional {
-            elem_type: Some(Box::default()),
-        })),
+        type_proto::Value::OptionalType(Box::new(type_proto::Optional { elem_type: Some(Box::default()) })),
         type_proto::Value::SparseTensorType(type_proto::SparseTensor::default()),
-        type_proto::Value::OpaqueType(type_proto::Opaque {
-            domain: text("d"),
-            name: text(""),
-        }),
+        type_proto::Value::OpaqueType(type_proto::Opaque { domain: text("d"), name: text("") }),
     ];
-    let types: Vec<TypeProto> = types
-        .into_iter()
-        .map(|value| TypeProto {
-            value: Some(value),
-            denotation: text(""),
-        })
-        .collect();
+    let types: Vec<TypeProto> =
+        types.into_iter().map(|value| TypeProto { value: Some(value), denotation: text("") }).collect();
     let mut model = linear(1, 1);
     let tensor = TensorProto {
         dims: vec![0],
         data_type: Some(0),
-        segment: Some(tensor_proto::Segment {
-            begin: Some(0),
-            end: Some(0),
-        }),
+        segment: Some(tensor_proto::Segment { begin: Some(0), end: Some(0) }),
         int32_data: vec![-1, 0],
         string_data: vec![vec![], vec![255]],
         int64_data: vec![i64::MIN],
@@ -117,11 +80,8 @@ pub(super) fn every_message() -> ModelProto {
         metadata_props: vec![pair()],
         ..Default::default()
     };
-    let sparse = SparseTensorProto {
-        values: Some(tensor.clone()),
-        indices: Some(tensor.clone()),
-        dims: vec![0, 1],
-    };
+    let sparse =
+        SparseTensorProto { values: Some(tensor.clone()), indices: Some(tensor.clone()), dims: vec![0, 1] };
     let attribute = AttributeProto {
         name: text("a"),
         ref_attr_name: text(""),
@@ -152,10 +112,7 @@ pub(super) fn every_message() -> ModelProto {
             sharding_spec: vec![ShardingSpecProto {
                 tensor_name: text("weight"),
                 device: vec![0],
-                index_to_device_group_map: vec![IntIntListEntryProto {
-                    key: Some(0),
-                    value: vec![0],
-                }],
+                index_to_device_group_map: vec![IntIntListEntryProto { key: Some(0), value: vec![0] }],
                 sharded_dim: vec![ShardedDimProto {
                     axis: Some(0),
                     simple_sharding: vec![SimpleShardedDimProto {
@@ -187,11 +144,8 @@ pub(super) fn every_message() -> ModelProto {
         update_binding: vec![pair()],
         ..Default::default()
     }];
-    model.configuration = vec![DeviceConfigurationProto {
-        name: text("c"),
-        num_devices: Some(0),
-        device: vec!["cpu".into()],
-    }];
+    model.configuration =
+        vec![DeviceConfigurationProto { name: text("c"), num_devices: Some(0), device: vec!["cpu".into()] }];
     model.metadata_props = vec![pair()];
     model.model_version = Some(0);
     model
