@@ -24,7 +24,7 @@ pub const VIRTUAL_SHARDS_MAX: usize = 4096;
 /// Most rows of a global batch.
 pub const BATCH_ROWS_MAX: usize = 1 << 22;
 /// Most epochs a job may run.
-pub const EPOCHS_MAX: u64 = 1_000_000;
+pub const EPOCHS_MAX: u64 = 100_000;
 
 /// A `train.toml`.
 ///
