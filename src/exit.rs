@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::io;
+use std::sync::Arc;
 
 use crate::failure::{Exit, Failure};
 
@@ -24,9 +25,12 @@ fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .unwrap_or(Exit::Failed)
 }
 
-/// An error of that type, or a boxed one: large sources are kept in boxes.
+/// An error of that type, or one in a box or shared: large and cloned sources are kept so.
 fn as_type<'a, E: StdError + 'static>(cause: &'a (dyn StdError + 'static)) -> Option<&'a E> {
-    cause.downcast_ref::<E>().or_else(|| cause.downcast_ref::<Box<E>>().map(Box::as_ref))
+    cause
+        .downcast_ref::<E>()
+        .or_else(|| cause.downcast_ref::<Box<E>>().map(Box::as_ref))
+        .or_else(|| cause.downcast_ref::<Arc<E>>().map(Arc::as_ref))
 }
 
 fn datafs(error: &millrace_datafs::Error) -> Exit {

@@ -199,6 +199,19 @@ fn a_missing_or_foreign_onnx_library_is_one_line() {
     }
 }
 
+/// This program is built without the CUDA feature, so the device can only be refused.
+#[test]
+fn cuda_is_refused_in_one_line_rather_than_replaced() {
+    let home = Home::new();
+    let (code, line) = home.fails(["quickstart", "--free-ports", "--device", "cuda"]);
+    assert_eq!(code, 5, "{line}");
+    assert!(line.contains("cuda"), "{line}");
+    landed(&home);
+    let job = job(&home, "v@s:/t", MLP);
+    let (_, line) = home.fails(["train", job.to_str().unwrap(), "--device", "cuda"]);
+    assert!(line.contains("cuda"), "{line}");
+}
+
 #[test]
 fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let home = Home::new();

@@ -10,3 +10,4 @@ mod kills;
 mod quickstart;
 mod readme;
 mod rooms;
+mod up;

@@ -1,0 +1,107 @@
+//! `millrace up`: everything that a configuration declares, started together and stopped in order.
+
+use crate::support::{Home, fuse_permitted, project, until};
+
+const CONFIG: &str = r#"
+[streams]
+topics = [{ name = "digits", partitions = 2 }, { name = "asked" }]
+[streams.broker]
+listen = "127.0.0.1:0"
+
+[up]
+volumes = ["digits"]
+train = ["train.toml"]
+snapshots = [{ volume = "digits", every_s = 1, keep = 2 }]
+MOUNTS
+
+[[ingest.jobs]]
+name = "digits"
+topic = "digits"
+volume = "digits"
+path = "train"
+flush_ms = 200
+
+[serving]
+grpc = "127.0.0.1:0"
+http = "127.0.0.1:0"
+metrics = "127.0.0.1:0"
+volume = "digits"
+poll_ms = 100
+
+[[serving.pipes]]
+name = "answers"
+input = "asked"
+output = "answered"
+model = "digits"
+columns = { input = "pixels" }
+"#;
+
+const JOB: &str = r#"
+name = "digits"
+dataset = "digits@frozen:/train"
+features = "pixels"
+label = "label"
+model = { kind = "mlp", inputs = 64, hidden = [32], classes = 10, scale = 0.0625 }
+optimizer = { kind = "adamw", learning_rate = 0.003 }
+batch_rows = 96
+epochs_max = 3
+workers = 1
+"#;
+
+#[test]
+fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
+    let home = Home::new();
+    let mounts = if fuse_permitted() { "mounts = [{ volume = \"digits\", path = \"mnt\" }]" } else { "" };
+    let config = home.file("up.toml", CONFIG.replace("MOUNTS", mounts));
+    home.file("train.toml", JOB);
+    let config = config.to_str().unwrap();
+    let mut up = home.start(["--config", config, "up", "--json"]);
+    let addresses = up.object();
+
+    let examples = project().join("examples/digits");
+    let (train, test) = (examples.join("digits.jsonl"), examples.join("digits-test.jsonl"));
+    home.json(["--config", config, "produce", "digits", train.to_str().unwrap()]);
+    until("all records have landed", || {
+        // Until the first file is there, a feed has nothing to read and says so.
+        let output = home.run(["--config", config, "feed", "digits:/train", "--dry", "--json"]);
+        output.status.success()
+            && serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()["rows"] == 1437
+    });
+    home.ok(["--config", config, "snapshot", "create", "digits@frozen"]);
+    // Training starts by itself, publishes, and the server takes the model up.
+    until("the model answers", || {
+        let args = ["--config", config, "predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--json"];
+        let output = home.run(args);
+        output.status.success() && {
+            let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            said["predicted"] == 360
+        }
+    });
+    home.json(["--config", config, "produce", "asked", test.to_str().unwrap()]);
+    let metrics = addresses["metrics"].as_str().unwrap().to_owned();
+    until("the pipe has answered", || {
+        let text = http_get(&metrics, "/metrics");
+        text.lines().any(|line| line.starts_with("millrace_serving_pipe_records_total") && line.ends_with(" 360"))
+    });
+    until("old scheduled snapshots go", || {
+        let listed = home.json(["--config", config, "snapshot", "list", "digits"]);
+        let names: Vec<_> = listed.as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap().to_owned()).collect();
+        names.iter().filter(|name| name.starts_with("scheduled-")).count() == 2 && names.iter().any(|n| n == "frozen")
+    });
+    if fuse_permitted() {
+        assert!(home.dir.path().join("mnt/.snapshots/frozen/train").is_dir());
+    }
+    assert_eq!(up.stop(), 0);
+    // Stopped in order: nothing is mounted, and all of it is there without the service.
+    assert!(!home.dir.path().join("mnt/.snapshots").exists());
+    assert_eq!(home.json(["--config", config, "feed", "digits@frozen:/train", "--dry"])["rows"], 1437);
+}
+
+fn http_get(address: &str, path: &str) -> String {
+    use std::io::{Read, Write};
+    let mut socket = std::net::TcpStream::connect(address).unwrap();
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    socket.read_to_string(&mut text).unwrap();
+    text
+}
