@@ -1,12 +1,14 @@
 //! Topic to topic: JSON records of one topic become predictions in another.
 //!
-//! Delivery is **at least once**: progress is committed after the predictions were acknowledged, so after
-//! a crash the records since the last commit are predicted again. Every prediction names its source
-//! (`source: {topic, partition, offset}` in the value, `millrace-source` in the headers), by which a
-//! consumer can drop doubles. Records that cannot be predicted go to the dead-letter topic with the
-//! reason; nothing is dropped.
+//! Delivery is **at least once**: progress is committed after the predictions were acknowledged. After a
+//! crash the ends of the output topics tell which records since the last commit were answered, and those
+//! are not answered again; what the brokers append only later (the last request of a process that was
+//! just killed) can still come twice. Every prediction names its source (`source: {topic, partition,
+//! offset}` in the value, `millrace-source` in the headers), by which a consumer can drop doubles. Records
+//! that cannot be predicted go to the dead-letter topic with the reason; nothing is dropped.
 
 mod answer;
+mod answered;
 mod output;
 mod progress;
 
@@ -22,6 +24,7 @@ use crate::config::PipeConfig;
 use crate::error::{Error, Result, chain, quote};
 use crate::infer::Inference;
 use answer::Pipe;
+use answered::Answered;
 use output::Writer;
 use progress::Progress;
 
@@ -123,7 +126,9 @@ async fn run_once(
         kafka: deps.kafka.clone(),
         config,
     };
-    let mut pipe = Pipe { config, inference: &deps.inference, writer, mapping: None, until, report, cancel };
+    let answered = Answered::read(&writer, &progress).await?;
+    let mut pipe =
+        Pipe { config, inference: &deps.inference, writer, answered, mapping: None, until, report, cancel };
     tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
     let mut last_record = Instant::now();
     loop {

@@ -8,6 +8,7 @@ use millrace_streams::topic::{OutRecord, Records};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
+use super::answered::Answered;
 use super::output::Writer;
 use super::{PipeReport, Until};
 use crate::config::PipeConfig;
@@ -24,6 +25,7 @@ pub(super) struct Pipe<'a> {
     pub(super) config: &'a PipeConfig,
     pub(super) inference: &'a Inference,
     pub(super) writer: Writer<'a>,
+    pub(super) answered: Answered,
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
     pub(super) until: Until,
     pub(super) report: &'a mut PipeReport,
@@ -52,6 +54,9 @@ impl Pipe<'_> {
         let mut reads: Vec<Read> = Vec::new();
         let mut rows: Vec<Row> = Vec::new();
         for index in 0..records.len() {
+            if self.answered.take(records.partition(index), records.offset(index)) {
+                continue;
+            }
             match self.read(&mapping, records.value(index)) {
                 Ok((row, carried)) => {
                     reads.push(Read { index, carried });

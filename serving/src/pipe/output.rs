@@ -11,7 +11,7 @@ use crate::record::RowOutputs;
 use crate::repository::Model;
 
 /// Header with `topic/partition/offset` of the record that was answered.
-const SOURCE_HEADER: &str = "millrace-source";
+pub(super) const SOURCE_HEADER: &str = "millrace-source";
 /// Header with `name/version` of the model that answered.
 const MODEL_HEADER: &str = "millrace-model";
 /// Header with the reason why a record is a dead letter.
