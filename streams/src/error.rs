@@ -128,7 +128,7 @@ pub enum Error {
         bootstrap_servers: String,
         /// The library's error.
         #[source]
-        source: KafkaError,
+        source: Box<KafkaError>,
     },
     /// The handle was already closed.
     #[error("the {what} is closed")]

@@ -4,6 +4,8 @@
 //! - [`topic`]: producers and consumers of any broker that speaks the Kafka protocol; consumed
 //!   records come as Arrow record batches.
 //! - [`broker`]: a single-node broker inside this process, so that a laptop needs no server.
+//! - [`dataset`] and [`feed`]: a dataset at a snapshot as batches in a seeded global order, cut
+//!   into shards for any number of readers, resumable from two numbers.
 //!
 //! What is not here: decoding of record values (that is `ingest`), consumer offsets as a source of
 //! truth (whoever lands records keeps the offsets beside the data), and training.

@@ -5,6 +5,12 @@
 //! with idempotent producers. What it is not: it has no consumer groups and no transactions, does
 //! not advertise them, never deletes records by itself, and has no authentication.
 //!
+//! Two things follow for librdkafka clients: set `enable.auto.commit=false` beside an explicit
+//! assignment, else closing such a consumer waits `session.timeout.ms` for a place to commit to;
+//! and `compression.type=lz4` falls back to none, since librdkafka takes the lack of group
+//! coordinators for a broker too old for lz4 (batches of other clients may be compressed with
+//! anything, the broker never opens them).
+//!
 //! Durability. A produce request is answered after its batches were written to the operating
 //! system ([`Flush::Os`]): `kill -9` loses nothing that was acknowledged, and of what was not, a
 //! batch is either whole in the log or gone. With [`Flush::Always`] it is answered after a flush

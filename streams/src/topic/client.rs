@@ -118,7 +118,7 @@ pub(crate) fn translate(kafka: &KafkaConfig, context: &Context, action: &str, wa
         _ => Error::Client {
             action: action.to_string(),
             bootstrap_servers: kafka.bootstrap_servers.clone(),
-            source,
+            source: Box::new(source),
         },
     }
 }

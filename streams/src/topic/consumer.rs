@@ -75,7 +75,7 @@ impl Consumer {
     }
 
     fn assign_blocking(kafka: KafkaConfig, start: Vec<(String, i32, i64)>) -> Result<Self> {
-        let (client, context) = connect(&kafka, "millrace")?;
+        let (client, context) = connect(&kafka, None)?;
         let mut marks = BTreeMap::new();
         let mut positions = BTreeMap::new();
         let mut list = TopicPartitionList::new();
@@ -117,7 +117,7 @@ impl Consumer {
         let group = group.to_string();
         let topics: Vec<String> = topics.iter().map(|topic| topic.to_string()).collect();
         blocking(move || {
-            let (client, context) = connect(&kafka, &group)?;
+            let (client, context) = connect(&kafka, Some(&group))?;
             let started = Instant::now();
             match client.client().fetch_cluster_id(ANSWER_WAIT) {
                 Some(id) if id.starts_with(crate::broker::CLUSTER_ID_PREFIX) => {
@@ -314,7 +314,8 @@ impl Drop for Consumer {
     }
 }
 
-fn connect(kafka: &KafkaConfig, group: &str) -> Result<(BaseConsumer<Context>, Context)> {
+/// A client; without a group it can only be assigned partitions.
+fn connect(kafka: &KafkaConfig, group: Option<&str>) -> Result<(BaseConsumer<Context>, Context)> {
     let context = Context::default();
     let config = client_config(
         kafka,
@@ -330,13 +331,14 @@ fn connect(kafka: &KafkaConfig, group: &str) -> Result<(BaseConsumer<Context>, C
             ("max.poll.interval.ms", "86400000"),
         ],
         &[
-            ("group.id", group),
+            // librdkafka wants a name even where no group is joined.
+            ("group.id", group.unwrap_or("millrace")),
             ("enable.auto.commit", "false"),
             ("enable.auto.offset.store", "false"),
             // Group members without a committed offset start here; assigned partitions never
             // reset in silence, since their start offsets are checked first and an offset that
             // is out of range later is an error below.
-            ("auto.offset.reset", if group == "millrace" { "error" } else { "earliest" }),
+            ("auto.offset.reset", if group.is_some() { "earliest" } else { "error" }),
         ],
     )?;
     let client = BaseConsumer::from_config_and_context(&config, context.clone())

@@ -22,6 +22,9 @@ use crate::metrics;
 /// How long a record may wait for its acknowledgement unless `message.timeout.ms` says otherwise.
 const DELIVERY_WAIT_MS: u64 = 30_000;
 
+/// How long to let a full queue drain.
+const QUEUE_FULL_WAIT: Duration = Duration::from_millis(2);
+
 /// A record to be produced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OutRecord {
@@ -97,7 +100,6 @@ struct Many {
 #[derive(Clone)]
 struct Deliveries {
     context: Context,
-    freed: Arc<Notify>,
 }
 
 impl ClientContext for Deliveries {
@@ -131,7 +133,6 @@ impl ProducerContext for Deliveries {
                 }
             }
         }
-        self.freed.notify_waiters();
     }
 }
 
@@ -139,7 +140,8 @@ impl ProducerContext for Deliveries {
 ///
 /// Idempotent always: a record that was acknowledged is in the log exactly once, whatever was
 /// retried on the way, and records for one partition keep the order of the calls. Acknowledged
-/// means what `acks=all` means to the brokers.
+/// means what `acks=all` means to the brokers. Dropping the last clone gives up what was not
+/// acknowledged yet: await the sends, or [`Producer::flush`], first.
 #[derive(Clone)]
 pub struct Producer {
     inner: Arc<ThreadedProducer<Deliveries>>,
@@ -183,7 +185,7 @@ impl Producer {
             .or(config.get("delivery.timeout.ms"))
             .and_then(|text| text.parse().ok())
             .unwrap_or(DELIVERY_WAIT_MS);
-        let deliveries = Deliveries { context: context.clone(), freed: Arc::new(Notify::new()) };
+        let deliveries = Deliveries { context: context.clone() };
         let inner = ThreadedProducer::from_config_and_context(&config, deliveries.clone())
             .map_err(|error| translate(&kafka, &context, "create a producer", Duration::ZERO, error))?;
         let started = Instant::now();
@@ -289,7 +291,6 @@ impl Producer {
     async fn enqueue(&self, record: &OutRecord, ticket: Ticket) -> Result<()> {
         let mut ticket = Box::new(ticket);
         loop {
-            let freed = self.deliveries.freed.notified();
             let headers = (!record.headers.is_empty()).then(|| {
                 record.headers.iter().fold(
                     OwnedHeaders::new_with_capacity(record.headers.len()),
@@ -309,9 +310,9 @@ impl Producer {
                 Ok(()) => return Ok(()),
                 Err((KafkaError::MessageProduction(Code::QueueFull), back)) => {
                     ticket = back.delivery_opaque;
-                    // A notification between the refusal and this await would be missed without
-                    // the bound.
-                    let _ = tokio::time::timeout(Duration::from_millis(20), freed).await;
+                    // Thousands of places are free by then; waking for the first one would switch
+                    // threads for every record.
+                    tokio::time::sleep(QUEUE_FULL_WAIT).await;
                 }
                 Err((error, _)) => return Err(self.undelivered(&record.topic, record.bytes(), error)),
             }

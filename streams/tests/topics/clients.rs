@@ -260,3 +260,31 @@ async fn the_configuration_finds_the_broker_of_its_home() {
     let bad = KafkaConfig { properties: [("no.such".to_string(), "1".to_string())].into(), ..kafka };
     assert!(matches!(Producer::connect(&bad).await, Err(Error::Config { .. })));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes 40 s"]
+async fn a_broker_that_goes_away_is_named_and_comes_back() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let (kafka, address) = (kafka_of(&broker), broker.addr());
+    let producer = Producer::connect(&kafka).await.unwrap();
+    producer.send(OutRecord::new("t", "before")).await.unwrap();
+    let mut consumer = Consumer::assign(&kafka, &[("t".to_string(), 0, EARLIEST)]).await.unwrap();
+    take(&mut consumer, 1).await;
+    broker.stop().await.unwrap();
+    let started = Instant::now();
+    let (sent, received) = tokio::join!(
+        producer.send(OutRecord::new("t", "meanwhile")),
+        consumer.next(10, 10, Duration::from_secs(60)),
+    );
+    assert!(started.elapsed() < Duration::from_secs(50), "{:?}", started.elapsed());
+    for error in [sent.err(), received.err()] {
+        let error = error.unwrap();
+        assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+        assert!(error.to_string().contains(&address.to_string()), "{error}");
+    }
+    let broker = broker_with(dir.path(), broker::Config { listen: address, ..Default::default() }).await;
+    producer.send(OutRecord::new("t", "after")).await.unwrap();
+    assert_eq!(rows(&take(&mut consumer, 1).await)[0].2.as_deref(), Some(&b"after"[..]));
+    broker.stop().await.unwrap();
+}

@@ -1,7 +1,11 @@
 //! Topics over real sockets: our producer and consumer, the wire protocol itself, kcat, hostile
 //! input and kills, all against the embedded broker.
 
+// Tests say on the terminal why they skipped and what they measured.
+#![allow(clippy::print_stderr, clippy::print_stdout)]
+
 mod clients;
+mod disk_full;
 mod hostile;
 mod kcat;
 mod kill;

@@ -128,7 +128,7 @@ impl Partition {
 
     /// Forces the log to the disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
-        let (file, end) = self.log.lock().to_sync()?;
+        let (file, end) = self.log.lock().sync_target()?;
         file.sync_data()?;
         self.durable.fetch_max(end, Ordering::AcqRel);
         if self.flush == Flush::Always {

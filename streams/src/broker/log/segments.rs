@@ -171,7 +171,7 @@ impl Segments {
     }
 
     /// The file to force to the disk and the offset up to which that makes the log durable.
-    pub(crate) fn to_sync(&mut self) -> io::Result<(Arc<File>, i64)> {
+    pub(crate) fn sync_target(&mut self) -> io::Result<(Arc<File>, i64)> {
         let end = self.end_offset();
         match self.list.last_mut() {
             Some(active) => Ok((active.file()?, end)),

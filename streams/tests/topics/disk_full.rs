@@ -1,0 +1,65 @@
+//! A broker whose disk is full refuses, loses nothing, and goes on when there is room again.
+
+use std::path::Path;
+use std::process::Command;
+
+use millrace_streams::topic::{Consumer, EARLIEST};
+use tempfile::TempDir;
+
+use super::wire::{Wire, single};
+use super::{broker_in, kafka_of, rows, take};
+
+/// A small file system, gone when dropped.
+struct Tmpfs<'a>(&'a Path);
+
+impl<'a> Tmpfs<'a> {
+    fn mount(at: &'a Path) -> Option<Self> {
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=512k", "tmpfs"]).arg(at).output();
+        mounted.is_ok_and(|output| output.status.success()).then_some(Self(at))
+    }
+}
+
+impl Drop for Tmpfs<'_> {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.0).status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_refuses_and_recovers() {
+    let dir = TempDir::new().unwrap();
+    let Some(_tmpfs) = Tmpfs::mount(dir.path()) else {
+        eprintln!("skipped: mounting a tmpfs is not permitted here");
+        return;
+    };
+    let reserve = dir.path().join("reserve");
+    std::fs::write(&reserve, vec![1; 100_000]).unwrap();
+    let broker = broker_in(dir.path()).await;
+    let kafka = kafka_of(&broker);
+    millrace_streams::topic::create_topic(&kafka, "t", 1).await.unwrap();
+    let mut wire = Wire::connect(broker.addr());
+    let mut appended = 0;
+    let refused = loop {
+        let answer = wire.produce("t", single((5, 0, appended), &[appended as u8; 9_000]));
+        if answer.error_code != 0 {
+            break answer;
+        }
+        assert_eq!(answer.base_offset, i64::from(appended));
+        appended += 1;
+    };
+    assert_eq!(refused.error_code, 56, "{:?}", refused.error_message);
+    assert!(refused.error_message.unwrap().contains("No space"));
+    assert!(appended > 20);
+    std::fs::remove_file(&reserve).unwrap();
+    // The very same batch, as a client would retry it.
+    let answer = wire.produce("t", single((5, 0, appended), &[appended as u8; 9_000]));
+    assert_eq!((answer.error_code, answer.base_offset), (0, i64::from(appended)));
+    broker.stop().await.unwrap();
+
+    let broker = broker_in(dir.path()).await;
+    let mut consumer = Consumer::assign(&kafka_of(&broker), &[("t".to_string(), 0, EARLIEST)]).await.unwrap();
+    for (_, offset, value) in rows(&take(&mut consumer, appended as usize + 1).await) {
+        assert_eq!(value.unwrap(), vec![offset as u8; 9_000]);
+    }
+    broker.stop().await.unwrap();
+}
