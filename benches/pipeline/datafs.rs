@@ -16,7 +16,7 @@ const BYTES: u64 = 1 << 30;
 const BLOCK: usize = 1 << 20;
 const ROUNDS: usize = 5;
 
-pub fn figures() -> Vec<Figure> {
+pub(crate) fn figures() -> Vec<Figure> {
     if let Err(reason) = mount::can_mount() {
         eprintln!("datafs: skipped, {reason}");
         return Vec::new();

@@ -22,7 +22,7 @@ const ROWS_PER_FILE: i64 = 200_000;
 const WIDTH: i32 = 64;
 const ROUNDS: usize = 5;
 
-pub fn figures() -> Vec<Figure> {
+pub(crate) fn figures() -> Vec<Figure> {
     let dir = tempfile::tempdir().unwrap();
     for file in 0..FILES {
         write(&dir.path().join(format!("{file}.parquet")), file);

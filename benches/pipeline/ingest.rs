@@ -17,7 +17,7 @@ use crate::figure::{Figure, Kind, in_turn};
 const RECORDS: u64 = 1_000_000;
 const ROUNDS: usize = 3;
 
-pub fn figures() -> Vec<Figure> {
+pub(crate) fn figures() -> Vec<Figure> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let mut config = broker::Config::default();

@@ -24,7 +24,7 @@ const ROUNDS: usize = 3;
 /// Inputs of the model: 16-64-64-4.
 const INPUTS: usize = 16;
 
-pub fn figures() -> Vec<Figure> {
+pub(crate) fn figures() -> Vec<Figure> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let model = init::mlp(INPUTS, &[64, 64], 4, 7).unwrap().encode_to_vec();

@@ -8,7 +8,7 @@ const ROUNDS: usize = 3;
 const RECORDS: usize = 20_000;
 const WIDTH: usize = 256;
 
-pub fn figures() -> Vec<Figure> {
+pub(crate) fn figures() -> Vec<Figure> {
     let dir = tempfile::tempdir().unwrap();
     let home = dir.path().join("home");
     let millrace = |args: &[&str]| {
