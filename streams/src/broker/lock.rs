@@ -5,10 +5,16 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Seek, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
 const FILE: &str = "lock";
+
+/// How long to try again: [`holder_address`] takes the lock for microseconds to see whether
+/// somebody holds it, and must not keep a broker from starting by that.
+const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
+const RETRY: Duration = Duration::from_millis(2);
 
 /// The lock; dropping it lets go.
 #[derive(Debug)]
@@ -18,7 +24,7 @@ pub(crate) struct DirLock {
 }
 
 impl DirLock {
-    /// Takes the lock of `dir`, which must exist.
+    /// Takes the lock of `dir`, which must exist. Blocks up to half a second.
     ///
     /// # Errors
     /// [`Error::HeldByAnother`], [`Error::Io`].
@@ -31,7 +37,14 @@ impl DirLock {
             .write(true)
             .open(&path)
             .map_err(Error::io("open", &path))?;
-        match file.try_lock() {
+        let started = Instant::now();
+        let locked = loop {
+            match file.try_lock() {
+                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => std::thread::sleep(RETRY),
+                other => break other,
+            }
+        };
+        match locked {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let text = fs::read_to_string(&path).unwrap_or_default();

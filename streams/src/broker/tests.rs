@@ -198,6 +198,30 @@ async fn one_process_holds_the_directory_and_says_where() {
 }
 
 #[tokio::test]
+async fn looking_for_a_broker_does_not_keep_it_from_starting() {
+    let dir = TempDir::new().unwrap();
+    let looking = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let lookers: Vec<_> = (0..2)
+        .map(|_| {
+            let (looking, path) = (looking.clone(), dir.path().to_path_buf());
+            std::thread::spawn(move || {
+                while looking.load(std::sync::atomic::Ordering::Relaxed) {
+                    let _ = running_address(&path);
+                }
+            })
+        })
+        .collect();
+    for _ in 0..20 {
+        let broker = Broker::start(anywhere(), dir.path(), CancellationToken::new()).await.unwrap();
+        broker.stop().await.unwrap();
+    }
+    looking.store(false, std::sync::atomic::Ordering::Relaxed);
+    for looker in lookers {
+        looker.join().unwrap();
+    }
+}
+
+#[tokio::test]
 async fn a_newer_format_and_a_damaged_file_are_refused() {
     let dir = TempDir::new().unwrap();
     std::fs::write(dir.path().join("meta.json"), r#"{"format_version": 2, "new": true}"#).unwrap();
