@@ -129,7 +129,10 @@ impl Partition {
     /// Forces the log to the disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
         let (file, end) = self.log.lock().sync_target()?;
-        file.sync_data()?;
+        if let Err(error) = file.sync_data() {
+            self.log.lock().spoil();
+            return Err(error);
+        }
         self.durable.fetch_max(end, Ordering::AcqRel);
         if self.flush == Flush::Always {
             self.visible.send_if_modified(|visible| {

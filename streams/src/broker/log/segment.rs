@@ -29,7 +29,8 @@ pub(crate) struct Segment {
     path: PathBuf,
     file: Option<Arc<File>>,
     index: Vec<IndexEntry>,
-    /// Set when a failed write could not be taken back; only a restart repairs that.
+    /// Set when a failed write could not be taken back or a flush failed; only a restart, which
+    /// reads what the disk has, repairs that.
     spoilt: bool,
 }
 
@@ -111,11 +112,23 @@ impl Segment {
         self.max_timestamp = self.max_timestamp.max(header.max_timestamp);
     }
 
+    /// Refuses every further append and flush.
+    pub(crate) fn spoil(&mut self) {
+        self.spoilt = true;
+    }
+
+    /// # Errors
+    /// After [`Segment::spoil`].
+    pub(crate) fn check(&self) -> io::Result<()> {
+        if self.spoilt {
+            return Err(io::Error::other("an earlier write or flush failed; restart the broker"));
+        }
+        Ok(())
+    }
+
     /// Appends a batch as `base_offset`. On failure the file is as long as before.
     pub(crate) fn append(&mut self, batch: &[u8], header: &Header) -> io::Result<()> {
-        if self.spoilt {
-            return Err(io::Error::other("an earlier write failed half-way; restart the broker"));
-        }
+        self.check()?;
         let file = self.file()?;
         let mut head = [0; REWRITTEN_BYTES];
         head.copy_from_slice(&batch[..REWRITTEN_BYTES]);
@@ -144,6 +157,11 @@ impl Segment {
     }
 }
 
+/// Sound bytes at start that are not any more.
+fn damaged(position: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the log is damaged at byte {position}"))
+}
+
 fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
     let written = loop {
         match file.write_vectored(&[IoSlice::new(head), IoSlice::new(rest)]) {
@@ -170,8 +188,11 @@ impl Place {
         let first = loop {
             let Ok(header) = Header::parse(&buffer[skip..]) else {
                 // A batch larger than the chunk ended it early; continue behind the last header.
-                if skip == 0 || start + (skip as u64) >= self.end {
+                if start + (skip as u64) >= self.end {
                     return Ok(Vec::new());
+                }
+                if skip == 0 {
+                    return Err(damaged(start));
                 }
                 start += skip as u64;
                 buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
@@ -191,6 +212,9 @@ impl Place {
                 skip = 0;
             }
         };
+        if first.bytes as u64 > self.end - (start + skip as u64) {
+            return Err(damaged(start + skip as u64));
+        }
         if first.next_offset() > until || (first.bytes > bytes_max && !at_least_one) {
             return Ok(Vec::new());
         }
@@ -207,6 +231,10 @@ impl Place {
         }
         buffer.truncate(end);
         buffer.drain(..skip);
+        if buffer.capacity() > 2 * buffer.len() {
+            // An answer may hold many of these at once, each accounted for by its length.
+            buffer.shrink_to_fit();
+        }
         Ok(buffer)
     }
 

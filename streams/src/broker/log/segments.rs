@@ -153,7 +153,11 @@ impl Segments {
     fn roll(&mut self, base_offset: i64) -> io::Result<()> {
         if let Some(active) = self.list.last_mut() {
             // Recovery trusts all segments but the last.
-            active.file()?.sync_data()?;
+            let flushed = active.file()?.sync_data();
+            if flushed.is_err() {
+                active.spoil();
+            }
+            flushed?;
         }
         self.add_segment(base_offset)?;
         let closed = self.list.len().checked_sub(2);
@@ -164,17 +168,34 @@ impl Segments {
     }
 
     fn add_segment(&mut self, base_offset: i64) -> io::Result<()> {
+        // A file that stays behind although this fails would be a gap at the next start, once more
+        // was appended to the segment before it.
+        let dir = File::open(&self.dir)?;
         let segment = Segment::create(&self.dir, base_offset)?;
-        File::open(&self.dir)?.sync_all()?;
+        if let Err(error) = dir.sync_all() {
+            fs::remove_file(segment.path())?;
+            return Err(error);
+        }
         self.list.push(segment);
         Ok(())
+    }
+
+    /// After a failed flush: nothing is appended or called durable any more, since the kernel may
+    /// have dropped what it could not write and the next flush would succeed all the same.
+    pub(crate) fn spoil(&mut self) {
+        if let Some(active) = self.list.last_mut() {
+            active.spoil();
+        }
     }
 
     /// The file to force to the disk and the offset up to which that makes the log durable.
     pub(crate) fn sync_target(&mut self) -> io::Result<(Arc<File>, i64)> {
         let end = self.end_offset();
         match self.list.last_mut() {
-            Some(active) => Ok((active.file()?, end)),
+            Some(active) => {
+                active.check()?;
+                Ok((active.file()?, end))
+            }
             None => Err(io::Error::other("the log has no segment")),
         }
     }

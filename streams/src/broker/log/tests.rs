@@ -314,6 +314,64 @@ fn duplicates_are_recognised_after_a_restart() {
     assert_eq!(values(&mut log, 1 << 20).len(), 9);
 }
 
+#[test]
+fn after_a_failed_flush_nothing_is_called_durable() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    append(&mut log, &batch((1, 0, 0), 0, &[b"one"]));
+    log.spoil();
+    // A retry of the same batch is a duplicate; what matters is that its flush fails again.
+    assert!(log.sync_target().is_err());
+    let next = batch((1, 0, 1), 0, &[b"two"]);
+    assert!(log.append(&next, &check_produced(&next).unwrap()).is_err());
+    assert_eq!(values(&mut log, 1 << 20).len(), 1, "reading goes on");
+    drop(log);
+    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    append(&mut log, &next);
+    assert!(log.sync_target().is_ok());
+}
+
+#[test]
+fn a_segment_that_could_not_begin_leaves_no_gap() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 300).unwrap();
+    append(&mut log, &batch(NOBODY, 0, &[&[1; 100]]));
+    // The next segment's name is taken by something that is no file.
+    let taken = dir.path().join("00000000000000000001.log");
+    fs::create_dir(&taken).unwrap();
+    let large = batch(NOBODY, 0, &[&[2; 250]]);
+    assert!(log.append(&large, &check_produced(&large).unwrap()).is_err());
+    append(&mut log, &batch(NOBODY, 0, &[b"small"]));
+    fs::remove_dir(&taken).unwrap();
+    append(&mut log, &large);
+    drop(log);
+    let mut log = Segments::open(dir.path(), 300).unwrap();
+    assert_eq!(values(&mut log, 1 << 20).len(), 3);
+}
+
+#[test]
+fn damage_met_while_reading_is_an_error_not_an_end() {
+    let dir = TempDir::new().unwrap();
+    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    for index in 0..3u8 {
+        append(&mut log, &batch(NOBODY, 0, &[&[index; 40]]));
+    }
+    let file = segment_files(dir.path()).remove(0);
+    let size = fs::metadata(&file).unwrap().len() / 3;
+    let write = |at: u64, bytes: &[u8]| {
+        OpenOptions::new().write(true).open(&file).unwrap().write_all_at(bytes, at).unwrap();
+    };
+    let read = |log: &mut Segments, from| log.place(from).unwrap().read(from, 3, 1 << 20, true);
+    write(size + 16, &[9]);
+    assert_eq!(read(&mut log, 0).unwrap().len() as u64, size, "what is sound comes");
+    assert!(read(&mut log, 1).is_err());
+    assert!(read(&mut log, 2).is_err());
+    write(size + 16, &[2]);
+    assert_eq!(read(&mut log, 1).unwrap().len() as u64, 2 * size);
+    write(2 * size + 8, &[0x7f]);
+    assert!(read(&mut log, 2).is_err(), "a batch longer than the log");
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Append(Vec<u16>),
