@@ -12,7 +12,6 @@ use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::timeout;
 
 use super::Shared;
 use super::api::{self, Reply};
@@ -22,6 +21,8 @@ use crate::metrics;
 const IDLE_MAX: Duration = Duration::from_secs(600);
 /// A started frame, in or out, must be through within this.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
+/// The same once the broker stops, so that a client that hangs does not keep it from stopping.
+const STOP_TIME_MAX: Duration = Duration::from_secs(3);
 /// Frames up to this size are not counted against the memory of all connections.
 const SMALL_BYTES: usize = 64 << 10;
 /// Key, version, correlation id: the least that a request has.
@@ -62,9 +63,9 @@ async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) ->
         let Some((frame, held)) = read_frame(shared, stream, &mut buffer).await? else { return Ok(()) };
         match api::answer(shared, local, frame, held).await {
             Reply::Frame { frame, permit } => {
-                match timeout(FRAME_TIME_MAX, stream.write_all(&frame)).await {
-                    Ok(written) => written?,
-                    Err(_) => return Err(End::Refused("the client does not take its answer".to_string())),
+                match in_time(shared, stream.write_all(&frame)).await {
+                    Some(written) => written?,
+                    None => return Err(End::Refused("the client does not take its answer".to_string())),
                 }
                 drop(permit);
             }
@@ -74,6 +75,20 @@ async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) ->
         if shared.stopping.is_cancelled() {
             return Ok(());
         }
+    }
+}
+
+/// What `work` gives, unless it takes longer than a frame may.
+async fn in_time<T>(shared: &Shared, work: impl Future<Output = T>) -> Option<T> {
+    let stopped = async {
+        shared.stopping.cancelled().await;
+        tokio::time::sleep(STOP_TIME_MAX).await;
+    };
+    tokio::select! {
+        biased;
+        done = work => Some(done),
+        () = tokio::time::sleep(FRAME_TIME_MAX) => None,
+        () = stopped => None,
     }
 }
 
@@ -91,9 +106,9 @@ async fn read_frame(
             () = shared.stopping.cancelled() => return Ok(None),
         }
     }
-    match timeout(FRAME_TIME_MAX, read_rest(shared, stream, buffer)).await {
-        Ok(frame) => frame.map(Some),
-        Err(_) => Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs()))),
+    match in_time(shared, read_rest(shared, stream, buffer)).await {
+        Some(frame) => frame.map(Some),
+        None => Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs()))),
     }
 }
 
@@ -118,6 +133,11 @@ async fn read_rest(
     fill(stream, buffer, 4 + bytes).await?;
     let mut frame = buffer.split_to(4 + bytes).freeze();
     drop(frame.split_to(4));
+    if bytes > SMALL_BYTES {
+        // The allocation goes with the frame that it was accounted for; kept, every connection
+        // would hold on to its largest request.
+        *buffer = BytesMut::from(&buffer[..]);
+    }
     Ok((frame, held))
 }
 

@@ -2,13 +2,15 @@
 
 use std::io::Write;
 use std::net::{Shutdown, SocketAddr};
+use std::time::{Duration, Instant};
 
 use bytes::{BufMut, BytesMut};
-use kafka_protocol::messages::{ApiKey, ApiVersionsRequest, ApiVersionsResponse};
+use kafka_protocol::messages::metadata_request::MetadataRequestTopic;
+use kafka_protocol::messages::{ApiKey, ApiVersionsRequest, ApiVersionsResponse, MetadataRequest, MetadataResponse};
 use millrace_streams::broker;
 use tempfile::TempDir;
 
-use super::wire::Wire;
+use super::wire::{Wire, name};
 use super::{broker_in, broker_with};
 
 fn serves(address: SocketAddr) {
@@ -102,13 +104,37 @@ async fn connections_and_sizes_have_limits() {
     wires[0].0.write_all(&frame(2_001, &[])).unwrap();
     assert!(wires.remove(0).is_closed());
     // Its place is free again.
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let mut wire = Wire::connect(broker.addr());
         wire.send(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
         if !wire.is_closed() {
             break;
         }
-        assert!(std::time::Instant::now() < deadline);
+        assert!(Instant::now() < deadline);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_asked_for_often_is_answered_once() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let mut wire = Wire::connect(broker.addr());
+    let topic = MetadataRequestTopic::default().with_name(Some(name("t")));
+    let request = MetadataRequest::default().with_topics(Some(vec![topic; 40_000])).with_allow_auto_topic_creation(true);
+    let answer: MetadataResponse = wire.ask(ApiKey::Metadata, 4, &request);
+    assert_eq!(answer.topics.len(), 1);
+    broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_hangs_does_not_keep_the_broker_from_stopping() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let mut wire = Wire::connect(broker.addr());
+    let _: ApiVersionsResponse = wire.ask(ApiKey::ApiVersions, 0, &ApiVersionsRequest::default());
+    wire.0.write_all(&frame(1_000, &[0, 3, 0, 4])).unwrap();
+    let started = Instant::now();
+    broker.stop().await.unwrap();
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }

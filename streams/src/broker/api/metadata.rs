@@ -1,5 +1,7 @@
 //! Metadata: this broker, and topics with their partitions; may create what is asked for.
 
+use std::collections::HashSet;
+
 use kafka_protocol::messages::metadata_response::{
     MetadataResponseBroker, MetadataResponsePartition, MetadataResponseTopic,
 };
@@ -24,8 +26,14 @@ pub(super) fn answer(context: &Context<'_>, request: MetadataRequest) -> Reply {
     if all {
         topics.extend(store.list().into_iter().map(|(name, partitions)| known(name.into(), partitions)));
     } else {
+        let mut seen = HashSet::new();
         for asked in request.topics.into_iter().flatten() {
             let name = asked.name.unwrap_or_default().0;
+            // Once for each name, however often a request has it: the answer is bounded by what
+            // there is, not by what is asked.
+            if !seen.insert(name.clone()) {
+                continue;
+            }
             if store.partition_count(&name).is_none() && config.auto_create_topics && request.allow_auto_topic_creation {
                 let created = tokio::task::block_in_place(|| store.create(&name, config.partitions_default));
                 match created {
