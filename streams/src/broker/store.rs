@@ -86,7 +86,8 @@ impl Store {
             let mut partitions = Vec::new();
             for index in 0..topic.partitions {
                 let dir = topics_dir.join(name).join(index.to_string());
-                fs::create_dir_all(&dir).map_err(Error::io("create", &dir))?;
+                // It was there before the topic was, so creating it here would hide a loss.
+                fs::metadata(&dir).map_err(Error::io("find the records of a topic in", &dir))?;
                 partitions.push(Arc::new(Partition::open(name, index, &dir, config)?));
             }
             topics.insert(name.clone(), partitions.into());

@@ -248,3 +248,22 @@ fn a_frame_is_released_before_its_answer_is_reserved() {
         assert!(matches!(api::answer(&shared, local, Bytes::from(frame), held).await, Reply::Frame { .. }));
     });
 }
+
+#[tokio::test]
+async fn a_lost_folder_of_a_topic_is_an_error() {
+    let dir = TempDir::new().unwrap();
+    {
+        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        store.create("t", 1).unwrap();
+        store.partition("t", 0).unwrap().append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+    }
+    let folder = dir.path().join("topics/t/0");
+    std::fs::rename(&folder, dir.path().join("aside")).unwrap();
+    match Store::open(dir.path(), &anywhere()) {
+        Err(Error::Io { path, .. }) => assert_eq!(path, folder),
+        other => panic!("{:?}", other.map(|_| "opened")),
+    }
+    std::fs::rename(dir.path().join("aside"), &folder).unwrap();
+    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    assert_eq!(store.partition("t", 0).unwrap().high_watermark(), 1);
+}
