@@ -13,6 +13,9 @@ use arrow::datatypes::{
 
 use crate::error::{Error, Result};
 
+/// Memory of a header beside its name and value.
+const HEADER_OVERHEAD_BYTES: usize = 32;
+
 static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
     Arc::new(Schema::new(vec![
         Field::new("_topic", DataType::Dictionary(DataType::Int32.into(), DataType::Utf8.into()), false),
@@ -170,7 +173,7 @@ impl Binaries {
         if let Some(valid) = &mut self.valid {
             valid.append(value.is_some());
         }
-        // `Chunk::has_room_for` keeps a chunk below i32::MAX bytes.
+        // A chunk is passed on at 1 MiB, and one record is below 1 GB.
         self.offsets.push(self.data.len() as i32);
     }
 
@@ -193,6 +196,8 @@ pub(crate) struct Chunk {
     header_offsets: Vec<i32>,
     header_keys: Vec<String>,
     header_values: Binaries,
+    /// Header names and what each header costs beside its value.
+    header_bytes: usize,
 }
 
 impl Chunk {
@@ -209,6 +214,7 @@ impl Chunk {
             header_offsets: vec![0],
             header_keys: Vec::new(),
             header_values: Binaries::new(),
+            header_bytes: 0,
         }
     }
 
@@ -216,9 +222,9 @@ impl Chunk {
         self.offset.len()
     }
 
-    /// Key, value and header bytes so far.
+    /// Key, value and header bytes so far, with what many small headers cost.
     pub(crate) fn bytes(&self) -> usize {
-        self.key.data.len() + self.value.data.len() + self.header_values.data.len()
+        self.key.data.len() + self.value.data.len() + self.header_values.data.len() + self.header_bytes
     }
 
     pub(crate) fn push<'h>(
@@ -236,6 +242,7 @@ impl Chunk {
         self.key.push(key);
         self.value.push(value);
         for (key, value) in headers {
+            self.header_bytes += key.len() + HEADER_OVERHEAD_BYTES;
             self.header_keys.push(key.to_owned());
             self.header_values.push(value);
         }
