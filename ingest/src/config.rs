@@ -16,8 +16,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks every job, and that no two of them share a name, a folder or a dead-letter topic's
-    /// source.
+    /// Checks every job, and that no two of them share a name or a folder, that of their dead
+    /// letters included.
     ///
     /// # Errors
     /// [`Error::InvalidJob`] with the job and the setting.
@@ -39,6 +39,17 @@ impl Config {
                         job.path, other.config.name
                     )));
                 }
+                for (files, dead) in [(&checked, &other), (&other, &checked)] {
+                    if let DeadLetter::Directory(folder) = &dead.dead_letter
+                        && (nested(&files.path, folder) || nested(folder, &files.path))
+                    {
+                        return Err(job.invalid(format!(
+                            "the dead letters of job {} would lie among the files of job {}: \
+                             choose another dead_letter directory",
+                            dead.config.name, files.config.name
+                        )));
+                    }
+                }
             }
         }
         Ok(())
@@ -51,7 +62,8 @@ impl Config {
     }
 }
 
-fn nested(outer: &str, inner: &str) -> bool {
+/// Whether the folder `inner` is `outer` or lies in it.
+pub(crate) fn nested(outer: &str, inner: &str) -> bool {
     outer.is_empty()
         || inner == outer
         || (inner.starts_with(outer) && inner.as_bytes().get(outer.len()) == Some(&b'/'))
@@ -99,8 +111,8 @@ pub struct JobConfig {
     pub record_bytes_max: usize,
     /// Deepest nesting of a record that is decoded; at most 128.
     pub depth_max: usize,
-    /// How many records the inferred schema is taken from (or fewer, when `flush_ms` is over or
-    /// the topic ends before).
+    /// How many records the inferred schema is taken from (or fewer, when 16 MiB of them wait,
+    /// `flush_ms` is over or the topic ends before).
     pub infer_rows: usize,
 }
 
@@ -120,7 +132,8 @@ pub enum DeadLetter {
     /// Parquet files in `<directory>/<job>/` of the same volume, exactly once.
     Directory(String),
     /// Records of a topic, at least once: each has the key `topic/partition/offset` of the record
-    /// that failed, so that readers (or compaction) tell copies apart.
+    /// that failed, so that readers (or compaction) tell copies apart. One that would be larger
+    /// than a record may be comes without value and key, with its size in `millrace.value_bytes`.
     Topic(String),
 }
 

@@ -32,6 +32,8 @@ use target::{Layout, Target};
 
 /// Files that are written at the same time; beyond it all are completed (and published later).
 const FILES_OPEN_MAX: usize = 256;
+/// Record bytes that wait for the schema; it is inferred from fewer records beyond it.
+const HELD_BYTES_MAX: usize = 16 << 20;
 /// Files in one publish.
 const FILES_PUBLISHED_MAX: usize = 1024;
 
@@ -51,6 +53,7 @@ pub(crate) struct Lander {
     /// Batches that wait for the schema.
     held: Vec<RecordBatch>,
     held_rows: usize,
+    held_bytes: usize,
     targets: Vec<Target>,
     recent: usize,
     completed: Vec<Completed>,
@@ -85,6 +88,7 @@ impl Lander {
             layout: None,
             held: Vec::new(),
             held_rows: 0,
+            held_bytes: 0,
             targets: Vec::new(),
             recent: 0,
             completed: Vec::new(),
@@ -155,8 +159,11 @@ impl Lander {
             return self.decode(&batch);
         }
         self.held_rows += batch.num_rows();
+        let records = self.records(&batch)?;
+        let values = (0..records.len()).filter_map(|row| records.value(row));
+        self.held_bytes += values.map(<[u8]>::len).sum::<usize>();
         self.held.push(batch);
-        if self.held_rows >= self.job.config.infer_rows {
+        if self.held_rows >= self.job.config.infer_rows || self.held_bytes >= HELD_BYTES_MAX {
             self.decide_schema()?;
         }
         Ok(())
@@ -184,6 +191,7 @@ impl Lander {
         );
         self.fix(schema);
         self.held_rows = 0;
+        self.held_bytes = 0;
         for batch in std::mem::take(&mut self.held) {
             self.decode(&batch)?;
         }

@@ -30,9 +30,10 @@ const BATCH_BYTES_MAX: u64 = 4 << 20;
 const WAIT: Duration = Duration::from_millis(200);
 /// How often the ends of the partitions are asked for while running for ever.
 const MARKS_EVERY: Duration = Duration::from_secs(5);
-/// After this long without a record, offsets below the end that were captured at start are taken
-/// for offsets without records (transaction markers, compacted away).
-const SILENCE_MAX: Duration = Duration::from_secs(5);
+/// After this long without a record, and as long again after the brokers have answered, offsets
+/// below the end that was captured at start are taken for offsets without records (transaction
+/// markers, compacted away).
+const SILENCE_MAX: Duration = Duration::from_secs(3);
 
 /// When a run ends by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -279,7 +280,9 @@ impl Reader {
             () = cancel.cancelled() => return Ok(()),
             consumer = self.assign() => consumer?,
         };
+        // Silence counts from the last record or from the brokers' last answer about it.
         let mut heard = Instant::now();
+        let mut answered = false;
         loop {
             if until == Until::CaughtUp && self.is_at(&ends) {
                 return Ok(());
@@ -291,8 +294,18 @@ impl Reader {
                 () = self.batches.closed() => return Ok(()),
                 _ = updated.changed(), if watching.is_some() => {
                     let marks = updated.borrow_and_update().clone();
-                    if self.adopt(&marks) {
-                        consumer = self.assign().await?;
+                    let added = self.adopt(&marks);
+                    if !added.is_empty() {
+                        match self.assign().await {
+                            Ok(wider) => consumer = wider,
+                            Err(error) if error.is_retryable() => {
+                                tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "new partitions are read when brokers answer");
+                                for partition in added {
+                                    self.positions.remove(&partition);
+                                }
+                            }
+                            Err(error) => return Err(error),
+                        }
                     }
                     continue;
                 }
@@ -300,15 +313,21 @@ impl Reader {
             };
             match next {
                 Ok(Some(batch)) => {
-                    heard = Instant::now();
                     self.advance(&batch)?;
                     if self.batches.send(batch).await.is_err() {
                         return Ok(());
                     }
+                    // Behind the send, which may have waited long for the lander.
+                    (heard, answered) = (Instant::now(), false);
                 }
                 Ok(None) if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX => {
                     // Fails when no broker answers, which is not the same as no records.
                     watermarks(&self.job, &self.kafka).await?;
+                    // Brokers that were away have only now begun to send again.
+                    if !answered {
+                        (heard, answered) = (Instant::now(), true);
+                        continue;
+                    }
                     tracing::info!(
                         job = self.job.name(),
                         topic = self.job.topic(),
@@ -354,13 +373,13 @@ impl Reader {
         Ok(())
     }
 
-    /// Takes in new ends of the partitions; `true` when there are partitions that nobody reads yet.
-    fn adopt(&mut self, marks: &Marks) -> bool {
-        let mut grown = false;
+    /// Takes in new ends of the partitions; returns the partitions that nobody reads yet.
+    fn adopt(&mut self, marks: &Marks) -> Vec<i32> {
+        let mut added = Vec::new();
         for (partition, (low, _)) in marks {
             if !self.positions.contains_key(partition) {
                 self.positions.insert(*partition, *low);
-                grown = true;
+                added.push(*partition);
             }
         }
         self.progress.send_modify(|p| {
@@ -370,7 +389,7 @@ impl Reader {
             }
         });
         metrics::set_lag(self.job.name(), &self.progress.borrow());
-        grown
+        added
     }
 
     /// Asks for the ends of the partitions from time to time, beside the reading.

@@ -17,7 +17,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use millrace_datafs::{Publish, View};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Job;
+use crate::config::{Job, nested};
 use crate::error::{Error, Result};
 use crate::schema::Schema;
 
@@ -231,10 +231,10 @@ fn check_identity(view: &View, job: &Job, identity: &Identity) -> Result<()> {
             what,
         };
         if name != job.name() {
-            if other.path == identity.path {
+            if nested(&other.path, &identity.path) || nested(&identity.path, &other.path) {
                 return Err(changed(format!(
-                    "wants folder {}, which belongs to job {name}",
-                    other.path
+                    "wants folder {}, but {} belongs to job {name}",
+                    identity.path, other.path
                 )));
             }
         } else if other.topic != identity.topic {

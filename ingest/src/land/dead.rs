@@ -27,6 +27,14 @@ static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
     Arc::new(Schema::new(fields))
 });
 
+/// Headers that a dead letter on a topic always has, in this order.
+const OWN_HEADERS: [&str; 4] = [
+    "millrace.reason",
+    "millrace.topic",
+    "millrace.partition",
+    "millrace.offset",
+];
+
 /// Where the dead letters of a run go.
 pub(crate) enum DeadLetters {
     Directory {
@@ -77,9 +85,8 @@ impl DeadLetters {
                     .map(|(row, reject)| letter(topic, &records, *row, reject))
                     .collect();
                 runtime
-                    .block_on(producer.send_all(letters))
-                    .map_err(|e| topic_error(job, e))?;
-                Ok(())
+                    .block_on(deliver(producer, letters))
+                    .map_err(|e| topic_error(job, e))
             }
             Self::Directory { folder, files } => {
                 let mut partitions: BTreeMap<i32, Vec<&(usize, Reject)>> = BTreeMap::new();
@@ -133,6 +140,44 @@ impl DeadLetters {
     }
 }
 
+/// Sends dead letters. A record may be as large as brokers allow and so leave no room for the
+/// reason: its letter then says where the record is instead of holding it.
+async fn deliver(producer: &Producer, letters: Vec<OutRecord>) -> Result<(), millrace_streams::Error> {
+    match producer.send_all(letters.iter().cloned()).await {
+        Err(millrace_streams::Error::RecordTooLarge { .. }) => {}
+        sent => return sent.map(drop),
+    }
+    for letter in letters {
+        let short = without_record(&letter);
+        match producer.send(letter).await {
+            Err(millrace_streams::Error::RecordTooLarge { .. }) => producer.send(short).await?,
+            sent => sent?,
+        };
+    }
+    Ok(())
+}
+
+/// A dead letter with the reason and the source, without what the record held.
+fn without_record(letter: &OutRecord) -> OutRecord {
+    let bytes = letter.payload.as_ref().map_or(0, Bytes::len);
+    let own = OWN_HEADERS.len();
+    let at = letter
+        .headers
+        .iter()
+        .rposition(|(key, _)| key == OWN_HEADERS[0])
+        .unwrap_or(0);
+    let mut headers: Vec<_> = letter.headers.iter().skip(at).take(own).cloned().collect();
+    headers.push((
+        "millrace.value_bytes".to_owned(),
+        Some(Bytes::from(bytes.to_string())),
+    ));
+    OutRecord {
+        payload: None,
+        headers,
+        ..letter.clone()
+    }
+}
+
 /// The rejected rows as they came, with the reasons.
 fn letters(batch: &RecordBatch, rejected: &[&(usize, Reject)]) -> Result<RecordBatch, ArrowError> {
     let rows: UInt32Array = rejected
@@ -159,10 +204,13 @@ fn letter(topic: &str, records: &Records<'_>, row: usize, reject: &Reject) -> Ou
         .map(|(key, value)| (key.to_owned(), value.map(Bytes::copy_from_slice)))
         .collect();
     let header = |key: &str, value: String| (key.to_owned(), Some(Bytes::from(value)));
-    headers.push(header("millrace.reason", reject.reason.clone()));
-    headers.push(header("millrace.topic", source.0.to_owned()));
-    headers.push(header("millrace.partition", source.1.to_string()));
-    headers.push(header("millrace.offset", source.2.to_string()));
+    let own = [
+        reject.reason.clone(),
+        source.0.to_owned(),
+        source.1.to_string(),
+        source.2.to_string(),
+    ];
+    headers.extend(OWN_HEADERS.into_iter().zip(own).map(|(k, v)| header(k, v)));
     if let Some(key) = records.key(row) {
         headers.push(("millrace.key".to_owned(), Some(Bytes::copy_from_slice(key))));
     }

@@ -33,6 +33,8 @@ struct Shared {
     job: Arc<Job>,
     schema: Arc<Schema>,
     arrow: SchemaRef,
+    /// What a row takes in memory at least: fixed lists have their width even where they are null.
+    row_bytes_min: usize,
 }
 
 /// Hours since 1970 of a record; `None` without a timestamp.
@@ -59,6 +61,10 @@ impl Layout {
             shared: Arc::new(Shared {
                 job: job.clone(),
                 arrow: Arc::new(ArrowSchema::new(fields)),
+                row_bytes_min: schema
+                    .fields
+                    .iter()
+                    .fold(0, |bytes: usize, f| bytes.saturating_add(f.kind.bytes_min())),
                 schema,
             }),
         }
@@ -128,7 +134,7 @@ impl Target {
     pub(crate) fn landed(&mut self, offset: i64, timestamp_ms: Option<i64>, bytes: usize) {
         self.offsets.push(offset);
         self.timestamps.push(timestamp_ms);
-        self.bytes += bytes;
+        self.bytes += bytes.max(self.layout.shared.row_bytes_min);
     }
 
     pub(crate) fn is_full(&self) -> bool {

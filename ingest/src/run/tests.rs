@@ -55,8 +55,8 @@ fn new_partitions_are_read_from_their_first_record() {
         batches,
         progress,
     };
-    assert!(!reader.adopt(&marks(&[(0, 0, 10)])));
-    assert!(reader.adopt(&marks(&[(0, 0, 12), (1, 2, 6)])));
+    assert!(reader.adopt(&marks(&[(0, 0, 10)])).is_empty());
+    assert_eq!(reader.adopt(&marks(&[(0, 0, 12), (1, 2, 6)])), [1]);
     assert_eq!(reader.positions, BTreeMap::from([(0, 8), (1, 2)]));
     assert!(!reader.is_at(&BTreeMap::from([(0, 8), (1, 3)])));
     assert!(reader.is_at(&BTreeMap::from([(0, 8), (1, 2)])));

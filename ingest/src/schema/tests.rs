@@ -151,3 +151,11 @@ fn inference_skips_what_is_no_record_and_keeps_the_order() {
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["b", "a"]);
 }
+
+#[test]
+fn nulls_of_fixed_lists_take_their_width() {
+    let bytes = |name: &str| name.parse::<Type>().unwrap().bytes_min();
+    assert_eq!(bytes("fixed_list<float32,64>"), 256);
+    assert_eq!(bytes("fixed_list<fixed_list<int64,3>,2>"), 48);
+    assert_eq!(bytes("list<float64>"), 4);
+}

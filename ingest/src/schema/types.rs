@@ -67,6 +67,17 @@ impl Type {
         Arc::new(Field::new("item", self.arrow(), false))
     }
 
+    /// Memory that one value takes at least, in bytes, null or not.
+    pub(crate) fn bytes_min(&self) -> usize {
+        match self {
+            Self::Bool => 1,
+            Self::Int32 | Self::Float32 => 4,
+            Self::Int64 | Self::Float64 | Self::Timestamp => 8,
+            Self::Utf8 | Self::Json | Self::Binary | Self::List(_) => 4,
+            Self::FixedList(item, width) => item.bytes_min().saturating_mul(*width as usize),
+        }
+    }
+
     fn depth(&self) -> usize {
         match self {
             Self::List(item) | Self::FixedList(item, _) => 1 + item.depth(),

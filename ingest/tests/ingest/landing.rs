@@ -311,6 +311,77 @@ async fn dead_letters_go_to_a_topic() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_letter_too_large_for_its_topic_names_the_record() {
+    let site = Site::start().await;
+    site.topic("events", 1).await;
+    // As large as the producers of this library send.
+    let large = "x".repeat(999_900);
+    site.produce([
+        OutRecord::new("events", large.clone()).key("key"),
+        record("events", 9, 10),
+        record("events", 1, 0),
+    ])
+    .await;
+    let mut job = job("events");
+    job.dead_letter = DeadLetter::Topic("events-dead".to_owned());
+    let report = site.land(&job).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters), (1, 2));
+
+    let start = [("events-dead".to_owned(), 0, EARLIEST)];
+    let mut consumer = Consumer::assign(&site.kafka, &start).await.unwrap();
+    let mut letters = std::collections::BTreeMap::new();
+    while letters.len() < 2 {
+        let batch = consumer
+            .next(10, 1 << 20, Duration::from_secs(30))
+            .await
+            .unwrap()
+            .expect("dead letters");
+        let records = Records::new(&batch).unwrap();
+        for row in 0..records.len() {
+            let key = String::from_utf8(records.key(row).unwrap().to_vec()).unwrap();
+            let headers: Vec<String> = records
+                .headers(row)
+                .iter()
+                .map(|(key, value)| format!("{key}={}", String::from_utf8_lossy(value.unwrap())))
+                .collect();
+            letters.insert(key, (records.value(row).map(<[u8]>::len), headers));
+        }
+    }
+    let (value, headers) = &letters["events/0/0"];
+    assert_eq!(*value, None);
+    assert!(headers[0].starts_with("millrace.reason=not JSON"), "{headers:?}");
+    assert_eq!(
+        headers[1..],
+        [
+            "millrace.topic=events",
+            "millrace.partition=0",
+            "millrace.offset=0",
+            "millrace.value_bytes=999900"
+        ]
+    );
+    assert!(letters["events/0/1"].0.is_some());
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_schema_is_decided_before_large_records_fill_the_memory() {
+    let site = Site::start().await;
+    site.topic("events", 1).await;
+    let text = "x".repeat(900_000);
+    let value = |id: usize| format!("{{\"id\": {id}, \"text\": \"{text}\"}}");
+    site.produce((0..24).map(|id| OutRecord::new("events", value(id))))
+        .await;
+    // Unlike those before it, and behind what may wait for the schema.
+    site.produce([OutRecord::new("events", r#"{"id": 24.5}"#)])
+        .await;
+    let job = job("events");
+    let report = site.land(&job).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters), (24, 1));
+    assert_eq!(site.prove(&job).await, (24, 1));
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_snapshot_keeps_its_offsets() {
     let site = Site::start().await;
     site.topic("events", 1).await;

@@ -87,6 +87,14 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
             },
             "belongs to job job",
         ),
+        (
+            JobConfig {
+                name: "second".to_owned(),
+                path: "data/inner".to_owned(),
+                ..changed.clone()
+            },
+            "wants folder data/inner, but data belongs to job job",
+        ),
     ] {
         let error = site.land(&job).await.unwrap_err();
         assert!(matches!(error, Error::JobChanged { .. }), "{error:?}");
@@ -224,9 +232,19 @@ fn bad_settings_are_named() {
         ..good.clone()
     };
     let nested = Config {
-        jobs: vec![good, inside],
+        jobs: vec![good.clone(), inside],
     };
     one_line(&nested.validate().unwrap_err(), &["inside each other"]);
+    let other = JobConfig {
+        name: "b".to_owned(),
+        path: "other".to_owned(),
+        dead_letter: DeadLetter::Directory("data".to_owned()),
+        ..good.clone()
+    };
+    for jobs in [vec![good.clone(), other.clone()], vec![other, good]] {
+        let error = Config { jobs }.validate().unwrap_err();
+        one_line(&error, &["dead letters of job b", "files of job job"]);
+    }
 }
 
 /// A mounted tmpfs, or `None` with a line where mounting is not permitted.
