@@ -64,6 +64,7 @@ impl Datafs {
         let meta: Box<dyn Engine> =
             Box::new(Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?);
         create_dir(&sessions_dir)?;
+        create_dir(&config.store_path(home))?;
         let session = Session::start(meta.as_ref(), &sessions_dir)?;
         let pool = ObjectPool::open_local(&config.store_path(home), session.id())?;
         let shared = Arc::new(Shared {
@@ -136,6 +137,11 @@ impl FreshObject {
         self.object
     }
 
+    /// Whether it is in the store, and of the session, of this open datafs.
+    pub(crate) fn belongs_to(&self, shared: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.shared, shared)
+    }
+
     /// A commit points at it now.
     pub(crate) fn settle(mut self) {
         self.settled = true;
@@ -160,6 +166,15 @@ impl Drop for FreshObject {
     }
 }
 
+/// Makes a folder with its parents where they are missing, durably: everything durable is below.
 fn create_dir(path: &Path) -> Result<()> {
-    fs::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))
+    let missing = path.ancestors().take_while(|folder| !folder.exists()).count();
+    fs::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))?;
+    for parent in path.ancestors().skip(1).take(missing) {
+        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+        fs::File::open(parent)
+            .and_then(|folder| folder.sync_all())
+            .map_err(|e| Error::io("sync folder", parent, e))?;
+    }
+    Ok(())
 }

@@ -326,6 +326,12 @@ impl Shared {
             }
             Ok(())
         })?;
+        if due.is_empty() {
+            return Ok(());
+        }
+        // The commits that gave the objects up may be relaxed: a power failure must not bring back a
+        // pointer to what is deleted now.
+        self.meta.sync()?;
         for batch in due.chunks(BATCH) {
             for object in batch {
                 self.pool.delete(*object)?;

@@ -221,8 +221,14 @@ impl View {
     fn check(&self, step: &Step) -> Result<u64> {
         match step {
             Step::File { path, staged } => {
-                if staged.volume != self.volume {
-                    return Err(Error::Invalid(format!("{path} was staged for another volume")));
+                let elsewhere = match &staged.content {
+                    Content::Inline(_) => false,
+                    Content::Object(object) => !object.belongs_to(&self.shared),
+                };
+                if staged.volume != self.volume || elsewhere {
+                    return Err(Error::Invalid(format!(
+                        "{path} was staged for another volume or by another open home"
+                    )));
                 }
                 Ok(check_path(path)?.len() as u64)
             }

@@ -136,6 +136,11 @@ pub(crate) fn deleting(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<u64>> {
 
 /// Frees a batch of what only a snapshot in deletion held. Returns whether it is gone now.
 pub(crate) fn free_batch(txn: &mut dyn WriteTxn, volume: u64, snapshot: u64) -> Result<bool> {
+    match VolumeRow::get(txn.as_read(), volume) {
+        // Another process is removing the volume, this snapshot with it.
+        Err(Error::Stale { .. }) => return Ok(true),
+        other => drop(other?),
+    }
     let rows = all(txn.as_read(), volume)?;
     let Some(position) = rows.iter().position(|(number, _)| *number == snapshot) else {
         return Ok(true);

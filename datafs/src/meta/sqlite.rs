@@ -23,6 +23,8 @@ pub(crate) const FORMAT_VERSION: u32 = 1;
 const READERS_IDLE_MAX: usize = 16;
 /// Longest single wait of SQLite for a lock; [`Sqlite::locked`] repeats it up to its own limit.
 const BUSY_SLICE: Duration = Duration::from_millis(2_000);
+/// Longest wait of a reader, which SQLite counts in milliseconds of 31 bits.
+const READ_WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Pages in the log before a commit copies them back: 16 MiB.
 const CHECKPOINT_PAGES: u32 = 4_096;
 /// Page cache of the writer connection and of each reader connection, in KiB.
@@ -142,6 +144,8 @@ impl Sqlite {
         }
         let connection = connect(&self.path, self.lock_wait)?;
         self.locked(|| {
+            // A read meets its lock in the middle of a transaction, where nothing can be repeated.
+            connection.busy_timeout(self.lock_wait.min(READ_WAIT_MAX))?;
             connection.pragma_update(None, "query_only", true)?;
             connection.pragma_update(None, "cache_size", -i64::from(CACHE_KIB))
         })?;
@@ -154,7 +158,7 @@ impl Engine for Sqlite {
         let connection = self.take_reader()?;
         self.locked(|| execute(&connection, "BEGIN"))?;
         let open = OpenTxn { connection: &connection };
-        let result = body(&mut Txn { engine: self, connection: &connection });
+        let result = body(&mut Txn { engine: self, connection: &connection, start: Instant::now() });
         drop(open);
         if connection.is_autocommit() {
             let mut readers = self.readers.lock();
@@ -182,7 +186,7 @@ impl Engine for Sqlite {
         let connection = &writer.connection;
         self.locked(|| execute(connection, "BEGIN IMMEDIATE"))?;
         let open = OpenTxn { connection };
-        body(&mut Txn { engine: self, connection })?;
+        body(&mut Txn { engine: self, connection, start: Instant::now() })?;
         let start = Instant::now();
         let committed = execute(connection, "COMMIT");
         drop(open);
@@ -208,11 +212,12 @@ impl Drop for OpenTxn<'_> {
 struct Txn<'a> {
     engine: &'a Sqlite,
     connection: &'a Connection,
+    start: Instant,
 }
 
 impl Txn<'_> {
     fn fail(&self, error: rusqlite::Error) -> Error {
-        self.engine.translate(error, Instant::now())
+        self.engine.translate(error, self.start)
     }
 }
 
