@@ -62,13 +62,9 @@ mod volume;
 pub use config::Config;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
-pub use fs::{
-    Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, StatFs,
-};
+pub use fs::{Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub use gc::GcReport;
 pub use name::{Name, VolumeSpec};
-pub use publish::{
-    KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX,
-};
+pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
 pub use volume::{SnapshotInfo, Usage, VolumeInfo};

@@ -34,7 +34,7 @@ use tokio::runtime::Handle;
 
 use crate::error::Error;
 use crate::fs::path::split_last;
-use crate::fs::{Attr, FileKind, OpenFile, OpenFlags};
+use crate::fs::{Attr, FileKind, OpenFile};
 use crate::publish::{Publish, StagedFile};
 use crate::view::View;
 use list::{Walk, directory_at, read_page};
@@ -145,9 +145,15 @@ fn stat_file(view: &View, location: &str) -> crate::error::Result<Attr> {
 
 /// Opens the file at a location, with its attributes at that moment.
 fn open_file(view: &View, location: &str) -> crate::error::Result<(Attr, OpenFile)> {
-    let node = stat_file(view, location)?.node;
-    let file = view.open(node, OpenFlags::READ)?;
-    Ok((file.attr()?, file))
+    view.with_file(location, |file| Ok((file.attr()?, file))).map_err(no_file(location))
+}
+
+/// What is no regular file is no object.
+fn no_file(location: &str) -> impl Fn(Error) -> Error {
+    move |error| match error {
+        Error::Invalid(_) => Error::NotFound { what: format!("file {location}") },
+        other => other,
+    }
 }
 
 /// Reads exactly a range of the version of a file that `attr` describes.
@@ -158,9 +164,22 @@ fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error
     let now = file.attr()?;
     // The attributes are looked up after the bytes: what was read is this version or an error.
     if bytes.len() != len || (now.mtime, now.size) != (attr.mtime, attr.size) {
-        return Err(Error::Stale { what: "the version of the file that was being read".into() });
+        return Err(replaced());
     }
     Ok(bytes)
+}
+
+/// [`read_exactly`] of a file that cannot be looked up again.
+fn read_on(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error::Result<Bytes> {
+    read_exactly(file, attr, range).map_err(|error| match error {
+        // Another process has replaced or removed it.
+        Error::NotFound { .. } => replaced(),
+        other => other,
+    })
+}
+
+fn replaced() -> Error {
+    Error::Stale { what: "the version of the file that was being read".into() }
 }
 
 fn stream_file(
@@ -179,7 +198,7 @@ fn stream_file(
         let (now, rest) = (range.start..end, end..range.end);
         let (reader, place) = (Arc::clone(&file), location.clone());
         let bytes = blocking(&runtime, move || {
-            read_exactly(&reader, &attr, now).map_err(|e| store_error(place.as_ref(), e))
+            read_on(&reader, &attr, now).map_err(|e| store_error(place.as_ref(), e))
         })
         .await?;
         Ok(Some((bytes, (runtime, location, file, rest))))
@@ -258,18 +277,22 @@ impl ObjectStore for VolumeStore {
         let (view, location, ranges) = (self.view.clone(), location.clone(), ranges.to_vec());
         blocking(&self.runtime(), move || {
             let failed = |e| store_error(location.as_ref(), e);
-            let (attr, file) = open_file(&view, location.as_ref()).map_err(failed)?;
-            let mut parts = Vec::with_capacity(ranges.len());
-            for range in ranges {
-                if range.start > range.end || range.end > attr.size {
-                    return Err(refused(format!(
-                        "{location}: range {}..{} of a file of {} bytes",
-                        range.start, range.end, attr.size
-                    )));
+            let read = |file: OpenFile| {
+                let attr = file.attr()?;
+                let mut parts = Vec::with_capacity(ranges.len());
+                for range in &ranges {
+                    if range.start > range.end || range.end > attr.size {
+                        return Ok(Err(refused(format!(
+                            "{location}: range {}..{} of a file of {} bytes",
+                            range.start, range.end, attr.size
+                        ))));
+                    }
+                    parts.push(read_exactly(&file, &attr, range.clone())?);
                 }
-                parts.push(read_exactly(&file, &attr, range).map_err(failed)?);
-            }
-            Ok(parts)
+                Ok(Ok(parts))
+            };
+            let path = location.as_ref();
+            view.with_file(path, read).map_err(no_file(path)).map_err(failed)?
         })
         .await
     }
@@ -348,7 +371,7 @@ impl ObjectStore for VolumeStore {
             let mut at = 0;
             while at < attr.size {
                 let end = attr.size.min(at + CHUNK_BYTES);
-                staged.append(&read_exactly(&file, &attr, at..end)?)?;
+                staged.append(&read_on(&file, &attr, at..end)?)?;
                 at = end;
             }
             publish(view, to.as_ref(), staged.finish()?).map(drop)

@@ -8,6 +8,7 @@ use bytes::Bytes;
 
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::fs::OpenFile;
 use crate::fs::path::{components, split_last};
 use crate::fs::types::{Attr, Node, OpenFlags, ROOT_INO, SNAPSHOTS_INO};
 use crate::meta::engine::{Durability, Order};
@@ -20,6 +21,8 @@ use crate::publish::{Publish, check_key};
 pub const READ_FILE_BYTES_MAX: u64 = 1 << 30;
 /// Entries that [`View::list`] reads in one transaction.
 const LIST_PAGE: usize = 1_024;
+/// Files of one path that are opened, each replaced by the next before it could be read.
+const OPEN_ATTEMPTS: u32 = 100;
 /// Keys that [`View::key_scan`] reads in one go.
 const KEY_PAGE: usize = 1_024;
 
@@ -103,12 +106,26 @@ impl View {
 
     /// A whole file, at most [`READ_FILE_BYTES_MAX`].
     pub fn read_file(&self, path: &str) -> Result<Bytes> {
-        let file = self.open(self.resolve(path)?.node, OpenFlags::READ).map_err(|e| name_it(e, path))?;
-        let size = file.attr()?.size;
-        if size > READ_FILE_BYTES_MAX {
-            return Err(Error::TooLarge { what: "file read at once", max: READ_FILE_BYTES_MAX });
+        self.with_file(path, |file| {
+            let size = file.attr()?.size;
+            if size > READ_FILE_BYTES_MAX {
+                return Err(Error::TooLarge { what: "file read at once", max: READ_FILE_BYTES_MAX });
+            }
+            file.read_at(0, size as usize)
+        })
+    }
+
+    /// Opens the file that a path leads to and runs `work` with it; once more when the file was
+    /// replaced between the two, so that who replaces a file in one step is never seen in between.
+    pub(crate) fn with_file<T>(&self, path: &str, mut work: impl FnMut(OpenFile) -> Result<T>) -> Result<T> {
+        for _ in 0..OPEN_ATTEMPTS {
+            let node = self.resolve(path)?.node;
+            match self.open(node, OpenFlags::READ).and_then(&mut work) {
+                Err(Error::NotFound { .. }) => {}
+                other => return other.map_err(|e| name_it(e, path)),
+            }
         }
-        file.read_at(0, size as usize)
+        Err(Error::Stale { what: format!("each version of {path} that was looked up") })
     }
 
     /// Writes a whole file in one step: whoever reads the path sees the old file or the new one. Parent

@@ -67,7 +67,7 @@ impl Filesystem for Adapter {
         let node = self.node(ino);
         match self.handles.view.getattr(node) {
             Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
-            Err(error) => reply.error(self.failed("getattr", node, &error)),
+            Err(error) => reply.error(self.failed_on("getattr", node, &error)),
         }
     }
 
@@ -100,7 +100,7 @@ impl Filesystem for Adapter {
         };
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
-            Err(error) => reply.error(self.failed("setattr", node, &error)),
+            Err(error) => reply.error(self.failed_on("setattr", node, &error)),
         }
     }
 
@@ -108,7 +108,7 @@ impl Filesystem for Adapter {
         let node = self.node(ino);
         match self.handles.view.readlink(node) {
             Ok(target) => reply.data(target.as_bytes()),
-            Err(error) => reply.error(self.failed("readlink", node, &error)),
+            Err(error) => reply.error(self.failed_on("readlink", node, &error)),
         }
     }
 
@@ -197,7 +197,7 @@ impl Filesystem for Adapter {
         let opened = self.handles.view.open(node, flags).and_then(|file| Ok((file.attr()?, file)));
         let (attr, file) = match opened {
             Ok(opened) => opened,
-            Err(error) => return reply.error(self.failed("open", node, &error)),
+            Err(error) => return reply.error(self.failed_on("open", node, &error)),
         };
         let mut answer = FopenFlags::empty();
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, self.handles.may_keep_pages(&attr));
@@ -259,7 +259,7 @@ impl Filesystem for Adapter {
     ) {
         match self.read_bytes(fh.0, offset, size) {
             Ok(bytes) => reply.data(&bytes),
-            Err(error) => reply.error(self.failed("read", self.node(ino), &error)),
+            Err(error) => reply.error(self.failed_on("read", self.node(ino), &error)),
         }
     }
 

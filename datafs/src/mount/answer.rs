@@ -61,6 +61,12 @@ impl Adapter {
         errno
     }
 
+    /// [`Adapter::failed`] of a request that names a node the kernel has looked up before: when it is
+    /// gone, the kernel looks the path up again and finds what has replaced it.
+    pub(super) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
+        if error.is_not_found() { Errno::ESTALE } else { self.failed(operation, node, error) }
+    }
+
     pub(super) fn entry(
         &self,
         operation: &'static str,

@@ -4,6 +4,7 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{Home, errno, mount_of, names, pattern};
 
@@ -205,4 +206,41 @@ fn random_writers_on_two_mounts_make_the_file_that_a_local_disk_makes() {
             }
         }
     }
+}
+
+#[test]
+fn a_file_that_others_replace_is_never_missing() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let other = home.again().view(&"data".parse().unwrap()).unwrap();
+    other.write_file("pointer", &[0; 5_000]).unwrap();
+    let path = mount.path().join("pointer");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for i in 1u64.. {
+                other.write_file("pointer", &[i as u8; 5_000]).unwrap();
+                if done.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+        let mut read = 0;
+        for _ in 0..400 {
+            match fs::read(&path) {
+                Ok(bytes) => {
+                    assert!(bytes.len() == 5_000 && bytes.iter().all(|b| *b == bytes[0]));
+                    read += 1;
+                }
+                // Replaced by another process between two requests: said so, not "no such file".
+                Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ESTALE)),
+            }
+            match fs::metadata(&path) {
+                Ok(metadata) => assert_eq!(metadata.len(), 5_000),
+                Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ESTALE)),
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+        assert!(read > 0);
+    });
 }
