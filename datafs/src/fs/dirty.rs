@@ -34,6 +34,11 @@ impl Dirty {
         self.bytes
     }
 
+    /// Pieces in memory, and pieces in objects: each costs memory whatever its length.
+    pub(crate) fn pieces(&self) -> (usize, usize) {
+        (self.runs.len(), self.sealed.len())
+    }
+
     /// Where the last unflushed byte is, plus one.
     pub(crate) fn end(&self) -> u64 {
         let run = self.runs.last_key_value().map_or(0, |(at, run)| at + run.len() as u64);

@@ -21,6 +21,9 @@ use crate::view::View;
 const READ_ATTEMPTS: u32 = 5;
 /// Extents of a snapshot's file that are kept in memory while it is open.
 const CACHED_EXTENTS_MAX: usize = 4_096;
+/// Scattered pieces of one file that are kept unflushed: in memory, before they become an object, and in
+/// objects, before they are committed.
+const PIECES_MAX: usize = 65_536;
 /// When all open files together hold too much, only those with more than this seal an object.
 const SEAL_BYTES_MIN: usize = 1 << 20;
 
@@ -192,6 +195,10 @@ impl OpenFile {
         let open = self.live_for_writing()?;
         let shared = &self.view.shared;
         let mut dirty = open.dirty.lock();
+        let (runs, extents) = dirty.pieces();
+        if extents >= PIECES_MAX {
+            flush_inode(&self.view, open, &mut dirty, Durability::Relaxed)?;
+        }
         let known_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
         let offset = if self.flags.append {
             let node = self.node;
@@ -209,6 +216,7 @@ impl OpenFile {
         let all = shared.unflushed_bytes.load(Ordering::Relaxed).saturating_add(data.len());
         let config = &shared.config;
         if own > config.write_buffer_bytes_max
+            || runs >= PIECES_MAX
             || (all > config.write_buffers_bytes_max && own > SEAL_BYTES_MIN)
         {
             seal(&self.view, &mut dirty)?;

@@ -1,6 +1,7 @@
 //! Tests of the file-system semantics through the library.
 #![allow(clippy::unwrap_used)]
 
+mod edges;
 mod model;
 mod reference;
 mod semantics;
