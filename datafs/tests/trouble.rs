@@ -128,3 +128,23 @@ fn a_full_disk_loses_nothing_and_recovers() {
     assert!(view.read_file("after").unwrap() == bytes);
     assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
 }
+
+#[test]
+fn garbage_goes_from_a_disk_without_a_free_byte() {
+    use std::io::Write as _;
+    let Some(disk) = SmallDisk::new(12) else { return };
+    let config = Config { garbage_grace_ms: 0, gc_interval_ms: 0, ..Config::default() };
+    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let bytes = vec![7; 3_000_000];
+    publish(&view, "old", &bytes).unwrap();
+    view.remove_file("old").unwrap();
+    let mut ballast = std::fs::File::create(disk.0.path().join("ballast")).unwrap();
+    while ballast.write_all(&[0; 4_096]).is_ok() {}
+    let full = view.write_file("new", &[1; 4_000]).unwrap_err();
+    assert!(matches!(full, Error::NoSpace { .. }), "{full:?}");
+    assert_eq!(datafs.gc().unwrap().objects, 1);
+    publish(&view, "new", &bytes[..2_000_000]).unwrap();
+    assert_eq!(view.read_file("new").unwrap().len(), 2_000_000);
+}

@@ -7,6 +7,7 @@
 //! synced, with everything before it.
 
 use std::fmt;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -138,6 +139,16 @@ impl Sqlite {
         translate(&self.path, error, start.elapsed())
     }
 
+    /// Syncs the log as it is: all commits that are not in the synced file are in it.
+    fn sync_log(&self, place: String) -> Result<()> {
+        let mut log = self.path.clone().into_os_string();
+        log.push("-wal");
+        match File::open(&log).and_then(|file| file.sync_all()) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(Error::NoSpace { place }),
+            result => result.map_err(|e| Error::io("sync", log, e)),
+        }
+    }
+
     fn take_reader(&self) -> Result<Connection> {
         if let Some(connection) = self.readers.lock().pop() {
             return Ok(connection);
@@ -194,7 +205,11 @@ impl Engine for Sqlite {
     }
 
     fn sync(&self) -> Result<()> {
-        self.write(Durability::Durable, &mut |txn| txn.put(keys::BARRIER, &[]))
+        match self.write(Durability::Durable, &mut |txn| txn.put(keys::BARRIER, &[])) {
+            // A full disk must not stand in the way of who wants to make room on it.
+            Err(Error::NoSpace { place }) => self.sync_log(place),
+            other => other,
+        }
     }
 }
 
