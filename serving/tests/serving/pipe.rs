@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use millrace_bundle::{Bundle, Lineage};
-use millrace_datafs::{Datafs, Publish, VolumeSpec};
+use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
 use millrace_serving::pipe::{Deps, PipeReport, Until, run};
 use millrace_serving::{Error, Inference, PipeConfig, Repository, Source};
 use millrace_streams::KafkaConfig;
@@ -235,6 +235,20 @@ async fn answers_that_were_not_committed_are_not_given_again() {
     world.broker.stop().await.unwrap();
 }
 
+/// Waits until the pipe's progress on partition 0 is as wanted.
+async fn committed(view: &View, wanted: impl Fn(Option<&[u8]>) -> bool) {
+    let reached = async {
+        loop {
+            let view = view.clone();
+            let read = move || view.key_get("pipe/p/in/0").unwrap();
+            if wanted(tokio::task::spawn_blocking(read).await.unwrap().as_deref()) {
+                break;
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
+}
+
 /// Ids of all predictions, doubles once.
 async fn ids(kafka: &KafkaConfig) -> std::collections::BTreeSet<u64> {
     let id = |seen: &Seen| {
@@ -261,16 +275,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     let running = start(&cancel);
     producer.send(record(0)).await.unwrap();
     let view = world.deps.progress.clone();
-    let committed = async {
-        loop {
-            let view = view.clone();
-            let read = move || view.key_get("pipe/p/in/0").unwrap();
-            if tokio::task::spawn_blocking(read).await.unwrap().is_some() {
-                break;
-            }
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(20), committed).await.unwrap();
+    committed(&view, |next| next.is_some()).await;
     let rival = view.clone();
     tokio::task::spawn_blocking(move || {
         rival.publish(Publish::new().put_key("pipe/p/in/0", b"0".to_vec())).unwrap();
@@ -283,16 +288,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
 
     // The next run starts at what the volume says and finds both records answered.
     let running = start(&cancel);
-    let caught_up = async {
-        loop {
-            let view = view.clone();
-            let read = move || view.key_get("pipe/p/in/0").unwrap();
-            if tokio::task::spawn_blocking(read).await.unwrap().as_deref() == Some(b"2") {
-                break;
-            }
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(20), caught_up).await.unwrap();
+    committed(&view, |next| next == Some(b"2")).await;
     assert_eq!(read(&world.kafka, "out").await.len(), 2);
     cancel.cancel();
     let report = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap().unwrap();
