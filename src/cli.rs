@@ -290,7 +290,7 @@ pub(crate) enum ModelCommand {
         #[arg(long)]
         volume: Option<VolumeSpec>,
         /// Which version [default: the newest]
-        #[arg(long)]
+        #[arg(long, requires = "volume")]
         version: Option<u64>,
     },
 }

@@ -1,15 +1,25 @@
 //! What every command starts from: how to talk, the home, the configuration, and the engines that
 //! these name.
 
-use anyhow::Result;
+use std::fs::{File, TryLockError};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
 use millrace_datafs::{Datafs, Name, VolumeSpec};
 use millrace_streams::broker::{self, Broker};
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
 
+use crate::failure::{Exit, fail};
 use crate::home::Home;
 use crate::output::Output;
 use crate::settings::Loaded;
+
+/// How often a command looks whether it may have, or may stop, the embedded broker.
+const BROKER_POLL: Duration = Duration::from_millis(50);
+/// How many times it looks for the address of a broker that another command is starting.
+const BROKER_POLLS: u32 = 200;
 
 /// What a command runs with.
 #[derive(Clone)]
@@ -30,6 +40,30 @@ impl Context {
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
     }
 
+    /// An error where a signal ended work before its end, so that no script takes it for done.
+    pub(crate) fn interrupted(&self, what: &str) -> Result<()> {
+        if self.stop.is_cancelled() {
+            return fail(Exit::Failed, format!("{what} was interrupted; run it again to go on"));
+        }
+        Ok(())
+    }
+
+    /// Reads a file or standard input on a thread of its own: reading a terminal or a pipe may take
+    /// for ever, so a signal ends the waiting.
+    pub(crate) async fn reading<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (sender, receiver) = tokio::sync::oneshot::channel();
+        std::thread::Builder::new().name("reader".into()).spawn(move || {
+            sender.send(work()).ok();
+        })?;
+        tokio::select! {
+            read = receiver => read?,
+            () = self.stop.cancelled() => fail(Exit::Failed, "interrupted while reading"),
+        }
+    }
+
     /// Runs blocking work (metadata, files) off the event loop.
     pub(crate) async fn blocking<T: Send + 'static>(
         &self,
@@ -42,18 +76,58 @@ impl Context {
     /// embedded broker, started on a free port for as long as the session lives.
     pub(crate) async fn topics(&self) -> Result<TopicSession> {
         let config = &self.loaded.settings.streams;
-        let dir = broker::dir(self.home.root());
-        if !config.is_embedded() || broker::running_address(&dir).is_some() {
-            return Ok(TopicSession { kafka: config.kafka(self.home.root())?, broker: None });
+        let root = self.home.root();
+        if !config.is_embedded() {
+            return Ok(TopicSession { kafka: config.kafka(root)?, broker: None, users: None, stop: self.stop.clone() });
         }
-        let mut own = config.broker.clone();
-        own.listen.set_port(0);
-        let broker = Broker::start(own, &dir, CancellationToken::new()).await?;
-        let kafka = KafkaConfig {
-            bootstrap_servers: broker.addr().to_string(),
-            properties: config.properties.clone(),
+        let dir = broker::dir(root);
+        let users = share(&root.join("topics.lock")).await?;
+        let mut polls = 0;
+        let broker = loop {
+            if broker::running_address(&dir).is_some() {
+                break None;
+            }
+            let mut own = config.broker.clone();
+            own.listen.set_port(0);
+            match Broker::start(own, &dir, CancellationToken::new()).await {
+                Ok(broker) => break Some(broker),
+                // Another command was faster, and says in a moment where it listens.
+                Err(millrace_streams::Error::HeldByAnother { .. }) if polls < BROKER_POLLS => {
+                    polls += 1;
+                    tokio::time::sleep(BROKER_POLL).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
         };
-        Ok(TopicSession { kafka, broker: Some(broker) })
+        let kafka = match &broker {
+            None => config.kafka(root)?,
+            Some(broker) => KafkaConfig {
+                bootstrap_servers: broker.addr().to_string(),
+                properties: config.properties.clone(),
+            },
+        };
+        Ok(TopicSession { kafka, broker, users: Some(users), stop: self.stop.clone() })
+    }
+}
+
+/// A shared lock on the file: all commands that use the embedded broker of a home hold it, so that
+/// the one that started the broker knows when the last of them is done.
+async fn share(path: &Path) -> Result<File> {
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .with_context(|| format!("cannot open {}", path.display()))?;
+    loop {
+        match file.try_lock_shared() {
+            Ok(()) => return Ok(file),
+            // Held alone only for the moment in which a broker stops.
+            Err(TryLockError::WouldBlock) => tokio::time::sleep(BROKER_POLL).await,
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
+        }
     }
 }
 
@@ -62,15 +136,30 @@ pub(crate) struct TopicSession {
     /// How clients reach them.
     pub(crate) kafka: KafkaConfig,
     broker: Option<Broker>,
+    users: Option<File>,
+    stop: CancellationToken,
 }
 
 impl TopicSession {
-    /// Stops what this session started, flushed.
+    /// Stops what this session started, flushed, once no other command uses it any more. A signal
+    /// ends the waiting.
     pub(crate) async fn close(self) -> Result<()> {
-        if let Some(broker) = self.broker {
-            broker.stop().await?;
+        let Some(broker) = self.broker else { return Ok(()) };
+        if let Some(users) = &self.users {
+            users.unlock()?;
+            let mut waiting = false;
+            while users.try_lock().is_err() && !self.stop.is_cancelled() {
+                if !waiting {
+                    waiting = true;
+                    tracing::info!("the broker stays until other commands that use it are done");
+                }
+                tokio::select! {
+                    () = tokio::time::sleep(BROKER_POLL) => {}
+                    () = self.stop.cancelled() => {}
+                }
+            }
         }
-        Ok(())
+        Ok(broker.stop().await?)
     }
 }
 

@@ -108,6 +108,7 @@ fn serving(error: &millrace_serving::Error) -> Exit {
     match error {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => Exit::Unavailable,
         E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
+        E::Directory { path, .. } if !path.exists() => Exit::NotFound,
         E::Config { .. } => Exit::Usage,
         _ => Exit::Failed,
     }

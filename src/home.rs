@@ -4,6 +4,7 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -227,7 +228,8 @@ impl HomeLock {
 /// Replaces a file as a whole: after a crash it holds the old bytes or the new ones.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let parent = path.parent().unwrap_or(Path::new("."));
-    let mut staged = tempfile::NamedTempFile::new_in(parent)?;
+    // As any new file: the user's umask decides who may read it.
+    let mut staged = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o666)).tempfile_in(parent)?;
     staged.write_all(bytes)?;
     staged.as_file().sync_all()?;
     staged.persist(path).map_err(|error| error.error)?;

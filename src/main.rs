@@ -65,6 +65,10 @@ async fn run(cli: Cli) -> Result<()> {
     if let Command::Umount { path } = &cli.command {
         return commands::mount::umount(out, path);
     }
+    if let Command::Model(model @ (cli::ModelCommand::Init { .. } | cli::ModelCommand::Show { volume: None, .. })) = cli.command
+    {
+        return commands::model::files(out, model);
+    }
     let quick = matches!(cli.command, Command::Quickstart(_));
     let root = match (&cli.home, quick) {
         (None, true) => home::Home::locate(None)?.join("quickstart"),

@@ -64,6 +64,11 @@ impl Output {
         line(text.trim_end_matches('\n'))
     }
 
+    /// A piece of a long result; false once the reader went away, so that nobody works for nothing.
+    pub(crate) fn piece(self, text: &str) -> anyhow::Result<bool> {
+        write_line(text.trim_end_matches('\n'))
+    }
+
     /// A remark on standard error, in either mode.
     pub(crate) fn note(self, text: &str) {
         eprintln!("{text}");
@@ -105,10 +110,15 @@ impl Output {
 
 /// Writes a line to standard output; a reader that went away (`| head`) is not an error.
 fn line(text: &str) -> anyhow::Result<()> {
+    write_line(text).map(drop)
+}
+
+/// The same; false when the reader went away.
+fn write_line(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        other => Ok(other.map(|()| true)?),
     }
 }
 
@@ -141,4 +151,12 @@ pub(crate) fn count(n: u64) -> String {
 /// A time as people read it, UTC.
 pub(crate) fn time(at: std::time::SystemTime) -> String {
     chrono::DateTime::<chrono::Utc>::from(at).format("%Y-%m-%d %H:%M:%S").to_string()
+}
+
+/// Text as a shell reads it, for commands that people are to copy.
+pub(crate) fn quoted(text: &str) -> String {
+    if !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "/._-+:@".contains(c)) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', "'\\''"))
 }

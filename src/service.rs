@@ -214,6 +214,8 @@ impl Service {
         self.serve(context).await?;
         for job in &settings.up.train {
             let path = context.loaded.resolve(job);
+            // Read now, so that a mistake shows at the start and not when the snapshot is there.
+            millrace_trainer::job::JobFile::load(&path)?;
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
             self.middle.spawn(format!("train {}", path.display()), async move {
                 train_when_ready(&context, &path, stop).await

@@ -41,11 +41,12 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
         rows += batch.rows.len() as u64;
         seen += 1;
         bar.inc(1);
-        if !args.dry {
-            print(context, &batch)?;
+        if !args.dry && !print(context, &batch)? {
+            break;
         }
     }
     bar.finish_and_clear();
+    context.interrupted("feed")?;
     if !args.dry {
         return Ok(());
     }
@@ -69,12 +70,13 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
 }
 
 /// One batch: a line that says which, then a JSON object per row (for programs, the objects only).
-fn print(context: &Context, batch: &FeedBatch) -> Result<()> {
+/// False once nobody reads any more.
+fn print(context: &Context, batch: &FeedBatch) -> Result<bool> {
     let mut writer = LineDelimitedWriter::new(Vec::new());
     writer.write(&offset_zones(&batch.batch)?)?;
     writer.finish()?;
     context.out.text(&format!("# step {}, slots {:?}, {} rows", batch.step, batch.slots, batch.rows.len()))?;
-    context.out.raw(&String::from_utf8(writer.into_inner())?)
+    context.out.piece(&String::from_utf8(writer.into_inner())?)
 }
 
 /// Writes the zone `UTC` as `+00:00`: the JSON writer knows named zones only with a time zone

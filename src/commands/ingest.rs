@@ -60,7 +60,8 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
             count(report.files),
             bytes(report.bytes),
         ]],
-    )
+    )?;
+    if follow { Ok(()) } else { context.interrupted("ingest") }
 }
 
 fn job(context: &Context, args: &IngestArgs) -> Result<JobConfig> {

@@ -11,9 +11,9 @@ use sha2::{Digest, Sha256};
 
 use crate::cli::{ModelCommand, ModelInit};
 use crate::context::Context;
-use crate::failure::{Exit, fail};
+use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
-use crate::output::{bytes, count};
+use crate::output::{Output, bytes, count};
 
 /// Largest ONNX file that is read: protobuf itself ends at 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
@@ -21,8 +21,7 @@ const MODEL_BYTES_MAX: u64 = 2 << 30;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> {
     match command {
-        ModelCommand::Init { kind } => init(context, kind),
-        ModelCommand::Show { model, volume: None, .. } => show_file(context, Path::new(&model)),
+        ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } => files(context.out, command),
         ModelCommand::Show { model, volume: Some(volume), version } => {
             let datafs = context.datafs()?;
             let spec = volume.clone();
@@ -45,13 +44,23 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
                     }
                 }
             };
-            let bundle = millrace_bundle::load(store.as_ref(), root, &model, version).await?;
+            let bundle = millrace_bundle::load(store.as_ref(), root, &model, version)
+                .await
+                .with_context(|| format!("volume {volume}"))?;
             show_bundle(context, &bundle)
         }
     }
 }
 
-fn init(context: &Context, kind: ModelInit) -> Result<()> {
+/// Runs the commands that work on a file and need no home.
+pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
+    match command {
+        ModelCommand::Init { kind } => init(out, kind),
+        ModelCommand::Show { model, .. } => show_file(out, Path::new(&model)),
+    }
+}
+
+fn init(out: Output, kind: ModelInit) -> Result<()> {
     let (file, spec): (PathBuf, ModelSpec) = match kind {
         ModelInit::Mlp { file, inputs, hidden, classes, seed, scale } => {
             (file, ModelSpec::Mlp(MlpSpec { inputs, hidden, classes, scale, seed }))
@@ -61,13 +70,18 @@ fn init(context: &Context, kind: ModelInit) -> Result<()> {
             ModelSpec::Cnn(CnnSpec { height, width, channels: 1, filters, hidden: Vec::new(), classes, scale, seed }),
         ),
     };
-    let model = spec.build()?;
+    let model = spec.build().map_err(|error| failure(Exit::Usage, error.to_string()))?;
     let file = std::path::absolute(file)?;
+    if let Some(folder) = file.parent()
+        && !folder.is_dir()
+    {
+        return fail(Exit::NotFound, format!("cannot write {}: there is no folder {}", file.display(), folder.display()));
+    }
     write_atomically(&file, &model.encode_to_vec()).with_context(|| format!("cannot write {}", file.display()))?;
-    show_file(context, &file)
+    show_file(out, &file)
 }
 
-fn show_file(context: &Context, file: &Path) -> Result<()> {
+fn show_file(out: Output, file: &Path) -> Result<()> {
     let length = match std::fs::metadata(file) {
         Ok(metadata) => metadata.len(),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -99,7 +113,7 @@ fn show_file(context: &Context, file: &Path) -> Result<()> {
         *operators.entry(node.op_type()).or_default() += 1;
     }
     let sha256 = hex::encode(Sha256::digest(&raw));
-    context.out.table(
+    out.table(
         &serde_json::json!({
             "file": file, "bytes": length, "sha256": sha256, "signature": signature,
             "operators": operators, "parameters": parameters, "trainable": trainable,
@@ -137,7 +151,8 @@ fn show_bundle(context: &Context, bundle: &Bundle) -> Result<()> {
         vec!["created".into(), manifest.created_at.clone()],
     ];
     for (name, value) in &manifest.metrics {
-        rows.push(vec![name.clone(), format!("{value:.6}")]);
+        let shown = if name.ends_with("_rows") { count(*value as u64) } else { format!("{value:.6}") };
+        rows.push(vec![name.clone(), shown]);
     }
     context.out.table(manifest, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
 }

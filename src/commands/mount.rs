@@ -10,7 +10,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
-use crate::output::Output;
+use crate::output::{Output, quoted};
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
@@ -45,7 +45,7 @@ fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
     out.table(
         &serde_json::json!({ "volume": spec, "mount": path, "pid": pid }),
         &[],
-        [vec![format!("{spec} is mounted at {} (millrace umount {} ends it)", path.display(), path.display())]],
+        [vec![format!("{spec} is mounted at {} (millrace umount {} ends it)", path.display(), quoted(&path.display().to_string()))]],
     )
 }
 

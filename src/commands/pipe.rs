@@ -47,7 +47,8 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
             count(report.predicted),
             count(report.dead_letters),
         ]],
-    )
+    )?;
+    if args.follow { Ok(()) } else { context.interrupted("pipe") }
 }
 
 fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {

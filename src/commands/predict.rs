@@ -1,9 +1,10 @@
 //! `millrace predict`: records of a file to a model server, classes back.
 
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use millrace_serving::client::Client;
 use serde_json::Value;
 
@@ -22,7 +23,8 @@ const SHOWN: usize = 10;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
-    let examples = read(&args)?;
+    let (file, input, label) = (args.file.clone(), args.input.clone(), args.label.clone());
+    let examples = context.reading(move || read(file.as_deref(), &input, label.as_deref())).await?;
     let address = match (args.grpc, context.home.running().and_then(|running| running.grpc)) {
         (Some(address), _) | (None, Some(address)) => address,
         (None, None) => context.loaded.settings.serving.grpc,
@@ -30,8 +32,11 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let mut client = Client::connect(&address.to_string()).await?;
     let started = Instant::now();
     let bar = context.out.progress("predict", "records", Some(examples.len() as u64));
-    let predictions =
-        predict(&mut client, &args.model, args.version, &examples, args.batch_rows as usize, |n| bar.inc(n)).await;
+    let work = predict(&mut client, &args.model, args.version, &examples, args.batch_rows as usize, |n| bar.inc(n));
+    let predictions = tokio::select! {
+        predictions = work => predictions,
+        () = context.stop.cancelled() => fail(Exit::Failed, "predict was interrupted"),
+    };
     bar.finish_and_clear();
     let predictions = predictions?;
     let seconds = started.elapsed().as_secs_f64();
@@ -64,8 +69,8 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     ))
 }
 
-fn read(args: &PredictArgs) -> Result<Vec<Example>> {
-    let mut source: Box<dyn BufRead> = match &args.file {
+fn read(file: Option<&Path>, input: &str, label: Option<&str>) -> Result<Vec<Example>> {
+    let mut source: Box<dyn BufRead> = match file {
         Some(path) => match std::fs::File::open(path) {
             Ok(file) => Box::new(BufReader::new(file)),
             Err(error) => {
@@ -75,11 +80,13 @@ fn read(args: &PredictArgs) -> Result<Vec<Example>> {
         },
         None => Box::new(BufReader::new(std::io::stdin())),
     };
+    let shown = file.map_or("standard input".to_owned(), |path| path.display().to_string());
     let mut examples = Vec::new();
     let mut number = 0;
     loop {
         let mut line = Vec::new();
-        if (&mut source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line)? == 0 {
+        let read = (&mut source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
+        if read.with_context(|| format!("cannot read {shown}"))? == 0 {
             break;
         }
         number += 1;
@@ -92,7 +99,7 @@ fn read(args: &PredictArgs) -> Result<Vec<Example>> {
         if examples.len() == RECORDS_MAX {
             return fail(Exit::Usage, format!("more than {RECORDS_MAX} records: split the file"));
         }
-        match example(&line, &args.input, args.label.as_deref()) {
+        match example(&line, input, label) {
             Ok(example) => examples.push(example),
             Err(reason) => return fail(Exit::Usage, format!("line {number}: {reason}")),
         }

@@ -5,33 +5,66 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use millrace_streams::config::KafkaConfig;
 use millrace_streams::topic::{self, OutRecord, Producer};
+use tokio::sync::mpsc;
 
 use crate::cli::ProduceArgs;
 use crate::context::Context;
-use crate::failure::{Exit, fail};
+use crate::failure::{Exit, fail, failure};
 use crate::output::count;
 
 /// Longest line that becomes a record; what is longer is refused rather than cut.
 const LINE_BYTES_MAX: u64 = 16 << 20;
 /// Lines that are on their way to the broker at the same time.
 const CHUNK: usize = 10_000;
+/// What is read at once.
+const READ_BYTES: usize = 2 << 20;
+
+type Source = BufReader<Box<dyn Read + Send>>;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     let started = Instant::now();
     let source = match &args.file {
         Some(path) => open(path)?,
-        None => Box::new(BufReader::new(std::io::stdin())),
+        None => Box::new(std::io::stdin()),
+    };
+    let reader = Reader {
+        source: BufReader::with_capacity(READ_BYTES, source),
+        shown: args.file.as_deref().map_or("standard input".to_owned(), |path| path.display().to_string()),
+        topic: args.topic.clone(),
+        key: args.key.clone(),
+        number: 0,
     };
     let session = context.topics().await?;
-    topic::create_topic(&session.kafka, &args.topic, args.partitions).await?;
     let bar = context.out.progress("produce", "records", None);
-    let produced = lines(&session.kafka, &args, source, |n| bar.inc(n)).await;
+    let mut produced = 0;
+    let work = async {
+        topic::create_topic(&session.kafka, &args.topic, args.partitions).await?;
+        let producer = Producer::connect(&session.kafka).await?;
+        let mut chunks = reader.start()?;
+        loop {
+            let chunk = tokio::select! {
+                chunk = chunks.recv() => chunk,
+                () = context.stop.cancelled() => return fail(Exit::Failed, "interrupted"),
+            };
+            let Some(chunk) = chunk.transpose()? else { return Ok(()) };
+            let n = chunk.len() as u64;
+            producer.send_all(chunk).await?;
+            produced += n;
+            bar.inc(n);
+        }
+    };
+    let ended = work.await;
     bar.finish_and_clear();
-    let produced = produced?;
-    session.close().await?;
+    let closed = session.close().await;
+    if produced > 0 {
+        // Whoever starts again must know which lines are there already.
+        ended.with_context(|| format!("after {} records that are in topic {}", count(produced), args.topic))?;
+    } else {
+        ended?;
+    }
+    closed?;
     let seconds = started.elapsed().as_secs_f64();
     context.out.table(
         &serde_json::json!({ "topic": args.topic, "produced": produced, "seconds": seconds }),
@@ -40,9 +73,9 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     )
 }
 
-fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
+fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
     match std::fs::File::open(path) {
-        Ok(file) => Ok(Box::new(BufReader::new(file))),
+        Ok(file) => Ok(Box::new(file)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             fail(Exit::NotFound, format!("{} does not exist", path.display()))
         }
@@ -50,29 +83,45 @@ fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     }
 }
 
-async fn lines(
-    kafka: &KafkaConfig,
-    args: &ProduceArgs,
-    mut source: Box<dyn BufRead + Send>,
-    mut progress: impl FnMut(u64),
-) -> Result<u64> {
-    let producer = Producer::connect(kafka).await?;
-    let mut produced = 0_u64;
-    let mut number = 0_u64;
-    loop {
+/// Cuts the source into records.
+struct Reader {
+    source: Source,
+    shown: String,
+    topic: String,
+    key: Option<String>,
+    number: u64,
+}
+
+impl Reader {
+    /// Reads on a thread of its own: standard input may be silent for ever, and a signal must not
+    /// wait for it.
+    fn start(mut self) -> Result<mpsc::Receiver<Result<Vec<OutRecord>>>> {
+        let (sender, receiver) = mpsc::channel(1);
+        std::thread::Builder::new().name("reader".into()).spawn(move || {
+            loop {
+                let chunk = self.chunk();
+                let last = !matches!(&chunk, Ok(records) if !records.is_empty());
+                if matches!(&chunk, Ok(records) if records.is_empty()) || sender.blocking_send(chunk).is_err() || last {
+                    return;
+                }
+            }
+        })?;
+        Ok(receiver)
+    }
+
+    /// The records that can be had without waiting, at least one; none at the end.
+    fn chunk(&mut self) -> Result<Vec<OutRecord>> {
         let mut chunk = Vec::new();
-        while chunk.len() < CHUNK {
+        while chunk.len() < CHUNK && (chunk.is_empty() || !self.source.buffer().is_empty()) {
             let mut line = Vec::new();
-            let read = (&mut source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line)?;
-            if read == 0 {
+            let read = (&mut self.source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
+            if read.with_context(|| format!("cannot read {}", self.shown))? == 0 {
                 break;
             }
-            number += 1;
+            self.number += 1;
+            let number = self.number;
             if line.len() as u64 > LINE_BYTES_MAX {
-                return fail(
-                    Exit::Usage,
-                    format!("line {number} is longer than {LINE_BYTES_MAX} bytes: {produced} records before it were produced"),
-                );
+                return fail(Exit::Usage, format!("line {number} is longer than {LINE_BYTES_MAX} bytes"));
             }
             while line.last().is_some_and(|byte| matches!(byte, b'\n' | b'\r')) {
                 line.pop();
@@ -80,30 +129,23 @@ async fn lines(
             if line.is_empty() {
                 continue;
             }
-            let key = match &args.key {
+            let key = match &self.key {
                 Some(field) => Some(key_of(&line, field, number)?),
                 None => None,
             };
-            let record = OutRecord::new(&args.topic, line);
+            let record = OutRecord::new(&self.topic, line);
             chunk.push(match key {
                 Some(key) => record.key(key),
                 None => record,
             });
         }
-        if chunk.is_empty() {
-            break;
-        }
-        let n = chunk.len() as u64;
-        producer.send_all(chunk).await?;
-        produced += n;
-        progress(n);
+        Ok(chunk)
     }
-    Ok(produced)
 }
 
 fn key_of(line: &[u8], field: &str, number: u64) -> Result<Vec<u8>> {
     let value: serde_json::Value = serde_json::from_slice(line)
-        .map_err(|error| crate::failure::failure(Exit::Usage, format!("line {number} is not JSON: {error}")))?;
+        .map_err(|error| failure(Exit::Usage, format!("line {number} is not JSON: {error}")))?;
     match value.get(field) {
         Some(serde_json::Value::String(text)) => Ok(text.clone().into_bytes()),
         Some(serde_json::Value::Null) | None => {

@@ -52,8 +52,9 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
             vec!["gRPC".to_owned(), addresses.grpc.to_string()],
             vec!["HTTP".to_owned(), addresses.http.to_string()],
             vec!["metrics".to_owned(), format!("http://{}/metrics", addresses.metrics)],
-            vec!["models".to_owned(), models(&serving).join(", ")],
-        ],
+        ]
+        .into_iter()
+        .chain(models(&serving).into_iter().map(|line| vec!["model".to_owned(), line])),
     )?;
     context.out.text("ready, Ctrl-C drains and stops")?;
     serving.join().await?;

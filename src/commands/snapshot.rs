@@ -40,7 +40,7 @@ fn parts(spec: VolumeSpec) -> Result<(Name, Name)> {
 pub(crate) fn show(context: &Context, snapshots: &[SnapshotInfo]) -> Result<()> {
     context.out.table(
         &snapshots,
-        &["snapshot", "created"],
+        &["snapshot", "created (UTC)"],
         snapshots.iter().map(|snapshot| {
             vec![
                 format!("{}@{}", snapshot.volume, snapshot.name),

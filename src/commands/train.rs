@@ -8,10 +8,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cli::TrainArgs;
 use crate::context::Context;
+use crate::failure::{Exit, fail};
 use crate::output::count;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
+    if !args.job.exists() {
+        return fail(Exit::NotFound, format!("job file {} does not exist", args.job.display()));
+    }
     let mut job = JobFile::load(&args.job)?;
     if let Some(workers) = args.workers {
         job.workers = Some(workers as usize);
@@ -48,11 +52,12 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             vec!["rows per epoch".to_owned(), report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows))],
             vec!["loss, accuracy".to_owned(), format!("{}, {} on the training rows", number(report.loss), number(report.accuracy))],
             vec!["workers".to_owned(), format!("{}, {} lost and replaced", report.workers, report.workers_lost)],
-            vec!["samples/s".to_owned(), count(report.samples_per_second as u64)],
+            vec!["samples/s".to_owned(), if report.already_published { String::new() } else { count(report.samples_per_second as u64) }],
             vec!["model".to_owned(), report.version.map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model))],
             vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
         ],
-    )
+    )?;
+    if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 
 /// Trains a job of this home with worker processes of this program.

@@ -52,7 +52,7 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
 fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {
     context.out.table(
         &volumes,
-        &["volume", "files", "bytes", "snapshots", "created"],
+        &["volume", "files", "bytes", "snapshots", "created (UTC)"],
         volumes.iter().map(|volume| {
             let usage = |text: fn(&Usage) -> String| volume.usage.as_ref().map_or("-".to_owned(), text);
             vec![

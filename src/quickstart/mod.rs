@@ -65,6 +65,8 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
 
 /// Decides whether the run starts clean, and empties the home where it was asked to.
 fn prepare(context: &Context, args: &QuickstartArgs) -> Result<Start> {
+    // Before anything is said or written: another run's files are its own.
+    let lock = context.home.lock("quickstart")?;
     let root = context.home.root();
     let left_over = root.join("millrace.toml").exists();
     if !left_over {
@@ -74,7 +76,6 @@ fn prepare(context: &Context, args: &QuickstartArgs) -> Result<Start> {
         return Ok(Start::Continued);
     }
     // Only what quickstart and the engines made goes; a stranger's file stops the scaffold later.
-    let lock = context.home.lock("quickstart --clean")?;
     for name in ["mount", "trainer", "broker", "datafs", "data"] {
         remove(&context.home, name)?;
     }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::failure::{Exit, fail};
 use crate::home::Addresses;
-use crate::output::{Output, count};
+use crate::output::{Output, count, quoted};
 
 /// How a run began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -142,14 +142,15 @@ impl Report {
             return Ok(());
         }
         let a = &self.addresses;
-        let home = home.display();
+        let home = quoted(&home.display().to_string());
         // As it was called: a fresh build is not on the path.
         let program = std::env::args().next().unwrap_or_else(|| "millrace".to_owned());
+        let program = quoted(&program);
         let kafka = a.kafka.clone().unwrap_or_default();
         let http = a.http.map(|http| http.to_string()).unwrap_or_default();
         out.text("\nEverything is still running. Try in another terminal:")?;
         let look = match &a.mount {
-            Some(mount) => format!("ls -R {}", mount.display()),
+            Some(mount) => format!("ls -R {}", quoted(&mount.display().to_string())),
             None => format!("{program} --home {home} volume show digits"),
         };
         for line in [
@@ -161,6 +162,6 @@ impl Report {
         ] {
             out.text(&format!("  {line}"))?;
         }
-        out.text("Ctrl-C stops it; `millrace quickstart` again continues.")
+        out.text("Ctrl-C stops it; the same command again continues.")
     }
 }

@@ -5,6 +5,7 @@
 mod support;
 
 mod bad_input;
+mod habits;
 mod instances;
 mod kills;
 mod quickstart;

@@ -1,0 +1,104 @@
+//! What users do beside the straight way: pipes to `head`, Ctrl-C, two commands at once, odd places.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::{Home, failure, project, until};
+
+fn spawn(home: &Home, args: &[&str]) -> Child {
+    home.command().args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn wait(child: &mut Child) {
+    until("the command ends", || child.try_wait().unwrap().is_some());
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_a_feed() {
+    let home = Home::new();
+    let file = home.file("r.jsonl", "{\"id\":1}\n{\"id\":2}\n");
+    home.ok(["produce", "t", file.to_str().unwrap()]);
+    home.ok(["ingest", "--topic", "t", "--volume", "v"]);
+    // More batches than could be read in years.
+    let mut feed = spawn(&home, &["feed", "v:/t", "--batch-rows", "2", "--batches", "1000000000000"]);
+    let mut line = String::new();
+    BufReader::new(feed.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("step 0"), "{line}");
+    wait(&mut feed);
+    assert!(feed.wait().unwrap().success());
+}
+
+#[test]
+fn lines_are_produced_as_they_come_and_an_interrupt_says_how_many() {
+    let home = Home::new();
+    let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
+    broker.object();
+    let mut produce = spawn(&home, &["produce", "t"]);
+    let mut stdin = produce.stdin.take().unwrap();
+    stdin.write_all(b"{\"id\":1}\n").unwrap();
+    // Standard input stays open: the record must not wait for its end.
+    until("the record is in the topic", || {
+        let output = home.run(["ingest", "--topic", "t", "--volume", "v"]);
+        output.status.success() && {
+            let rows = home.run(["feed", "v:/t", "--dry", "--json", "--batch-rows", "1"]);
+            rows.status.success()
+        }
+    });
+    kill(Pid::from_raw(produce.id() as i32), Signal::SIGINT).unwrap();
+    let (code, line) = failure(&produce.wait_with_output().unwrap(), "an interrupted produce");
+    assert_eq!(code, 1, "{line}");
+    assert!(line.contains("after 1 records that are in topic t") && line.contains("interrupted"), "{line}");
+    drop(stdin);
+    assert_eq!(broker.stop(), 0);
+}
+
+#[test]
+fn commands_at_the_same_time_share_the_broker_that_one_of_them_started() {
+    let home = Home::new();
+    let mut first = spawn(&home, &["produce", "a"]);
+    let mut second = spawn(&home, &["produce", "b"]);
+    for (child, text) in [(&mut first, "1\n"), (&mut second, "2\n")] {
+        child.stdin.as_mut().unwrap().write_all(text.as_bytes()).unwrap();
+    }
+    // Whichever started the broker ends its input first or last; both must get their records in.
+    drop(first.stdin.take());
+    std::thread::park_timeout(Duration::from_millis(300));
+    second.stdin.as_mut().unwrap().write_all(b"3\n").unwrap();
+    drop(second.stdin.take());
+    for child in [first, second] {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    assert_eq!(home.json(["ingest", "--topic", "a", "--volume", "v"])["report"]["records"], 1);
+    assert_eq!(home.json(["ingest", "--topic", "b", "--volume", "v"])["report"]["records"], 2);
+}
+
+#[test]
+fn model_files_need_no_home_and_are_files_like_any_other() {
+    let home = Home::new();
+    let model = home.dir.path().join("m.onnx");
+    let model = model.to_str().unwrap();
+    for args in [&["model", "init", "mlp", "--inputs", "2", "--classes", "2", model][..], &["model", "show", model]] {
+        let output = home.command().env("MILLRACE_HOME", "/proc/millrace").args(args).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let other = home.file("as-any-other", "");
+    let mode = |path: &str| std::fs::metadata(path).unwrap().permissions().mode();
+    assert_eq!(mode(model), mode(other.to_str().unwrap()));
+    for (args, expected) in [
+        (&["model", "init", "mlp", "--inputs", "0", "--classes", "2", model][..], 2),
+        (&["model", "init", "mlp", "--inputs", "2", "--classes", "2", "/nowhere/m.onnx"], 3),
+        (&["train", "nope.toml"], 3),
+        (&["serve", "--models", "nope"], 3),
+    ] {
+        let (code, line) = home.fails(args);
+        assert_eq!(code, expected, "{line}");
+    }
+    let readme = project().join("README.md");
+    assert_eq!(home.fails(["model", "show", readme.to_str().unwrap()]).0, 6);
+}
