@@ -76,7 +76,8 @@ pub struct JobConfig {
     /// Name under which the volume keeps the job's offsets; 1 to 128 of `A-Za-z0-9._-`. A job
     /// keeps its topic and path for life.
     pub name: String,
-    /// Topic to read, all of its partitions.
+    /// Topic to read, all of its partitions, those added later included (while it runs within
+    /// seconds). Use a new job for a topic that was deleted and created again.
     pub topic: String,
     /// Volume to write; it must exist.
     pub volume: String,

@@ -18,6 +18,11 @@
 //! - Offsets may have gaps: the committed position is the offset after the last record read.
 //! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds.
 //!
+//! One thing it cannot see: a topic that was deleted and created again is refused as
+//! [`Error::OffsetLost`] while any partition is shorter than the committed offset, but once all
+//! are longer it looks like the old one, and the records below the offset are never read. Land a
+//! topic that was created again under a new job name and path.
+//!
 //! # Files
 //!
 //! `<path>/[dt=YYYY-MM-DD/hr=HH/]<partition>-<first offset>-<last offset>.parquet` with row groups
