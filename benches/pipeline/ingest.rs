@@ -79,6 +79,8 @@ fn drain(bootstrap: &str) -> Duration {
         .set("bootstrap.servers", bootstrap)
         .set("group.id", "unused")
         .set("enable.auto.commit", "false")
+        // The default of a second would have the drain wait most of its time.
+        .set("fetch.queue.backoff.ms", "5")
         .create()
         .unwrap();
     let mut assignment = TopicPartitionList::new();
