@@ -225,6 +225,7 @@ fn a_file_that_others_replace_is_never_missing() {
                 }
             }
         });
+        let _done = Stop(&done);
         let mut read = 0;
         for _ in 0..400 {
             match fs::read(&path) {
@@ -240,7 +241,15 @@ fn a_file_that_others_replace_is_never_missing() {
                 Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ESTALE)),
             }
         }
-        done.store(true, Ordering::Relaxed);
         assert!(read > 0);
     });
+}
+
+/// Tells a thread to end, also when the test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }

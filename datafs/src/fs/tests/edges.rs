@@ -90,13 +90,22 @@ fn scattered_writes_take_bounded_memory() {
     assert!((1..count).all(|i| read[3 * i as usize - 1] == 0));
 }
 
+/// Tells a thread to end, also when the test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Replaces a file in one step, again and again, as another process.
 fn replacing(home: &std::path::Path, run: impl FnOnce()) {
     let other = open(home).view(&"v".parse().unwrap()).unwrap();
     other.write_file("pointer", &[0; 5_000]).unwrap();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let writer = scope.spawn(|| {
+        scope.spawn(|| {
             for i in 0u64.. {
                 other.write_file("pointer", &[i as u8; 5_000]).unwrap();
                 if done.load(Ordering::Relaxed) {
@@ -104,9 +113,8 @@ fn replacing(home: &std::path::Path, run: impl FnOnce()) {
                 }
             }
         });
+        let _done = Stop(&done);
         run();
-        done.store(true, Ordering::Relaxed);
-        writer.join().unwrap();
     });
 }
 
