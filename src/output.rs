@@ -6,7 +6,7 @@ use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use serde::Serialize;
 
 /// How this run talks.
@@ -85,12 +85,15 @@ impl Output {
             None => ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()),
         };
         let template = if total.is_some() {
-            format!("{{msg:<12}} {{bar:30}} {{human_pos}}/{{human_len}} {unit}  {{per_sec}}  eta {{eta}}")
+            format!("{{msg:<12}} {{bar:30}} {{human_pos}}/{{human_len}} {unit}  {{rate}}  eta {{eta}}")
         } else {
-            format!("{{msg:<12}} {{spinner}} {{human_pos}} {unit}  {{per_sec}}  {{elapsed}}")
+            format!("{{msg:<12}} {{spinner}} {{human_pos}} {unit}  {{rate}}  {{elapsed}}")
         };
         if let Ok(style) = ProgressStyle::with_template(&template) {
-            bar.set_style(style);
+            // Whole numbers: the library's own rate has four decimals.
+            bar.set_style(style.with_key("rate", |state: &ProgressState, to: &mut dyn std::fmt::Write| {
+                write!(to, "{}/s", count(state.per_sec() as u64)).ok();
+            }));
         }
         bar.set_message(what.to_owned());
         let shown = bar.downgrade();

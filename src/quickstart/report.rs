@@ -101,13 +101,13 @@ impl Report {
                 vec!["accuracy".to_owned(), format!("{:.4}", f.accuracy), "on the held-out records".to_owned()],
                 vec!["loss".to_owned(), format!("{:.4}", f.loss), "mean of the last epoch".to_owned()],
                 vec!["mount".to_owned(), String::new(), f.mount_note.clone()],
-                vec!["model".to_owned(), String::new(), format!("sha256 {}", f.model_sha256)],
+                vec!["model".to_owned(), String::new(), format!("sha256 {:.16}… (--json shows all of it)", f.model_sha256)],
                 vec!["time, memory".to_owned(), format!("{:.1} s", self.seconds), format!("{} MiB at the peak, all processes", count(self.peak_rss_mib))],
             ],
         )?;
         if self.verdict().is_ok() {
             out.text(&format!(
-                "nothing was lost: {} produced = {} landed, {} to train on = {} per epoch, {} held out = {} over gRPC = {} through the topic",
+                "nothing was lost: {} produced = {} landed, of them {} to train on = {} per epoch,\n                  {} held out = {} over gRPC = {} through the topic",
                 count(f.produced), count(f.landed), count(f.produced_train), count(f.rows_per_epoch),
                 count(f.produced_test), count(f.predicted_grpc), count(f.predicted_topic),
             ))?;

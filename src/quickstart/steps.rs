@@ -278,7 +278,7 @@ impl Steps {
                 if !(content.starts_with(b"PAR1") && content.ends_with(b"PAR1")) {
                     return fail(Exit::Corrupt, format!("{} is not whole", first.path().display()));
                 }
-                Ok(format!("read {} ({}) at {}", first.file_name().display(), bytes(content.len() as u64), path.display()))
+                Ok(format!("a landed file ({}) read at {}", bytes(content.len() as u64), path.display()))
             })
             .await
     }

@@ -74,6 +74,13 @@ fn keep_leaves_everything_running_for_other_commands() {
         assert!(mount.join(".snapshots/quickstart/train").is_dir());
         assert!(mount.join("models/digits/1/bundle.json").is_file());
     }
+    // A second run keeps its hands off, of the files as well.
+    let job = home.path().join("train.toml");
+    let before = std::fs::read(&job).unwrap();
+    let (code, line) = home.fails(["quickstart", "--seed", "99"]);
+    assert_eq!(code, 4, "{line}");
+    assert!(line.contains(&format!("process {}", service.pid())), "{line}");
+    assert_eq!(std::fs::read(&job).unwrap(), before);
     // Records that arrive now go the whole way by themselves.
     let line = std::fs::read_to_string(&test).unwrap().lines().next().unwrap().to_owned();
     let file = home.file("more.jsonl", line + "\n");
