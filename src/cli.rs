@@ -49,7 +49,9 @@ pub(crate) enum Command {
     #[command(subcommand, after_help = "Example:\n  millrace snapshot create digits@monday")]
     Snapshot(SnapshotCommand),
     /// Mount a volume or a snapshot as a folder, until Ctrl-C or `millrace umount`
-    #[command(after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday")]
+    #[command(
+        after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday"
+    )]
     Mount(MountArgs),
     /// Unmount a folder
     #[command(after_help = "Example:\n  millrace umount /mnt/digits")]
@@ -61,25 +63,38 @@ pub(crate) enum Command {
     #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
     Produce(ProduceArgs),
     /// Land a topic in a volume as Parquet, exactly once
-    #[command(after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow")]
+    #[command(
+        after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow"
+    )]
     Ingest(IngestArgs),
     /// Read a dataset in training order: print batches, or with --dry the rate
-    #[command(after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry")]
+    #[command(
+        after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
+    )]
     Feed(FeedArgs),
     /// Make and inspect models
-    #[command(subcommand, after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx")]
+    #[command(
+        subcommand,
+        after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx"
+    )]
     Model(ModelCommand),
     /// Train what a job file describes and publish the result as a bundle
     #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
-    #[command(after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001")]
+    #[command(
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001"
+    )]
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts
-    #[command(after_help = "Example:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label")]
+    #[command(
+        after_help = "Example:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label"
+    )]
     Predict(PredictArgs),
     /// Predict from topic to topic (at least once)
-    #[command(after_help = "Example:\n  millrace pipe --from digits-test --to digits-predictions --volume digits --model digits --input pixels")]
+    #[command(
+        after_help = "Example:\n  millrace pipe --from digits-test --to digits-predictions --volume digits --model digits --input pixels"
+    )]
     Pipe(PipeArgs),
     /// Run the embedded broker alone
     #[command(after_help = "Example:\n  millrace broker --listen 127.0.0.1:9092")]
@@ -246,7 +261,7 @@ pub(crate) struct IngestArgs {
 /// `millrace feed`
 #[derive(Debug, Args)]
 pub(crate) struct FeedArgs {
-    /// VOLUME[@SNAPSHOT]:/PATH
+    /// What to read: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
     pub(crate) dataset: DatasetSpec,
     /// Rows of a global batch
     #[arg(long, default_value_t = 128)]
@@ -275,14 +290,18 @@ pub(crate) struct FeedArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelCommand {
     /// Write an ONNX graph with seeded weights
-    #[command(after_help = "Examples:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx")]
+    #[command(
+        after_help = "Examples:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx"
+    )]
     Init {
         /// The architecture
         #[command(subcommand)]
         kind: ModelInit,
     },
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
-    #[command(after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits")]
+    #[command(
+        after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
+    )]
     Show {
         /// An ONNX file, or with --volume the name of a model
         model: String,
@@ -299,7 +318,9 @@ pub(crate) enum ModelCommand {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ModelInit {
     /// Fully connected layers
-    #[command(after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx")]
+    #[command(
+        after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx"
+    )]
     Mlp {
         /// Where to write the graph
         file: PathBuf,
@@ -320,7 +341,9 @@ pub(crate) enum ModelInit {
         scale: f32,
     },
     /// Convolutions with pooling, then a classifier
-    #[command(after_help = "Example:\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx")]
+    #[command(
+        after_help = "Example:\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx"
+    )]
     Cnn {
         /// Where to write the graph
         file: PathBuf,

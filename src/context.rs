@@ -78,7 +78,12 @@ impl Context {
         let config = &self.loaded.settings.streams;
         let root = self.home.root();
         if !config.is_embedded() {
-            return Ok(TopicSession { kafka: config.kafka(root)?, broker: None, users: None, stop: self.stop.clone() });
+            return Ok(TopicSession {
+                kafka: config.kafka(root)?,
+                broker: None,
+                users: None,
+                stop: self.stop.clone(),
+            });
         }
         let dir = broker::dir(root);
         let users = share(&root.join("topics.lock")).await?;

@@ -37,9 +37,11 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
     use millrace_datafs::Error as E;
     match error {
         E::NotFound { .. } | E::Stale { .. } => Exit::NotFound,
-        E::Exists { .. } | E::NotEmpty { .. } | E::Conflict { .. } | E::Busy { .. } | E::NewerFormat { .. } => {
-            Exit::Conflict
-        }
+        E::Exists { .. }
+        | E::NotEmpty { .. }
+        | E::Conflict { .. }
+        | E::Busy { .. }
+        | E::NewerFormat { .. } => Exit::Conflict,
         E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) => Exit::Usage,
         E::NoSpace { .. } => Exit::NoSpace,
         E::NotWritable { .. } | E::Unsupported(_) => Exit::Unavailable,
@@ -106,7 +108,9 @@ fn bundle(error: &millrace_bundle::Error) -> Exit {
 fn serving(error: &millrace_serving::Error) -> Exit {
     use millrace_serving::Error as E;
     match error {
-        E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => Exit::Unavailable,
+        E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
+            Exit::Unavailable
+        }
         E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
         E::Config { .. } => Exit::Usage,

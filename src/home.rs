@@ -73,10 +73,7 @@ impl Home {
             _ => match std::env::home_dir() {
                 Some(dir) => dir.join(".local/share"),
                 None => {
-                    return fail(
-                        Exit::Usage,
-                        "no home folder: pass --home DIR or set MILLRACE_HOME",
-                    );
+                    return fail(Exit::Usage, "no home folder: pass --home DIR or set MILLRACE_HOME");
                 }
             },
         };
@@ -229,7 +226,8 @@ impl HomeLock {
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let parent = path.parent().unwrap_or(Path::new("."));
     // As any new file: the user's umask decides who may read it.
-    let mut staged = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o666)).tempfile_in(parent)?;
+    let mut staged =
+        tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o666)).tempfile_in(parent)?;
     staged.write_all(bytes)?;
     staged.as_file().sync_all()?;
     staged.persist(path).map_err(|error| error.error)?;

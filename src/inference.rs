@@ -65,7 +65,10 @@ pub(crate) async fn predict(
         );
     };
     if input.datatype != "FP32" {
-        return fail(Exit::Usage, format!("input {} of model {model} takes {}, predict sends FP32", input.name, input.datatype));
+        return fail(
+            Exit::Usage,
+            format!("input {} of model {model} takes {}, predict sends FP32", input.name, input.datatype),
+        );
     }
     let mut predictions = Predictions::default();
     for (index, batch) in examples.chunks(batch_rows.max(1)).enumerate() {
@@ -89,7 +92,10 @@ pub(crate) async fn predict(
         };
         let classes = outputs.len() / batch.len();
         if classes == 0 || outputs.len() % batch.len() != 0 {
-            return fail(Exit::Failed, format!("model {model} gave {} values for {} records", outputs.len(), batch.len()));
+            return fail(
+                Exit::Failed,
+                format!("model {model} gave {} values for {} records", outputs.len(), batch.len()),
+            );
         }
         for (example, scores) in batch.iter().zip(outputs.chunks(classes)) {
             predictions.rows.push(best(scores, example.label));
@@ -142,7 +148,8 @@ mod tests {
     #[test]
     fn accuracy_counts_labelled_records_only() {
         let row = |class, label| Predicted { class, confidence: 1.0, label };
-        let predictions = Predictions { version: "1".into(), rows: vec![row(1, Some(1)), row(2, Some(1)), row(3, None)] };
+        let predictions =
+            Predictions { version: "1".into(), rows: vec![row(1, Some(1)), row(2, Some(1)), row(3, None)] };
         assert_eq!(predictions.accuracy(), Some(0.5));
         assert_eq!(Predictions::default().accuracy(), None);
     }

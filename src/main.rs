@@ -65,7 +65,9 @@ async fn run(cli: Cli) -> Result<()> {
     if let Command::Umount { path } = &cli.command {
         return commands::mount::umount(out, path);
     }
-    if let Command::Model(model @ (cli::ModelCommand::Init { .. } | cli::ModelCommand::Show { volume: None, .. })) = cli.command
+    if let Command::Model(
+        model @ (cli::ModelCommand::Init { .. } | cli::ModelCommand::Show { volume: None, .. }),
+    ) = cli.command
     {
         return commands::model::files(out, model);
     }
@@ -88,7 +90,9 @@ async fn run(cli: Cli) -> Result<()> {
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,
         Command::Volume(command) => tokio::task::block_in_place(|| commands::volume::run(&context, command)),
-        Command::Snapshot(command) => tokio::task::block_in_place(|| commands::snapshot::run(&context, command)),
+        Command::Snapshot(command) => {
+            tokio::task::block_in_place(|| commands::snapshot::run(&context, command))
+        }
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,

@@ -37,9 +37,7 @@ impl Output {
             return self.object(value);
         }
         let mut table = Table::new();
-        table
-            .load_preset(presets::NOTHING)
-            .set_content_arrangement(ContentArrangement::Dynamic);
+        table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
         if !headers.is_empty() {
             table.set_header(headers.iter().copied());
         }

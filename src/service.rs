@@ -190,7 +190,9 @@ impl Service {
         topic::ensure_topics(&self.kafka, &settings.streams.topics).await?;
         {
             let (datafs, volumes) = (self.datafs.clone(), settings.up.volumes.clone());
-            context.blocking(move || volumes.iter().try_for_each(|name| ensure_volume(&datafs, name))).await?;
+            context
+                .blocking(move || volumes.iter().try_for_each(|name| ensure_volume(&datafs, name)))
+                .await?;
         }
         for job in &settings.ingest.jobs {
             let (job, datafs, kafka, stop) =
@@ -223,9 +225,13 @@ impl Service {
         }
         for schedule in &settings.up.snapshots {
             if schedule.every_s == 0 {
-                return fail(Exit::Usage, format!("up.snapshots of {}: every_s must be at least 1", schedule.volume));
+                return fail(
+                    Exit::Usage,
+                    format!("up.snapshots of {}: every_s must be at least 1", schedule.volume),
+                );
             }
-            let (datafs, schedule, stop) = (self.datafs.clone(), schedule.clone(), self.middle.stop.child_token());
+            let (datafs, schedule, stop) =
+                (self.datafs.clone(), schedule.clone(), self.middle.stop.child_token());
             self.middle.spawn(format!("snapshots of {}", schedule.volume), snapshots(datafs, schedule, stop));
         }
         self.lock.announce(self.addresses.clone())
@@ -241,7 +247,10 @@ impl Service {
             (None, Some(directory)) => Source::directory(&context.loaded.resolve(directory))?,
             (None, None) if config.pipes.is_empty() => return Ok(()),
             (None, None) => {
-                return fail(Exit::Usage, "serving.pipes need models: set serving.volume or serving.directory");
+                return fail(
+                    Exit::Usage,
+                    "serving.pipes need models: set serving.volume or serving.directory",
+                );
             }
         };
         let serving = millrace_serving::serve(config, source, self.front.stop.child_token()).await?;
@@ -275,7 +284,12 @@ impl Service {
     }
 
     /// Mounts a volume or snapshot for as long as the service runs.
-    pub(crate) async fn mount(&mut self, context: &Context, spec: &VolumeSpec, at: PathBuf) -> Result<PathBuf> {
+    pub(crate) async fn mount(
+        &mut self,
+        context: &Context,
+        spec: &VolumeSpec,
+        at: PathBuf,
+    ) -> Result<PathBuf> {
         let (datafs, spec) = (self.datafs.clone(), spec.clone());
         let mounted = context
             .blocking(move || {

@@ -101,7 +101,8 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
         Some(path) => match std::fs::read_to_string(path) {
             Ok(text) => text,
             Err(error) => {
-                let exit = if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Usage };
+                let exit =
+                    if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Usage };
                 return fail(exit, format!("cannot read configuration {}: {error}", path.display()));
             }
         },
@@ -120,7 +121,9 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
     let mut merged: toml::Table = toml::from_str(text).context("parsed a moment ago")?;
     let mut names = Vec::new();
     for (variable, value) in variables {
-        if RESERVED.contains(&variable.as_str()) || (variable.starts_with(WORKER) && !variable.starts_with("MILLRACE_TRAINER__")) {
+        if RESERVED.contains(&variable.as_str())
+            || (variable.starts_with(WORKER) && !variable.starts_with("MILLRACE_TRAINER__"))
+        {
             continue;
         }
         set(&mut merged, &variable, &value)?;
@@ -128,10 +131,9 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
     }
     match Settings::deserialize(toml::Value::Table(merged)) {
         Ok(settings) => Ok(settings),
-        Err(error) => fail(
-            Exit::Usage,
-            format!("environment ({}): {}", names.join(", "), error.to_string().trim()),
-        ),
+        Err(error) => {
+            fail(Exit::Usage, format!("environment ({}): {}", names.join(", "), error.to_string().trim()))
+        }
     }
 }
 
@@ -143,7 +145,9 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
     if keys.is_empty() {
         return fail(
             Exit::Usage,
-            format!("environment variable {variable} names no table: write MILLRACE_TABLE__KEY, as in MILLRACE_SERVING__GRPC"),
+            format!(
+                "environment variable {variable} names no table: write MILLRACE_TABLE__KEY, as in MILLRACE_SERVING__GRPC"
+            ),
         );
     }
     let mut at = table;

@@ -43,7 +43,8 @@ pub(crate) fn figures() -> Vec<Figure> {
 fn write(path: &Path, file: i64) {
     let ids = Int64Array::from_iter_values(file * ROWS_PER_FILE..(file + 1) * ROWS_PER_FILE);
     let labels = Int64Array::from_iter_values((0..ROWS_PER_FILE).map(|i| i % 10));
-    let values = Float32Array::from_iter_values((0..ROWS_PER_FILE * i64::from(WIDTH)).map(|i| (i * 31 % 17) as f32));
+    let values =
+        Float32Array::from_iter_values((0..ROWS_PER_FILE * i64::from(WIDTH)).map(|i| (i * 31 % 17) as f32));
     let item = Arc::new(Field::new("item", DataType::Float32, false));
     let pixels = FixedSizeListArray::new(item, WIDTH, Arc::new(values), None);
     let batch = RecordBatch::try_from_iter([
@@ -54,7 +55,8 @@ fn write(path: &Path, file: i64) {
     .unwrap();
     // Row groups of 20,000 rows: about 5 MiB decoded.
     let properties = WriterProperties::builder().set_max_row_group_row_count(Some(20_000)).build();
-    let mut writer = ArrowWriter::try_new(File::create(path).unwrap(), batch.schema(), Some(properties)).unwrap();
+    let mut writer =
+        ArrowWriter::try_new(File::create(path).unwrap(), batch.schema(), Some(properties)).unwrap();
     writer.write(&batch).unwrap();
     writer.close().unwrap();
 }
@@ -81,7 +83,8 @@ fn bare(dir: &Path) -> Duration {
     let mut rows = 0;
     for file in 0..FILES {
         let file = File::open(dir.join(format!("{file}.parquet"))).unwrap();
-        let reader = ParquetRecordBatchReaderBuilder::try_new(file).unwrap().with_batch_size(1024).build().unwrap();
+        let reader =
+            ParquetRecordBatchReaderBuilder::try_new(file).unwrap().with_batch_size(1024).build().unwrap();
         for batch in reader {
             rows += std::hint::black_box(batch.unwrap()).num_rows();
         }

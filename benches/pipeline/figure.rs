@@ -58,7 +58,11 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
 
 /// Runs ours and the control in turn, so that a machine whose speed drifts is fair to both, and
 /// gives the medians in seconds. One uncounted round first.
-pub(crate) fn in_turn(rounds: usize, mut ours: impl FnMut() -> Duration, mut control: impl FnMut() -> Duration) -> (f64, f64) {
+pub(crate) fn in_turn(
+    rounds: usize,
+    mut ours: impl FnMut() -> Duration,
+    mut control: impl FnMut() -> Duration,
+) -> (f64, f64) {
     let (mut a, mut b) = (Vec::new(), Vec::new());
     for round in 0..=rounds {
         let (x, y) = (ours().as_secs_f64(), control().as_secs_f64());
@@ -83,7 +87,8 @@ pub(crate) fn write(file: &Path, figures: &[Figure]) {
     let text = std::fs::read_to_string(file).unwrap();
     let (before, rest) = text.split_once(BEGIN).expect("the file has a generated part");
     let (_, after) = rest.split_once(END).expect("the generated part ends");
-    let mut table = String::from("\n| figure | ours | control | ratio | control is |\n|---|---:|---:|---:|---|\n");
+    let mut table =
+        String::from("\n| figure | ours | control | ratio | control is |\n|---|---:|---:|---:|---|\n");
     for figure in figures {
         table += &format!(
             "| `{}` | {} {} | {} {} | {:.2} | {} |\n",

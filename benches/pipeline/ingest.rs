@@ -22,7 +22,8 @@ pub(crate) fn figures() -> Vec<Figure> {
     let dir = tempfile::tempdir().unwrap();
     let mut config = broker::Config::default();
     config.listen.set_port(0);
-    let broker = runtime.block_on(Broker::start(config, &broker::dir(dir.path()), CancellationToken::new())).unwrap();
+    let broker =
+        runtime.block_on(Broker::start(config, &broker::dir(dir.path()), CancellationToken::new())).unwrap();
     let kafka = KafkaConfig::new(broker.addr().to_string());
     runtime.block_on(produce(&kafka));
     let datafs = Datafs::open(dir.path(), &Config::default()).unwrap();
@@ -35,7 +36,13 @@ pub(crate) fn figures() -> Vec<Figure> {
             let job = JobConfig::new(&format!("job-{round}"), "t", "v", &format!("round-{round}"));
             let started = Instant::now();
             let report = runtime
-                .block_on(millrace_ingest::run(&job, &datafs, &kafka, CancellationToken::new(), Until::CaughtUp))
+                .block_on(millrace_ingest::run(
+                    &job,
+                    &datafs,
+                    &kafka,
+                    CancellationToken::new(),
+                    Until::CaughtUp,
+                ))
                 .unwrap();
             let elapsed = started.elapsed();
             assert_eq!(report.landed, RECORDS);

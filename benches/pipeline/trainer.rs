@@ -43,7 +43,8 @@ pub(crate) fn figures() -> Vec<Figure> {
                 round * 2 + workers
             );
             std::fs::write(dir.path().join("train.toml"), job).unwrap();
-            let report: serde_json::Value = serde_json::from_slice(&millrace(&["train", "train.toml"])).unwrap();
+            let report: serde_json::Value =
+                serde_json::from_slice(&millrace(&["train", "train.toml"])).unwrap();
             rates[workers - 1].push(report["samples_per_second"].as_f64().unwrap());
         }
     }

@@ -200,10 +200,7 @@ impl JobConfig {
     }
 
     pub(crate) fn invalid(&self, reason: impl ToString) -> Error {
-        Error::InvalidJob {
-            job: self.name.clone(),
-            reason: reason.to_string(),
-        }
+        Error::InvalidJob { job: self.name.clone(), reason: reason.to_string() }
     }
 
     /// Checks the settings of this job alone.
@@ -289,11 +286,7 @@ impl JobConfig {
     fn folder(&self, setting: &str, folder: &str) -> Result<String> {
         let trimmed = folder.trim_matches('/');
         let bad = |part: &str| {
-            part.is_empty()
-                || part == "."
-                || part == ".."
-                || part == ".snapshots"
-                || part.len() > 255
+            part.is_empty() || part == "." || part == ".." || part == ".snapshots" || part.len() > 255
         };
         if !trimmed.is_empty() && trimmed.split('/').any(bad) || trimmed.len() > 2048 {
             return Err(self.invalid(format!("{setting} {folder:?} is not a folder of a volume")));
@@ -329,21 +322,17 @@ impl Job {
     pub(crate) fn resolve_schema(&self, stored: Option<&Schema>) -> Result<Option<Schema>> {
         let Some(declared) = &self.declared else {
             // A job that stops declaring goes on with the columns it has, and may add some.
-            return Ok(stored.map(|stored| Schema {
-                origin: Origin::Inferred,
-                fields: stored.fields.clone(),
-            }));
+            return Ok(
+                stored.map(|stored| Schema { origin: Origin::Inferred, fields: stored.fields.clone() })
+            );
         };
         match stored {
             None => Ok(Some(declared.clone())),
-            Some(stored) => stored
-                .evolve(declared)
-                .map(Some)
-                .map_err(|e| Error::SchemaMismatch {
-                    job: self.name().to_owned(),
-                    volume: self.config.volume.clone(),
-                    reason: e.to_string(),
-                }),
+            Some(stored) => stored.evolve(declared).map(Some).map_err(|e| Error::SchemaMismatch {
+                job: self.name().to_owned(),
+                volume: self.config.volume.clone(),
+                reason: e.to_string(),
+            }),
         }
     }
 }

@@ -38,11 +38,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self {
-            record_bytes_max: 1 << 20,
-            depth_max: 32,
-            fields_max: 2 * COLUMNS_MAX,
-        }
+        Self { record_bytes_max: 1 << 20, depth_max: 32, fields_max: 2 * COLUMNS_MAX }
     }
 }
 
@@ -87,12 +83,7 @@ impl Decoder {
     /// A decoder for that schema; the [`Columns`] given to it must be of the same schema.
     #[must_use]
     pub fn new(schema: Arc<Schema>, unknown: UnknownFields, limits: Limits) -> Self {
-        let index = schema
-            .fields
-            .iter()
-            .enumerate()
-            .map(|(i, f)| (f.name.clone(), i))
-            .collect();
+        let index = schema.fields.iter().enumerate().map(|(i, f)| (f.name.clone(), i)).collect();
         Self {
             seen: vec![0; schema.fields.len()],
             order: (0..schema.fields.len()).collect(),
@@ -201,11 +192,7 @@ impl Decoder {
     }
 
     /// Consumes the value of a field without a column.
-    fn unknown_field(
-        &self,
-        name: &str,
-        scanner: &mut Scanner<'_>,
-    ) -> Result<Option<Field>, Reject> {
+    fn unknown_field(&self, name: &str, scanner: &mut Scanner<'_>) -> Result<Option<Field>, Reject> {
         match self.unknown {
             UnknownFields::Reject => Err(Reject::unknown(name)),
             UnknownFields::Ignore => {
@@ -218,11 +205,7 @@ impl Decoder {
                     return Ok(None);
                 };
                 check_name(name).map_err(|e| Reject::bad_name(&e))?;
-                Ok(Some(Field {
-                    name: name.to_owned(),
-                    kind,
-                    nullable: true,
-                }))
+                Ok(Some(Field { name: name.to_owned(), kind, nullable: true }))
             }
         }
     }

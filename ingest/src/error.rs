@@ -62,9 +62,7 @@ pub enum Error {
         reason: String,
     },
     /// The job was known to the volume with another topic or folder.
-    #[error(
-        "ingest job {job} of volume {volume} {what}: use another job name, or delete the volume"
-    )]
+    #[error("ingest job {job} of volume {volume} {what}: use another job name, or delete the volume")]
     JobChanged {
         /// Job.
         job: String,

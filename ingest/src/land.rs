@@ -77,10 +77,7 @@ impl Lander {
     ) -> Result<Self> {
         let schema = job.resolve_schema(state.schema.as_ref())?;
         let dead = DeadLetters::new(&job, producer);
-        let report = IngestReport {
-            offsets: state.offsets.clone(),
-            ..IngestReport::default()
-        };
+        let report = IngestReport { offsets: state.offsets.clone(), ..IngestReport::default() };
         let mut lander = Self {
             job,
             view,
@@ -113,9 +110,9 @@ impl Lander {
         loop {
             let received = match self.time_left() {
                 None => Some(runtime.block_on(batches.recv())),
-                Some(left) => runtime
-                    .block_on(async { tokio::time::timeout(left, batches.recv()).await })
-                    .ok(),
+                Some(left) => {
+                    runtime.block_on(async { tokio::time::timeout(left, batches.recv()).await }).ok()
+                }
             };
             match received {
                 Some(Some(batch)) => {
@@ -183,12 +180,7 @@ impl Lander {
             }
         }
         let schema = inference.finish();
-        tracing::info!(
-            job = self.job.name(),
-            columns = schema.fields.len(),
-            rows,
-            "inferred the schema"
-        );
+        tracing::info!(job = self.job.name(), columns = schema.fields.len(), rows, "inferred the schema");
         self.fix(schema);
         self.held_rows = 0;
         self.held_bytes = 0;
@@ -230,8 +222,7 @@ impl Lander {
         }
         if !rejected.is_empty() {
             let completed = &mut self.completed;
-            self.dead
-                .add(&self.job, &self.view, batch, &rejected, completed)?;
+            self.dead.add(&self.job, &self.view, batch, &rejected, completed)?;
         }
         let records = self.pending.records() - before;
         self.progress.send_modify(|p| p.records += records);
@@ -275,12 +266,7 @@ impl Lander {
             return Err(self.stopped());
         };
         for field in &new {
-            tracing::info!(
-                job = self.job.name(),
-                column = field.name,
-                "new column of type {}",
-                field.kind
-            );
+            tracing::info!(job = self.job.name(), column = field.name, "new column of type {}", field.kind);
         }
         let mut schema = Schema::clone(layout.schema());
         schema.fields.extend(new);
@@ -304,8 +290,7 @@ impl Lander {
             if self.targets[at].has(layout.schema()) {
                 return Ok(at);
             }
-            let old =
-                std::mem::replace(&mut self.targets[at], Target::new(layout, partition, hour));
+            let old = std::mem::replace(&mut self.targets[at], Target::new(layout, partition, hour));
             self.completed.extend(old.complete(&self.view)?);
             return Ok(at);
         }
@@ -350,13 +335,7 @@ impl Lander {
             .map(|(partition, next)| (*partition, *next))
             .collect();
         let schema = self.layout.as_ref().map(|(layout, _)| layout.schema());
-        self.state.commit(
-            &self.view,
-            &self.job,
-            publish,
-            &moved,
-            schema.map(Arc::as_ref),
-        )?;
+        self.state.commit(&self.view, &self.job, publish, &moved, schema.map(Arc::as_ref))?;
         self.count(&pending, files, started.elapsed());
         Ok(())
     }
@@ -380,8 +359,6 @@ impl Lander {
     }
 
     fn stopped(&self) -> Error {
-        Error::Stopped {
-            job: self.job.name().to_owned(),
-        }
+        Error::Stopped { job: self.job.name().to_owned() }
     }
 }

@@ -49,21 +49,14 @@ pub(crate) fn set_lag(job: &str, progress: &Progress) {
     let Some(metrics) = metrics() else { return };
     for (partition, high) in &progress.high {
         let next = progress.offsets.get(partition).copied().unwrap_or(0);
-        metrics
-            .lag
-            .with_label_values(&[job, &partition.to_string()])
-            .set(high.saturating_sub(next).max(0));
+        metrics.lag.with_label_values(&[job, &partition.to_string()]).set(high.saturating_sub(next).max(0));
     }
 }
 
 fn register() -> prometheus::Result<Metrics> {
     Ok(Metrics {
         landed: register_int_counter_vec!(LANDED_RECORDS, "Rows in published files", &["job"])?,
-        dead_letters: register_int_counter_vec!(
-            DEAD_LETTERS,
-            "Dead letters published",
-            &["job", "reason"]
-        )?,
+        dead_letters: register_int_counter_vec!(DEAD_LETTERS, "Dead letters published", &["job", "reason"])?,
         bytes: register_int_counter_vec!(
             COMMITTED_BYTES,
             "Bytes of keys and values of committed records",

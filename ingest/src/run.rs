@@ -97,10 +97,9 @@ pub async fn run_with_progress(
         move || {
             let spec = VolumeSpec::live(job.volume.clone());
             let view = datafs.view(&spec).map_err(|e| match e {
-                millrace_datafs::Error::NotFound { .. } => Error::VolumeMissing {
-                    job: job.name().to_owned(),
-                    volume: job.config.volume.clone(),
-                },
+                millrace_datafs::Error::NotFound { .. } => {
+                    Error::VolumeMissing { job: job.name().to_owned(), volume: job.config.volume.clone() }
+                }
                 e => volume_error(&job, e),
             })?;
             let state = State::claim(&view, &job)?;
@@ -134,21 +133,11 @@ pub async fn run_with_progress(
     let (batches, received) = mpsc::channel(1);
     let landing = tokio::task::spawn_blocking(move || lander.run(received, &runtime));
 
-    let mut reader = Reader {
-        job: job.clone(),
-        kafka: kafka.clone(),
-        positions,
-        batches,
-        progress,
-    };
+    let mut reader = Reader { job: job.clone(), kafka: kafka.clone(), positions, batches, progress };
     let read = reader.run(&cancel, until, marks).await;
     // Closing the channel is what makes the lander publish the rest and end.
     drop(reader);
-    let landed = landing.await.unwrap_or_else(|_| {
-        Err(Error::Stopped {
-            job: job.name().to_owned(),
-        })
-    });
+    let landed = landing.await.unwrap_or_else(|_| Err(Error::Stopped { job: job.name().to_owned() }));
     // The lander's error is the cause when both have one.
     let mut report = landed?;
     read?;
@@ -168,11 +157,9 @@ async fn blocking<T: Send + 'static>(
     job: &Job,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| {
-        Err(Error::Stopped {
-            job: job.name().to_owned(),
-        })
-    })
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|_| Err(Error::Stopped { job: job.name().to_owned() }))
 }
 
 fn topic_error(job: &Job, kafka: &KafkaConfig, source: millrace_streams::Error) -> Error {
@@ -182,13 +169,9 @@ fn topic_error(job: &Job, kafka: &KafkaConfig, source: millrace_streams::Error) 
             topic,
             bootstrap_servers: kafka.bootstrap_servers.clone(),
         },
-        millrace_streams::Error::OffsetOutOfRange {
-            topic: _,
-            partition,
-            requested,
-            low,
-            high,
-        } => offset_lost(job, partition, requested, (low, high)),
+        millrace_streams::Error::OffsetOutOfRange { topic: _, partition, requested, low, high } => {
+            offset_lost(job, partition, requested, (low, high))
+        }
         source => Error::Topic {
             job: job.name().to_owned(),
             topic: job.topic().to_owned(),
@@ -214,9 +197,7 @@ fn offset_lost(job: &Job, partition: i32, committed: i64, (low, high): (i64, i64
 }
 
 async fn watermarks(job: &Job, kafka: &KafkaConfig) -> Result<Marks> {
-    topic::watermarks(kafka, job.topic())
-        .await
-        .map_err(|e| topic_error(job, kafka, e))
+    topic::watermarks(kafka, job.topic()).await.map_err(|e| topic_error(job, kafka, e))
 }
 
 /// Connects for dead letters when they go to a topic, which is created when it is missing.
@@ -224,34 +205,27 @@ async fn dead_letter_producer(job: &Job, kafka: &KafkaConfig) -> Result<Option<P
     let DeadLetter::Topic(dead) = &job.dead_letter else {
         return Ok(None);
     };
-    topic::create_topic(kafka, dead, 1)
-        .await
-        .map_err(|e| topic_error(job, kafka, e))?;
-    let producer = Producer::connect(kafka)
-        .await
-        .map_err(|e| topic_error(job, kafka, e))?;
+    topic::create_topic(kafka, dead, 1).await.map_err(|e| topic_error(job, kafka, e))?;
+    let producer = Producer::connect(kafka).await.map_err(|e| topic_error(job, kafka, e))?;
     Ok(Some(producer))
 }
 
 /// Where each partition goes on: at the volume's offset, else at its first record.
 fn start(job: &Job, committed: &BTreeMap<i32, i64>, marks: &Marks) -> Result<BTreeMap<i32, i64>> {
-    if let Some((partition, committed)) = committed
-        .iter()
-        .find(|(partition, next)| **next > 0 && !marks.contains_key(partition))
+    if let Some((partition, committed)) =
+        committed.iter().find(|(partition, next)| **next > 0 && !marks.contains_key(partition))
     {
         return Err(offset_lost(job, *partition, *committed, (0, 0)));
     }
     marks
         .iter()
-        .map(
-            |(&partition, &(low, high))| match committed.get(&partition) {
-                Some(&next) if !(low..=high).contains(&next) => {
-                    Err(offset_lost(job, partition, next, (low, high)))
-                }
-                Some(&next) => Ok((partition, next)),
-                None => Ok((partition, low)),
-            },
-        )
+        .map(|(&partition, &(low, high))| match committed.get(&partition) {
+            Some(&next) if !(low..=high).contains(&next) => {
+                Err(offset_lost(job, partition, next, (low, high)))
+            }
+            Some(&next) => Ok((partition, next)),
+            None => Ok((partition, low)),
+        })
         .collect()
 }
 
@@ -346,19 +320,13 @@ impl Reader {
 
     async fn assign(&self) -> Result<Consumer> {
         let topic = self.job.topic();
-        let start: Vec<(String, i32, i64)> = self
-            .positions
-            .iter()
-            .map(|(partition, next)| (topic.to_owned(), *partition, *next))
-            .collect();
-        Consumer::assign(&self.kafka, &start)
-            .await
-            .map_err(|e| topic_error(&self.job, &self.kafka, e))
+        let start: Vec<(String, i32, i64)> =
+            self.positions.iter().map(|(partition, next)| (topic.to_owned(), *partition, *next)).collect();
+        Consumer::assign(&self.kafka, &start).await.map_err(|e| topic_error(&self.job, &self.kafka, e))
     }
 
     fn is_at(&self, ends: &BTreeMap<i32, i64>) -> bool {
-        ends.iter()
-            .all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
+        ends.iter().all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
     }
 
     /// Notes the positions behind a batch; partitions come in runs.

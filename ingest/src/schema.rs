@@ -73,19 +73,13 @@ impl Schema {
     /// A name that is empty, too long, reserved or used twice, or too many columns.
     pub fn new(origin: Origin, fields: Vec<Field>) -> Result<Self, SchemaError> {
         if fields.len() > COLUMNS_MAX {
-            return Err(SchemaError(format!(
-                "{} columns, at most {COLUMNS_MAX} are allowed",
-                fields.len()
-            )));
+            return Err(SchemaError(format!("{} columns, at most {COLUMNS_MAX} are allowed", fields.len())));
         }
         let mut names = HashSet::new();
         for field in &fields {
             check_name(&field.name)?;
             if !names.insert(field.name.as_str()) {
-                return Err(SchemaError(format!(
-                    "column {:?} is declared twice",
-                    field.name
-                )));
+                return Err(SchemaError(format!("column {:?} is declared twice", field.name)));
             }
         }
         Ok(Self { origin, fields })
@@ -94,10 +88,7 @@ impl Schema {
     /// The same columns for Arrow, without lineage columns.
     #[must_use]
     pub fn arrow_fields(&self) -> Vec<Arc<ArrowField>> {
-        self.fields
-            .iter()
-            .map(|f| Arc::new(ArrowField::new(&f.name, f.kind.arrow(), f.nullable)))
-            .collect()
+        self.fields.iter().map(|f| Arc::new(ArrowField::new(&f.name, f.kind.arrow(), f.nullable))).collect()
     }
 
     /// An Arrow schema of these columns alone.
@@ -170,9 +161,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), SchemaError> {
         )));
     }
     if LINEAGE_COLUMNS.contains(&name) {
-        return Err(SchemaError(format!(
-            "column name {name:?} is reserved for where a record came from"
-        )));
+        return Err(SchemaError(format!("column name {name:?} is reserved for where a record came from")));
     }
     Ok(())
 }
@@ -195,19 +184,11 @@ impl DeclaredSchema {
                 Some(kind) => (kind, true),
                 None => (text, false),
             };
-            let kind = kind
-                .parse()
-                .map_err(|e| SchemaError(format!("column {name:?}: {e}")))?;
-            fields.push(Field {
-                name: name.clone(),
-                kind,
-                nullable,
-            });
+            let kind = kind.parse().map_err(|e| SchemaError(format!("column {name:?}: {e}")))?;
+            fields.push(Field { name: name.clone(), kind, nullable });
         }
         if fields.is_empty() {
-            return Err(SchemaError(
-                "a declared schema needs at least one column".to_owned(),
-            ));
+            return Err(SchemaError("a declared schema needs at least one column".to_owned()));
         }
         Schema::new(Origin::Declared, fields)
     }

@@ -62,22 +62,18 @@ impl State {
     pub(crate) fn claim(view: &View, job: &Job) -> Result<Self> {
         let volume_error = |e| volume_error(job, e);
         for _ in 0..CLAIMS_MAX {
-            let identity = Identity {
-                format_version: 1,
-                topic: job.topic().to_owned(),
-                path: job.path.clone(),
-            };
+            let identity =
+                Identity { format_version: 1, topic: job.topic().to_owned(), path: job.path.clone() };
             check_identity(view, job, &identity)?;
             let fence_key = key(job.name(), "fence");
             let before = view.key_get(&fence_key).map_err(volume_error)?;
             let owner = RandomState::new().build_hasher().finish();
             let fence = fence_value(owner, 0);
-            let identity_bytes =
-                serde_json::to_vec(&identity).map_err(|e| Error::CorruptState {
-                    volume: job.config.volume.clone(),
-                    key: key(job.name(), "job"),
-                    reason: e.to_string(),
-                })?;
+            let identity_bytes = serde_json::to_vec(&identity).map_err(|e| Error::CorruptState {
+                volume: job.config.volume.clone(),
+                key: key(job.name(), "job"),
+                reason: e.to_string(),
+            })?;
             let publish = Publish::new()
                 .expect_key(&fence_key, before)
                 .put_key(&fence_key, fence.clone())
@@ -128,15 +124,11 @@ impl State {
         schema: Option<&Schema>,
     ) -> Result<Publish> {
         let fence_key = key(job.name(), "fence");
-        let mut publish = publish
-            .expect_key(&fence_key, Some(self.fence.clone()))
-            .put_key(&fence_key, fence);
+        let mut publish = publish.expect_key(&fence_key, Some(self.fence.clone())).put_key(&fence_key, fence);
         for (partition, next) in offsets {
             let key = offset_key(job.name(), job.topic(), *partition);
             let before = self.offsets.get(partition).map(|next| decimal(*next));
-            publish = publish
-                .expect_key(&key, before)
-                .put_key(&key, decimal(*next));
+            publish = publish.expect_key(&key, before).put_key(&key, decimal(*next));
         }
         if let Some(schema) = schema
             && self.schema.as_ref() != Some(schema)
@@ -191,26 +183,17 @@ fn fence_value(owner: u64, commits: u64) -> Vec<u8> {
 }
 
 fn fenced(job: &Job) -> Error {
-    Error::Fenced {
-        job: job.name().to_owned(),
-        volume: job.config.volume.clone(),
-    }
+    Error::Fenced { job: job.name().to_owned(), volume: job.config.volume.clone() }
 }
 
 /// An error of the volume, told apart by what the caller does next.
 pub(crate) fn volume_error(job: &Job, source: millrace_datafs::Error) -> Error {
     let (job_name, volume) = (job.name().to_owned(), job.config.volume.clone());
     match source {
-        millrace_datafs::Error::NoSpace { .. } => Error::NoSpace {
-            job: job_name,
-            volume,
-            source: Box::new(source),
-        },
-        source => Error::Volume {
-            job: job_name,
-            volume,
-            source: Box::new(source),
-        },
+        millrace_datafs::Error::NoSpace { .. } => {
+            Error::NoSpace { job: job_name, volume, source: Box::new(source) }
+        }
+        source => Error::Volume { job: job_name, volume, source: Box::new(source) },
     }
 }
 
@@ -238,15 +221,9 @@ fn check_identity(view: &View, job: &Job, identity: &Identity) -> Result<()> {
                 )));
             }
         } else if other.topic != identity.topic {
-            return Err(changed(format!(
-                "lands topic {} there, not {}",
-                other.topic, identity.topic
-            )));
+            return Err(changed(format!("lands topic {} there, not {}", other.topic, identity.topic)));
         } else if other.path != identity.path {
-            return Err(changed(format!(
-                "lands in folder {} there, not {}",
-                other.path, identity.path
-            )));
+            return Err(changed(format!("lands in folder {} there, not {}", other.path, identity.path)));
         }
     }
     Ok(())
@@ -268,15 +245,10 @@ fn read_schema(view: &View, job: &Job) -> Result<Option<Schema>> {
     let Some(bytes) = view.key_get(&key).map_err(|e| volume_error(job, e))? else {
         return Ok(None);
     };
-    let corrupt = |reason: String| Error::CorruptState {
-        volume: job.config.volume.clone(),
-        key: key.clone(),
-        reason,
-    };
+    let corrupt =
+        |reason: String| Error::CorruptState { volume: job.config.volume.clone(), key: key.clone(), reason };
     let schema: Schema = serde_json::from_slice(&bytes).map_err(|e| corrupt(e.to_string()))?;
-    Schema::new(schema.origin, schema.fields)
-        .map(Some)
-        .map_err(|e| corrupt(e.to_string()))
+    Schema::new(schema.origin, schema.fields).map(Some).map_err(|e| corrupt(e.to_string()))
 }
 
 fn parse_offset(view: &View, key: &str, partition: &str, value: &[u8]) -> Result<(i32, i64)> {
@@ -309,10 +281,7 @@ pub fn offsets(view: &View) -> Result<Offsets> {
         for (topic, partitions) in topics {
             let known = all.entry(topic).or_default();
             for (partition, next) in partitions {
-                known
-                    .entry(partition)
-                    .and_modify(|n| *n = next.min(*n))
-                    .or_insert(next);
+                known.entry(partition).and_modify(|n| *n = next.min(*n)).or_insert(next);
             }
         }
     }
@@ -325,9 +294,7 @@ pub fn offsets(view: &View) -> Result<Offsets> {
 /// As [`offsets`].
 pub fn offsets_by_job(view: &View) -> Result<BTreeMap<String, Offsets>> {
     let mut jobs: BTreeMap<String, Offsets> = BTreeMap::new();
-    let keys = view
-        .key_scan(PREFIX)
-        .map_err(|e| Error::State(Box::new(e)))?;
+    let keys = view.key_scan(PREFIX).map_err(|e| Error::State(Box::new(e)))?;
     for (key, value) in keys {
         let mut parts = key.strip_prefix(PREFIX).unwrap_or_default().split('/');
         let (Some(job), Some(topic), Some(partition), None) =
@@ -336,11 +303,7 @@ pub fn offsets_by_job(view: &View) -> Result<BTreeMap<String, Offsets>> {
             continue;
         };
         let (partition, next) = parse_offset(view, &key, partition, &value)?;
-        jobs.entry(job.to_owned())
-            .or_default()
-            .entry(topic.to_owned())
-            .or_default()
-            .insert(partition, next);
+        jobs.entry(job.to_owned()).or_default().entry(topic.to_owned()).or_default().insert(partition, next);
     }
     Ok(jobs)
 }

@@ -111,8 +111,8 @@ impl Repository {
     /// Loads every complete version once. Versions that cannot be loaded are in [`Repository::status`].
     ///
     /// # Errors
-    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`], [`Error::DeviceUnavailable`];
-    /// [`Error::Repository`] when the source cannot be read.
+    /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
+    /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         let device = config.device;
         blocking("model loading", move || crate::session::check_device(device)).await?;
@@ -133,7 +133,7 @@ impl Repository {
     /// next call.
     ///
     /// # Errors
-    /// [`Error::Repository`] when the source cannot be read; the models stay as they are.
+    /// [`crate::Error::Repository`] when the source cannot be read; the models stay as they are.
     pub async fn refresh(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         let outcome = self.refresh_now().await;

@@ -75,7 +75,12 @@ fn print(context: &Context, batch: &FeedBatch) -> Result<bool> {
     let mut writer = LineDelimitedWriter::new(Vec::new());
     writer.write(&offset_zones(&batch.batch)?)?;
     writer.finish()?;
-    context.out.text(&format!("# step {}, slots {:?}, {} rows", batch.step, batch.slots, batch.rows.len()))?;
+    context.out.text(&format!(
+        "# step {}, slots {:?}, {} rows",
+        batch.step,
+        batch.slots,
+        batch.rows.len()
+    ))?;
     context.out.piece(&String::from_utf8(writer.into_inner())?)
 }
 

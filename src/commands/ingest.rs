@@ -1,8 +1,8 @@
 //! `millrace ingest`: one topic into a volume, exactly once.
 
 use anyhow::Result;
-use millrace_ingest::{JobConfig, Progress, Until};
 use millrace_datafs::Name;
+use millrace_ingest::{JobConfig, Progress, Until};
 use tokio::sync::watch;
 
 use crate::cli::IngestArgs;

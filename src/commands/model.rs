@@ -39,7 +39,10 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
                     match newest {
                         Some(version) => version,
                         None => {
-                            return fail(Exit::NotFound, format!("volume {volume} has no complete bundle of model {model:?}"));
+                            return fail(
+                                Exit::NotFound,
+                                format!("volume {volume} has no complete bundle of model {model:?}"),
+                            );
                         }
                     }
                 }
@@ -67,7 +70,16 @@ fn init(out: Output, kind: ModelInit) -> Result<()> {
         }
         ModelInit::Cnn { file, height, width, filters, classes, seed, scale } => (
             file,
-            ModelSpec::Cnn(CnnSpec { height, width, channels: 1, filters, hidden: Vec::new(), classes, scale, seed }),
+            ModelSpec::Cnn(CnnSpec {
+                height,
+                width,
+                channels: 1,
+                filters,
+                hidden: Vec::new(),
+                classes,
+                scale,
+                seed,
+            }),
         ),
     };
     let model = spec.build().map_err(|error| failure(Exit::Usage, error.to_string()))?;
@@ -75,9 +87,13 @@ fn init(out: Output, kind: ModelInit) -> Result<()> {
     if let Some(folder) = file.parent()
         && !folder.is_dir()
     {
-        return fail(Exit::NotFound, format!("cannot write {}: there is no folder {}", file.display(), folder.display()));
+        return fail(
+            Exit::NotFound,
+            format!("cannot write {}: there is no folder {}", file.display(), folder.display()),
+        );
     }
-    write_atomically(&file, &model.encode_to_vec()).with_context(|| format!("cannot write {}", file.display()))?;
+    write_atomically(&file, &model.encode_to_vec())
+        .with_context(|| format!("cannot write {}", file.display()))?;
     show_file(out, &file)
 }
 
@@ -123,7 +139,10 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
             vec!["inputs".into(), tensors(&signature.inputs)],
             vec!["outputs".into(), tensors(&signature.outputs)],
             vec!["parameters".into(), count(parameters.max(0) as u64)],
-            vec!["operators".into(), operators.iter().map(|(op, n)| format!("{op} ×{n}")).collect::<Vec<_>>().join(", ")],
+            vec![
+                "operators".into(),
+                operators.iter().map(|(op, n)| format!("{op} ×{n}")).collect::<Vec<_>>().join(", "),
+            ],
             vec!["trainable".into(), trainable],
             vec!["size".into(), bytes(length)],
             vec!["sha256".into(), sha256.clone()],
@@ -159,7 +178,15 @@ fn show_bundle(context: &Context, bundle: &Bundle) -> Result<()> {
 
 fn tensors(specs: &[TensorSpec]) -> String {
     let shape = |spec: &TensorSpec| {
-        spec.shape.iter().map(|d| if *d < 0 { "?".into() } else { d.to_string() }).collect::<Vec<_>>().join("×")
+        spec.shape
+            .iter()
+            .map(|d| if *d < 0 { "?".into() } else { d.to_string() })
+            .collect::<Vec<_>>()
+            .join("×")
     };
-    specs.iter().map(|spec| format!("{} {} {}", spec.name, spec.datatype, shape(spec))).collect::<Vec<_>>().join(", ")
+    specs
+        .iter()
+        .map(|spec| format!("{} {} {}", spec.name, spec.datatype, shape(spec)))
+        .collect::<Vec<_>>()
+        .join(", ")
 }

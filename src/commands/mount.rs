@@ -45,7 +45,11 @@ fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
     out.table(
         &serde_json::json!({ "volume": spec, "mount": path, "pid": pid }),
         &[],
-        [vec![format!("{spec} is mounted at {} (millrace umount {} ends it)", path.display(), quoted(&path.display().to_string()))]],
+        [vec![format!(
+            "{spec} is mounted at {} (millrace umount {} ends it)",
+            path.display(),
+            quoted(&path.display().to_string())
+        )]],
     )
 }
 

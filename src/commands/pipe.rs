@@ -20,7 +20,8 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
     let repository = Repository::open(Source::volume(&view), &serving).await?;
     let session = context.topics().await?;
-    let deps = Deps { kafka: session.kafka.clone(), inference: Inference::new(repository.clone()), progress: view };
+    let deps =
+        Deps { kafka: session.kafka.clone(), inference: Inference::new(repository.clone()), progress: view };
     let until = if args.follow { Until::Forever } else { Until::CaughtUp };
     let spinner = context.out.progress("pipe", "", None);
     let polling = tokio::spawn({
@@ -58,12 +59,18 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
             Some(pipe) => Ok(pipe.clone()),
             None => {
                 let known: Vec<_> = pipes.iter().map(|pipe| pipe.name.as_str()).collect();
-                fail(Exit::NotFound, format!("the configuration has no pipe {name:?} (it has: {})", known.join(", ")))
+                fail(
+                    Exit::NotFound,
+                    format!("the configuration has no pipe {name:?} (it has: {})", known.join(", ")),
+                )
             }
         };
     }
     let (Some(input), Some(output), Some(model)) = (&args.from, &args.to, &args.model) else {
-        return fail(Exit::Usage, "name a pipe of the configuration with --pipe, or --from, --to and --model");
+        return fail(
+            Exit::Usage,
+            "name a pipe of the configuration with --pipe, or --from, --to and --model",
+        );
     };
     Ok(PipeConfig {
         name: format!("{input}-to-{output}"),

@@ -32,7 +32,8 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let mut client = Client::connect(&address.to_string()).await?;
     let started = Instant::now();
     let bar = context.out.progress("predict", "records", Some(examples.len() as u64));
-    let work = predict(&mut client, &args.model, args.version, &examples, args.batch_rows as usize, |n| bar.inc(n));
+    let work =
+        predict(&mut client, &args.model, args.version, &examples, args.batch_rows as usize, |n| bar.inc(n));
     let predictions = tokio::select! {
         predictions = work => predictions,
         () = context.stop.cancelled() => fail(Exit::Failed, "predict was interrupted"),
@@ -60,7 +61,11 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
         }),
     )?;
     let right = accuracy.map_or(String::new(), |accuracy| format!(", accuracy {accuracy:.4}"));
-    let more = if predictions.rows.len() > SHOWN { format!(" (the first {SHOWN} are shown, --json shows all)") } else { String::new() };
+    let more = if predictions.rows.len() > SHOWN {
+        format!(" (the first {SHOWN} are shown, --json shows all)")
+    } else {
+        String::new()
+    };
     context.out.text(&format!(
         "{} predicted by {} version {} in {seconds:.2} s{right}{more}",
         count(predictions.rows.len() as u64),
@@ -74,7 +79,8 @@ fn read(file: Option<&Path>, input: &str, label: Option<&str>) -> Result<Vec<Exa
         Some(path) => match std::fs::File::open(path) {
             Ok(file) => Box::new(BufReader::new(file)),
             Err(error) => {
-                let exit = if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Failed };
+                let exit =
+                    if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Failed };
                 return fail(exit, format!("cannot read {}: {error}", path.display()));
             }
         },
@@ -113,8 +119,11 @@ fn read(file: Option<&Path>, input: &str, label: Option<&str>) -> Result<Vec<Exa
 fn example(line: &[u8], input: &str, label: Option<&str>) -> Result<Example, String> {
     let record: Value = serde_json::from_slice(line).map_err(|error| format!("not JSON: {error}"))?;
     let mut features = Vec::new();
-    flatten(record.get(input).ok_or_else(|| format!("no field {input:?} (--input names it)"))?, &mut features)
-        .map_err(|what| format!("field {input:?} holds {what}, not numbers"))?;
+    flatten(
+        record.get(input).ok_or_else(|| format!("no field {input:?} (--input names it)"))?,
+        &mut features,
+    )
+    .map_err(|what| format!("field {input:?} holds {what}, not numbers"))?;
     let label = match label {
         None => None,
         Some(field) => Some(

@@ -60,7 +60,8 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     let closed = session.close().await;
     if produced > 0 {
         // Whoever starts again must know which lines are there already.
-        ended.with_context(|| format!("after {} records that are in topic {}", count(produced), args.topic))?;
+        ended
+            .with_context(|| format!("after {} records that are in topic {}", count(produced), args.topic))?;
     } else {
         ended?;
     }
@@ -101,7 +102,10 @@ impl Reader {
             loop {
                 let chunk = self.chunk();
                 let last = !matches!(&chunk, Ok(records) if !records.is_empty());
-                if matches!(&chunk, Ok(records) if records.is_empty()) || sender.blocking_send(chunk).is_err() || last {
+                if matches!(&chunk, Ok(records) if records.is_empty())
+                    || sender.blocking_send(chunk).is_err()
+                    || last
+                {
                     return;
                 }
             }

@@ -11,11 +11,9 @@ use crate::home::Addresses;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     let mut config = context.loaded.settings.serving.clone();
-    for (given, into) in [
-        (args.grpc, &mut config.grpc),
-        (args.http, &mut config.http),
-        (args.metrics, &mut config.metrics),
-    ] {
+    for (given, into) in
+        [(args.grpc, &mut config.grpc), (args.http, &mut config.http), (args.metrics, &mut config.metrics)]
+    {
         if let Some(address) = given {
             *into = address;
         }

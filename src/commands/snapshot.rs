@@ -42,10 +42,7 @@ pub(crate) fn show(context: &Context, snapshots: &[SnapshotInfo]) -> Result<()> 
         &snapshots,
         &["snapshot", "created (UTC)"],
         snapshots.iter().map(|snapshot| {
-            vec![
-                format!("{}@{}", snapshot.volume, snapshot.name),
-                time(snapshot.created_at),
-            ]
+            vec![format!("{}@{}", snapshot.volume, snapshot.name), time(snapshot.created_at)]
         }),
     )
 }

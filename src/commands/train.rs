@@ -49,11 +49,32 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         [
             vec!["ended".to_owned(), ended.to_owned()],
             vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
-            vec!["rows per epoch".to_owned(), report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows))],
-            vec!["loss, accuracy".to_owned(), format!("{}, {} on the training rows", number(report.loss), number(report.accuracy))],
-            vec!["workers".to_owned(), format!("{}, {} lost and replaced", report.workers, report.workers_lost)],
-            vec!["samples/s".to_owned(), if report.already_published { String::new() } else { count(report.samples_per_second as u64) }],
-            vec!["model".to_owned(), report.version.map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model))],
+            vec![
+                "rows per epoch".to_owned(),
+                report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
+            ],
+            vec![
+                "loss, accuracy".to_owned(),
+                format!("{}, {} on the training rows", number(report.loss), number(report.accuracy)),
+            ],
+            vec![
+                "workers".to_owned(),
+                format!("{}, {} lost and replaced", report.workers, report.workers_lost),
+            ],
+            vec![
+                "samples/s".to_owned(),
+                if report.already_published {
+                    String::new()
+                } else {
+                    count(report.samples_per_second as u64)
+                },
+            ],
+            vec![
+                "model".to_owned(),
+                report
+                    .version
+                    .map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model)),
+            ],
             vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
         ],
     )?;

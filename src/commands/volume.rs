@@ -21,9 +21,7 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
             let info = datafs.volume_show(&name)?;
             let snapshots = datafs.snapshot_list(&name)?;
             if context.out.is_json() {
-                return context
-                    .out
-                    .object(&serde_json::json!({ "volume": info, "snapshots": snapshots }));
+                return context.out.object(&serde_json::json!({ "volume": info, "snapshots": snapshots }));
             }
             show(context, &[info])?;
             super::snapshot::show(context, &snapshots)

@@ -28,13 +28,13 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     let scaffold = scaffold::write(&context.home, &args)?;
     context.out.note(match start {
         Start::Clean => "quickstart: starting clean",
-        Start::Continued => "quickstart: continuing where the last run of this home ended (--clean starts anew)",
+        Start::Continued => {
+            "quickstart: continuing where the last run of this home ended (--clean starts anew)"
+        }
     });
     // The scaffold alone decides, so that a millrace.toml in the current folder changes nothing.
-    let context = Context {
-        loaded: settings::load(Some(&scaffold.config), context.home.root())?,
-        ..context.clone()
-    };
+    let context =
+        Context { loaded: settings::load(Some(&scaffold.config), context.home.root())?, ..context.clone() };
     context.loaded.settings.ingest.validate()?;
     let service = start_service(&context).await?;
     let mut steps = Steps::new(context.clone(), service, args.seed);

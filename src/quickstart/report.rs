@@ -80,7 +80,13 @@ pub(crate) struct Report {
 
 impl Report {
     /// Puts a run's result together.
-    pub(crate) fn new(start: Start, figures: Figures, elapsed: Duration, peak_rss_mib: u64, addresses: Addresses) -> Report {
+    pub(crate) fn new(
+        start: Start,
+        figures: Figures,
+        elapsed: Duration,
+        peak_rss_mib: u64,
+        addresses: Addresses,
+    ) -> Report {
         let seconds = (elapsed.as_secs_f64() * 100.0).round() / 100.0;
         Report { start, figures, seconds, peak_rss_mib, addresses }
     }
@@ -93,16 +99,46 @@ impl Report {
             self,
             &["step", "records", ""],
             [
-                row("produced", f.produced, format!("{} to train on, {} held out", count(f.produced_train), count(f.produced_test))),
-                row("landed", f.landed, format!("in digits@quickstart, {} dead letters", count(f.dead_letters))),
-                row("rows per epoch", f.rows_per_epoch, format!("{} epochs, {} steps, {} workers on {}", f.epochs, count(f.steps), f.workers, f.device)),
+                row(
+                    "produced",
+                    f.produced,
+                    format!("{} to train on, {} held out", count(f.produced_train), count(f.produced_test)),
+                ),
+                row(
+                    "landed",
+                    f.landed,
+                    format!("in digits@quickstart, {} dead letters", count(f.dead_letters)),
+                ),
+                row(
+                    "rows per epoch",
+                    f.rows_per_epoch,
+                    format!(
+                        "{} epochs, {} steps, {} workers on {}",
+                        f.epochs,
+                        count(f.steps),
+                        f.workers,
+                        f.device
+                    ),
+                ),
                 row("predicted, gRPC", f.predicted_grpc, format!("model digits version {}", f.version)),
                 row("predicted, topic", f.predicted_topic, "digits-test to digits-predictions".to_owned()),
-                vec!["accuracy".to_owned(), format!("{:.4}", f.accuracy), "on the held-out records".to_owned()],
+                vec![
+                    "accuracy".to_owned(),
+                    format!("{:.4}", f.accuracy),
+                    "on the held-out records".to_owned(),
+                ],
                 vec!["loss".to_owned(), format!("{:.4}", f.loss), "mean of the last epoch".to_owned()],
                 vec!["mount".to_owned(), String::new(), f.mount_note.clone()],
-                vec!["model".to_owned(), String::new(), format!("sha256 {:.16}… (--json shows all of it)", f.model_sha256)],
-                vec!["time, memory".to_owned(), format!("{:.1} s", self.seconds), format!("{} MiB at the peak, all processes", count(self.peak_rss_mib))],
+                vec![
+                    "model".to_owned(),
+                    String::new(),
+                    format!("sha256 {:.16}… (--json shows all of it)", f.model_sha256),
+                ],
+                vec![
+                    "time, memory".to_owned(),
+                    format!("{:.1} s", self.seconds),
+                    format!("{} MiB at the peak, all processes", count(self.peak_rss_mib)),
+                ],
             ],
         )?;
         if self.verdict().is_ok() {
@@ -157,7 +193,9 @@ impl Report {
             look,
             format!("kcat -C -b {kafka} -t digits-predictions -e"),
             format!("curl -s http://{http}/v2/models/digits"),
-            format!("{program} --home {home} predict digits {home}/data/digits-test.jsonl --input pixels --label label"),
+            format!(
+                "{program} --home {home} predict digits {home}/data/digits-test.jsonl --input pixels --label label"
+            ),
             format!("{program} --home {home} model show digits --volume digits"),
         ] {
             out.text(&format!("  {line}"))?;

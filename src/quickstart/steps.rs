@@ -123,7 +123,9 @@ impl Steps {
         if held.values().any(|left| *left > 0) {
             return fail(
                 Exit::Conflict,
-                format!("topic {name} holds {already} records, more than quickstart writes: start anew with --clean"),
+                format!(
+                    "topic {name} holds {already} records, more than quickstart writes: start anew with --clean"
+                ),
             );
         }
         bar.set_position(lines.len() as u64 - missing.len() as u64);
@@ -206,12 +208,14 @@ impl Steps {
         let steps = plan.steps_for_epochs(1);
         let batch_rows = plan.batch_rows();
         let columns = Some(columns.iter().map(|column| (*column).to_owned()).collect());
-        let feed = Feed::open(plan, dataset.store().clone(), &FeedOptions { columns, ..FeedOptions::default() })?;
+        let feed =
+            Feed::open(plan, dataset.store().clone(), &FeedOptions { columns, ..FeedOptions::default() })?;
         let mut rows = Vec::new();
         for step in 0..steps {
             let batch = feed.batch(step, 0..batch_rows).await?;
             // The last batch reaches into the next epoch.
-            let first: arrow::array::BooleanArray = batch.epochs.iter().map(|epoch| Some(*epoch == 0)).collect();
+            let first: arrow::array::BooleanArray =
+                batch.epochs.iter().map(|epoch| Some(*epoch == 0)).collect();
             rows.push(arrow::compute::filter_record_batch(&batch.batch, &first)?);
         }
         Ok(rows)
@@ -273,8 +277,8 @@ impl Steps {
                 let Some(first) = entries.first() else {
                     return fail(Exit::Failed, format!("{} is empty", folder.display()));
                 };
-                let content =
-                    std::fs::read(first.path()).with_context(|| format!("cannot read {}", first.path().display()))?;
+                let content = std::fs::read(first.path())
+                    .with_context(|| format!("cannot read {}", first.path().display()))?;
                 if !(content.starts_with(b"PAR1") && content.ends_with(b"PAR1")) {
                     return fail(Exit::Corrupt, format!("{} is not whole", first.path().display()));
                 }
@@ -326,28 +330,38 @@ impl Steps {
     }
 
     /// Waits until every held-out record has a prediction in the topic, then reads all of them.
-    async fn predict_topic(&mut self, held_out: &[HeldOut], grpc: &Predictions, figures: &mut Figures) -> Result<()> {
+    async fn predict_topic(
+        &mut self,
+        held_out: &[HeldOut],
+        grpc: &Predictions,
+        figures: &mut Figures,
+    ) -> Result<()> {
         let kafka = self.service.kafka.clone();
         let expected = held_out.len() as u64;
         let work = async {
             let mut last = (0, Instant::now());
             loop {
                 let ends = topic::watermarks(&kafka, PREDICTIONS_TOPIC).await?;
-                let there: u64 = ends.values().map(|(low, high)| u64::try_from(high - low).unwrap_or(0)).sum();
+                let there: u64 =
+                    ends.values().map(|(low, high)| u64::try_from(high - low).unwrap_or(0)).sum();
                 if there >= expected {
                     return Ok(ends);
                 }
                 if there != last.0 {
                     last = (there, Instant::now());
                 } else if last.1.elapsed() > PATIENCE {
-                    return fail(Exit::Failed, format!("{PREDICTIONS_TOPIC} stands at {there} of {expected} predictions"));
+                    return fail(
+                        Exit::Failed,
+                        format!("{PREDICTIONS_TOPIC} stands at {there} of {expected} predictions"),
+                    );
                 }
                 tokio::time::sleep(LOOK).await;
             }
         };
         let ends = Self::with_service(&mut self.service, work).await?;
         let total: u64 = ends.values().map(|(low, high)| u64::try_from(high - low).unwrap_or(0)).sum();
-        let start: Vec<_> = ends.iter().map(|(p, (low, _))| (PREDICTIONS_TOPIC.to_owned(), *p, *low)).collect();
+        let start: Vec<_> =
+            ends.iter().map(|(p, (low, _))| (PREDICTIONS_TOPIC.to_owned(), *p, *low)).collect();
         let mut consumer = Consumer::assign(&kafka, &start).await?;
         let mut seen: BTreeMap<Place, (String, usize)> = BTreeMap::new();
         let mut read = 0;
@@ -355,7 +369,10 @@ impl Steps {
         while read < total {
             let Some(batch) = consumer.next(4096, 8 << 20, Duration::from_secs(1)).await? else {
                 if heard.elapsed() > PATIENCE {
-                    return fail(Exit::Failed, format!("{PREDICTIONS_TOPIC} gave {read} of its {total} records"));
+                    return fail(
+                        Exit::Failed,
+                        format!("{PREDICTIONS_TOPIC} gave {read} of its {total} records"),
+                    );
                 }
                 continue;
             };
@@ -383,7 +400,12 @@ impl Steps {
 fn prediction(value: &[u8]) -> Result<(Place, (String, usize))> {
     let value: Value = serde_json::from_slice(value).context("a prediction is not JSON")?;
     let number = |at: &str| value.pointer(at).and_then(Value::as_i64);
-    match (number("/source/partition"), number("/source/offset"), number("/argmax/logits"), number("/version")) {
+    match (
+        number("/source/partition"),
+        number("/source/offset"),
+        number("/argmax/logits"),
+        number("/version"),
+    ) {
         (Some(partition), Some(offset), Some(class), Some(version)) => {
             Ok(((i32::try_from(partition)?, offset), (version.to_string(), usize::try_from(class)?)))
         }

@@ -147,35 +147,18 @@ impl Dataset {
         let groups: usize = files.iter().map(|f| f.row_groups.len()).sum();
         if groups > ROW_GROUPS_MAX {
             let limit = ROW_GROUPS_MAX as u64;
-            return Err(FeedError::TooLarge {
-                path,
-                what: "the number of row groups",
-                limit,
-            });
+            return Err(FeedError::TooLarge { path, what: "the number of row groups", limit });
         }
         // 2^56 rows: products with lanes and epochs stay far below 64 bits.
         let limit = 1u64 << 56;
         let rows = files
             .iter()
             .flat_map(|f| &f.row_groups)
-            .try_fold(0u64, |sum, g| {
-                sum.checked_add(g.rows).filter(|&s| s <= limit)
-            });
+            .try_fold(0u64, |sum, g| sum.checked_add(g.rows).filter(|&s| s <= limit));
         match rows {
-            None => Err(FeedError::TooLarge {
-                path,
-                what: "the number of rows",
-                limit,
-            }),
-            Some(0) => Err(FeedError::NoRows {
-                path,
-                files: files.len(),
-            }),
-            Some(_) => Ok(Self {
-                path,
-                schema,
-                files,
-            }),
+            None => Err(FeedError::TooLarge { path, what: "the number of rows", limit }),
+            Some(0) => Err(FeedError::NoRows { path, files: files.len() }),
+            Some(_) => Ok(Self { path, schema, files }),
         }
     }
 
@@ -197,10 +180,6 @@ impl Dataset {
 
     /// Rows of all files together; never 0.
     pub fn rows(&self) -> u64 {
-        self.files
-            .iter()
-            .flat_map(|f| &f.row_groups)
-            .map(|g| g.rows)
-            .sum()
+        self.files.iter().flat_map(|f| &f.row_groups).map(|g| g.rows).sum()
     }
 }

@@ -35,7 +35,9 @@ pub enum Error {
         dir: PathBuf,
     },
     /// The topic does not exist: create it.
-    #[error("topic {topic} does not exist at {bootstrap_servers} (declare it under [[streams.topics]] or produce to it first)")]
+    #[error(
+        "topic {topic} does not exist at {bootstrap_servers} (declare it under [[streams.topics]] or produce to it first)"
+    )]
     UnknownTopic {
         /// Topic name.
         topic: String,
@@ -70,7 +72,9 @@ pub enum Error {
         high: i64,
     },
     /// The brokers do not offer consumer groups: assign partitions explicitly.
-    #[error("the embedded broker at {bootstrap_servers} has no consumer groups; assign partitions instead of subscribing")]
+    #[error(
+        "the embedded broker at {bootstrap_servers} has no consumer groups; assign partitions instead of subscribing"
+    )]
     GroupsUnsupported {
         /// The brokers.
         bootstrap_servers: String,

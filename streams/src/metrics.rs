@@ -30,9 +30,8 @@ pub static PRODUCED_RECORDS: LazyLock<IntCounter> = LazyLock::new(|| {
 });
 
 /// Records handed out by our consumers.
-pub static CONSUMED_RECORDS: LazyLock<IntCounter> = LazyLock::new(|| {
-    counter("millrace_streams_consumed_records_total", "Records handed out by consumers.")
-});
+pub static CONSUMED_RECORDS: LazyLock<IntCounter> =
+    LazyLock::new(|| counter("millrace_streams_consumed_records_total", "Records handed out by consumers."));
 
 /// Key and value bytes handed out by our consumers.
 pub static CONSUMED_BYTES: LazyLock<IntCounter> = LazyLock::new(|| {

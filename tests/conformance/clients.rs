@@ -49,11 +49,35 @@ fn kcat_produces_and_consumes() {
     assert!(producer.wait().unwrap().success());
 
     let consumed = program(Command::new("kcat").args([
-        "-b", &kafka, "-C", "-t", "from-kcat", "-p", "0", "-o", "beginning", "-e", "-q", "-K", ":",
+        "-b",
+        &kafka,
+        "-C",
+        "-t",
+        "from-kcat",
+        "-p",
+        "0",
+        "-o",
+        "beginning",
+        "-e",
+        "-q",
+        "-K",
+        ":",
     ]));
     assert_eq!(consumed.lines().collect::<Vec<_>>(), lines);
     let tail = program(Command::new("kcat").args([
-        "-b", &kafka, "-C", "-t", "from-kcat", "-p", "0", "-o", "-5", "-e", "-q", "-f", "%o %s\n",
+        "-b",
+        &kafka,
+        "-C",
+        "-t",
+        "from-kcat",
+        "-p",
+        "0",
+        "-o",
+        "-5",
+        "-e",
+        "-q",
+        "-f",
+        "%o %s\n",
     ]));
     assert_eq!(tail.lines().next(), Some("1995 value 1995"));
     let listed = program(Command::new("kcat").args(["-b", &kafka, "-L"]));

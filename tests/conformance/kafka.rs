@@ -51,7 +51,8 @@ impl Kafka {
             .unwrap();
         let kafka = Kafka { child, bootstrap };
         until("Apache Kafka answers", || {
-            let listed = Command::new("kcat").args(["-b", &kafka.bootstrap, "-L", "-m", "2"]).output().unwrap();
+            let listed =
+                Command::new("kcat").args(["-b", &kafka.bootstrap, "-L", "-m", "2"]).output().unwrap();
             listed.status.success()
         });
         kafka
@@ -80,7 +81,10 @@ fn the_commands_work_on_apache_kafka() {
         serde_json::from_str(&text).unwrap()
     };
     let records = project().join("examples/digits/digits.jsonl");
-    assert_eq!(on_kafka(&["produce", "digits", records.to_str().unwrap(), "--partitions", "3"])["produced"], 1437);
+    assert_eq!(
+        on_kafka(&["produce", "digits", records.to_str().unwrap(), "--partitions", "3"])["produced"],
+        1437
+    );
     let ingest = ["ingest", "--topic", "digits", "--volume", "digits", "--path", "train"];
     assert_eq!(on_kafka(&ingest)["report"]["landed"], 1437);
     assert_eq!(on_kafka(&ingest)["report"]["landed"], 0, "a second run lands nothing twice");

@@ -1,5 +1,5 @@
 //! Real clients against real sockets and mounts; run by `make conformance`, which installs them.
-#![allow(clippy::unwrap_used, missing_docs)]
+#![allow(clippy::unwrap_used, clippy::print_stderr, missing_docs)]
 
 #[path = "../support/mod.rs"]
 mod support;

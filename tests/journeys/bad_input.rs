@@ -189,7 +189,16 @@ fn a_missing_or_foreign_onnx_library_is_one_line() {
         let output = home
             .command()
             .env("ORT_DYLIB_PATH", &library)
-            .args(["serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--models"])
+            .args([
+                "serve",
+                "--grpc",
+                "127.0.0.1:0",
+                "--http",
+                "127.0.0.1:0",
+                "--metrics",
+                "127.0.0.1:0",
+                "--models",
+            ])
             .arg(&models)
             .output()
             .unwrap();
@@ -217,7 +226,18 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let home = Home::new();
     landed(&home);
     let bad = home.dir.path().join("bad.onnx");
-    home.ok(["model", "init", "mlp", "--inputs", "2", "--hidden", "4", "--classes", "2", bad.to_str().unwrap()]);
+    home.ok([
+        "model",
+        "init",
+        "mlp",
+        "--inputs",
+        "2",
+        "--hidden",
+        "4",
+        "--classes",
+        "2",
+        bad.to_str().unwrap(),
+    ]);
     // Same length, so that the graph stays readable with an operator nobody knows.
     let bytes = std::fs::read(&bad).unwrap();
     let at = bytes.windows(4).position(|window| window == b"Relu").unwrap();
@@ -235,7 +255,11 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     std::fs::write(&path, text).unwrap();
     let (_, line) = home.fails(["train", path.to_str().unwrap()]);
     assert!(line.contains("no column \"nope\"; it has id, x, label"), "{line}");
-    assert_eq!(home.json(["volume", "show", "v"])["volume"]["usage"]["files"], 1, "nothing but the data is there");
+    assert_eq!(
+        home.json(["volume", "show", "v"])["volume"]["usage"]["files"],
+        1,
+        "nothing but the data is there"
+    );
 
     if !crate::support::fuse_permitted() {
         return;
@@ -327,7 +351,9 @@ fn garbage_on_the_brokers_port_harms_nobody() {
     let home = Home::new();
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
     let kafka = broker.object()["kafka"].as_str().unwrap().to_owned();
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4], b"\x7f\xff\xff\xff", &[0; 4]] {
+    for garbage in
+        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4], b"\x7f\xff\xff\xff", &[0; 4]]
+    {
         let mut socket = TcpStream::connect(&kafka).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         socket.write_all(garbage).unwrap();
@@ -348,23 +374,44 @@ fn garbage_on_the_brokers_port_harms_nobody() {
 /// A server over a bundle directory, for the requests below.
 fn serve(home: &Home, break_it: impl FnOnce(&Path)) -> (Service, String, Vec<String>) {
     let onnx = home.dir.path().join("m.onnx");
-    home.ok(["model", "init", "mlp", "--inputs", "2", "--hidden", "4", "--classes", "2", onnx.to_str().unwrap()]);
+    home.ok([
+        "model",
+        "init",
+        "mlp",
+        "--inputs",
+        "2",
+        "--hidden",
+        "4",
+        "--classes",
+        "2",
+        onnx.to_str().unwrap(),
+    ]);
     let models = home.dir.path().join("models");
     std::fs::create_dir(&models).unwrap();
     let store = LocalFileSystem::new_with_prefix(&models).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for version in [1, 2] {
         let lineage = Lineage::default();
-        let bundle = Bundle::new("m", version, std::fs::read(&onnx).unwrap(), lineage, Default::default()).unwrap();
+        let bundle =
+            Bundle::new("m", version, std::fs::read(&onnx).unwrap(), lineage, Default::default()).unwrap();
         runtime.block_on(bundle.write(&store, "")).unwrap();
     }
     break_it(&models.join("m/2"));
     let mut service = home.start([
-        "serve", "--json", "--models", models.to_str().unwrap(), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0",
-        "--metrics", "127.0.0.1:0",
+        "serve",
+        "--json",
+        "--models",
+        models.to_str().unwrap(),
+        "--grpc",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        "--metrics",
+        "127.0.0.1:0",
     ]);
     let said = service.object();
-    let models = said["models"].as_array().unwrap().iter().map(|line| line.as_str().unwrap().to_owned()).collect();
+    let models =
+        said["models"].as_array().unwrap().iter().map(|line| line.as_str().unwrap().to_owned()).collect();
     (service, said["grpc"].as_str().unwrap().to_owned(), models)
 }
 
@@ -379,7 +426,10 @@ fn a_corrupt_bundle_is_named_and_never_served() {
         std::fs::write(&model, bytes).unwrap();
     });
     assert!(models.iter().any(|line| line == "m version 1"), "{models:?}");
-    assert!(models.iter().any(|line| line.contains("version 2 is not served") && line.contains("corrupt")), "{models:?}");
+    assert!(
+        models.iter().any(|line| line.contains("version 2 is not served") && line.contains("corrupt")),
+        "{models:?}"
+    );
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let mut client = Client::connect(&grpc).await.unwrap();

@@ -11,7 +11,13 @@ use nix::unistd::Pid;
 use crate::support::{Home, failure, project, until};
 
 fn spawn(home: &Home, args: &[&str]) -> Child {
-    home.command().args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    home.command()
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
 }
 
 fn wait(child: &mut Child) {
@@ -83,7 +89,9 @@ fn model_files_need_no_home_and_are_files_like_any_other() {
     let home = Home::new();
     let model = home.dir.path().join("m.onnx");
     let model = model.to_str().unwrap();
-    for args in [&["model", "init", "mlp", "--inputs", "2", "--classes", "2", model][..], &["model", "show", model]] {
+    for args in
+        [&["model", "init", "mlp", "--inputs", "2", "--classes", "2", model][..], &["model", "show", model]]
+    {
         let output = home.command().env("MILLRACE_HOME", "/proc/millrace").args(args).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }

@@ -11,8 +11,16 @@ const MOMENTS: [f64; 10] = [0.04, 0.10, 0.17, 0.26, 0.35, 0.47, 0.58, 0.71, 0.83
 
 /// What a disturbed run must end with, exactly as an undisturbed one does.
 const FIELDS: [&str; 10] = [
-    "produced", "landed", "dead_letters", "rows_per_epoch", "epochs", "predicted_grpc", "predicted_topic",
-    "repeated_topic", "model_sha256", "accuracy",
+    "produced",
+    "landed",
+    "dead_letters",
+    "rows_per_epoch",
+    "epochs",
+    "predicted_grpc",
+    "predicted_topic",
+    "repeated_topic",
+    "model_sha256",
+    "accuracy",
 ];
 
 #[test]

@@ -1,5 +1,5 @@
 //! What users do, through the built program alone.
-#![allow(clippy::unwrap_used, missing_docs)]
+#![allow(clippy::unwrap_used, clippy::print_stderr, missing_docs)]
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -66,7 +66,8 @@ fn keep_leaves_everything_running_for_other_commands() {
     let report = service.object();
     check(&report);
     let test = crate::support::project().join("examples/digits/digits-test.jsonl");
-    let predicted = home.json(["predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--label", "label"]);
+    let predicted =
+        home.json(["predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--label", "label"]);
     assert_eq!(predicted["predicted"], 360, "{predicted}");
     assert!(predicted["accuracy"].as_f64().unwrap() >= 0.95);
     if fuse_permitted() {

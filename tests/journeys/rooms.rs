@@ -17,16 +17,26 @@ const ALLOWED: [(&str, &[&str]); 6] = [
 
 #[test]
 fn rooms_depend_on_each_other_only_as_allowed() {
-    let tree = program(
-        Command::new(env!("CARGO")).current_dir(project()).args([
-            "tree", "--workspace", "--offline", "--locked", "--edges", "normal,build", "--depth", "1",
-            "--prefix", "depth", "--format", "{p}",
-        ]),
-    );
+    let tree = program(Command::new(env!("CARGO")).current_dir(project()).args([
+        "tree",
+        "--workspace",
+        "--offline",
+        "--locked",
+        "--edges",
+        "normal,build",
+        "--depth",
+        "1",
+        "--prefix",
+        "depth",
+        "--format",
+        "{p}",
+    ]));
     let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let mut room = None;
     for line in tree.lines() {
-        let Some(package) = line.trim_start_matches(|c: char| c.is_ascii_digit()).split(' ').next() else { continue };
+        let Some(package) = line.trim_start_matches(|c: char| c.is_ascii_digit()).split(' ').next() else {
+            continue;
+        };
         let name = package.strip_prefix("millrace-").map(str::to_owned);
         if line.starts_with('0') {
             room = name;
@@ -37,7 +47,10 @@ fn rooms_depend_on_each_other_only_as_allowed() {
             found.entry(room.clone()).or_default().insert(name);
         }
     }
-    assert_eq!(found.keys().map(String::as_str).collect::<BTreeSet<_>>(), ALLOWED.iter().map(|(room, _)| *room).collect());
+    assert_eq!(
+        found.keys().map(String::as_str).collect::<BTreeSet<_>>(),
+        ALLOWED.iter().map(|(room, _)| *room).collect()
+    );
     for (room, allowed) in ALLOWED {
         for other in &found[room] {
             assert!(allowed.contains(&other.as_str()), "{room} must not depend on {other}");

@@ -70,7 +70,8 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
     home.ok(["--config", config, "snapshot", "create", "digits@frozen"]);
     // Training starts by itself, publishes, and the server takes the model up.
     until("the model answers", || {
-        let args = ["--config", config, "predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--json"];
+        let args =
+            ["--config", config, "predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--json"];
         let output = home.run(args);
         output.status.success() && {
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -81,12 +82,15 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
     let metrics = addresses["metrics"].as_str().unwrap().to_owned();
     until("the pipe has answered", || {
         let text = http_get(&metrics, "/metrics");
-        text.lines().any(|line| line.starts_with("millrace_serving_pipe_records_total") && line.ends_with(" 360"))
+        text.lines()
+            .any(|line| line.starts_with("millrace_serving_pipe_records_total") && line.ends_with(" 360"))
     });
     until("old scheduled snapshots go", || {
         let listed = home.json(["--config", config, "snapshot", "list", "digits"]);
-        let names: Vec<_> = listed.as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap().to_owned()).collect();
-        names.iter().filter(|name| name.starts_with("scheduled-")).count() == 2 && names.iter().any(|n| n == "frozen")
+        let names: Vec<_> =
+            listed.as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap().to_owned()).collect();
+        names.iter().filter(|name| name.starts_with("scheduled-")).count() == 2
+            && names.iter().any(|n| n == "frozen")
     });
     if fuse_permitted() {
         assert!(home.dir.path().join("mnt/.snapshots/frozen/train").is_dir());

@@ -1,5 +1,12 @@
 //! Runs the `millrace` program as its users do: processes, homes of their own, what they print.
-#![allow(clippy::unwrap_used, clippy::expect_used, dead_code, missing_docs, unreachable_pub, clippy::print_stderr)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    dead_code,
+    missing_docs,
+    unreachable_pub,
+    clippy::print_stderr
+)]
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};

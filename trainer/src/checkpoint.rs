@@ -147,17 +147,11 @@ impl Checkpoints {
 
     /// Makes `state` the newest checkpoint; durable when it returns. Writing a checkpoint that is
     /// there already, or one behind the newest, does nothing.
-    pub(crate) fn write(
-        &self,
-        state: &State,
-        layout: &ParamLayout,
-        finish: Option<Finish>,
-    ) -> Result<()> {
+    pub(crate) fn write(&self, state: &State, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
         let folder = format!("{:012}", state.step);
         let path = format!("{}/{folder}", self.folder());
-        let bytes = state
-            .encode(layout)
-            .map_err(|reason| Error::Checkpoint { place: self.place(&path), reason })?;
+        let bytes =
+            state.encode(layout).map_err(|reason| Error::Checkpoint { place: self.place(&path), reason })?;
         let sha256 = hex::encode(Sha256::digest(&bytes));
         for _ in 0..ATTEMPTS {
             let before = self.pointer()?;
@@ -196,7 +190,12 @@ impl Checkpoints {
             match self.view.publish(publish) {
                 Ok(()) => {
                     self.drop_folders(&dropped);
-                    tracing::info!(job = self.job, step = state.step, bytes = bytes.len(), "checkpoint written");
+                    tracing::info!(
+                        job = self.job,
+                        step = state.step,
+                        bytes = bytes.len(),
+                        "checkpoint written"
+                    );
                     return Ok(());
                 }
                 Err(error) => self.on_conflict(error)?,
@@ -222,7 +221,11 @@ impl Checkpoints {
             let ours = match before {
                 Some((_, pointer)) if pointer.run == self.run => Some(pointer),
                 Some((_, pointer)) => {
-                    tracing::info!(job = self.job, step = pointer.step, "the job, its data or its model changed: starting over");
+                    tracing::info!(
+                        job = self.job,
+                        step = pointer.step,
+                        "the job, its data or its model changed: starting over"
+                    );
                     for folder in &pointer.kept {
                         publish = self.drop_files(publish, folder);
                     }
@@ -275,10 +278,7 @@ impl Checkpoints {
                 job: self.job.clone(),
                 reason: "another coordinator has taken it over".to_owned(),
             }),
-            _ => Err(Error::volume(
-                format!("write checkpoint {}", self.place(&self.folder())),
-                error,
-            )),
+            _ => Err(Error::volume(format!("write checkpoint {}", self.place(&self.folder())), error)),
         }
     }
 

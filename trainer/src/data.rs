@@ -44,8 +44,7 @@ impl Rows {
         };
         ShardBatch {
             rows: range.len(),
-            inputs: self.inputs[range.start * self.input_width..range.end * self.input_width]
-                .to_vec(),
+            inputs: self.inputs[range.start * self.input_width..range.end * self.input_width].to_vec(),
             labels,
         }
     }
@@ -92,17 +91,11 @@ impl Columns {
     }
 
     /// Decodes a batch; `row_name` says which row of the dataset a row of the batch is.
-    pub(crate) fn decode(
-        &self,
-        batch: &RecordBatch,
-        row_name: &dyn Fn(usize) -> String,
-    ) -> Result<Rows> {
+    pub(crate) fn decode(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Rows> {
         let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
         let labels = match self.loss {
             Loss::CrossEntropy => Labels::Class(self.classes(batch, row_name)?),
-            Loss::Mse => {
-                Labels::Value(self.numbers(batch, &self.label, self.output_width, row_name)?)
-            }
+            Loss::Mse => Labels::Value(self.numbers(batch, &self.label, self.output_width, row_name)?),
         };
         Ok(Rows { input_width: self.input_width, output_width: self.output_width, inputs, labels })
     }
@@ -114,17 +107,11 @@ impl Columns {
         })
     }
 
-    fn check_width(
-        &self,
-        column: &str,
-        width: Option<usize>,
-        wanted: usize,
-        who: &str,
-    ) -> Result<()> {
+    fn check_width(&self, column: &str, width: Option<usize>, wanted: usize, who: &str) -> Result<()> {
         match width {
-            Some(width) if width != wanted => Err(self.bad(format!(
-                "column {column:?} has {width} values per row, {who} {wanted}"
-            ))),
+            Some(width) if width != wanted => {
+                Err(self.bad(format!("column {column:?} has {width} values per row, {who} {wanted}")))
+            }
             _ => Ok(()),
         }
     }
@@ -205,21 +192,14 @@ impl Columns {
             flat.extend_from_slice(&values.values()[range]);
         }
         match flat.iter().position(|value| !value.is_finite()) {
-            Some(at) => Err(self.bad(format!(
-                "{} has {} in column {name:?}",
-                row_name(at / width.max(1)),
-                flat[at]
-            ))),
+            Some(at) => {
+                Err(self.bad(format!("{} has {} in column {name:?}", row_name(at / width.max(1)), flat[at])))
+            }
             None => Ok(flat),
         }
     }
 
-    fn no_nulls(
-        &self,
-        column: &ArrayRef,
-        name: &str,
-        row_name: &dyn Fn(usize) -> String,
-    ) -> Result<()> {
+    fn no_nulls(&self, column: &ArrayRef, name: &str, row_name: &dyn Fn(usize) -> String) -> Result<()> {
         if column.null_count() == 0 {
             return Ok(());
         }

@@ -244,7 +244,10 @@ impl JobFile {
         }
         let plain = |part: &str| !part.is_empty() && part != "." && part != "..";
         if !self.output.path.trim_matches('/').split('/').all(plain) {
-            return Err(format!("output.path = {:?}: name a directory, such as \"models\"", self.output.path));
+            return Err(format!(
+                "output.path = {:?}: name a directory, such as \"models\"",
+                self.output.path
+            ));
         }
         Ok(())
     }

@@ -42,13 +42,9 @@ impl WorkerCommand {
         I: IntoIterator<Item = S>,
         S: Into<String>,
     {
-        let program = std::env::current_exe()
-            .map_err(|source| Error::io("find the path of this program", source))?;
-        Ok(WorkerCommand {
-            program,
-            args: args.into_iter().map(Into::into).collect(),
-            env: Vec::new(),
-        })
+        let program =
+            std::env::current_exe().map_err(|source| Error::io("find the path of this program", source))?;
+        Ok(WorkerCommand { program, args: args.into_iter().map(Into::into).collect(), env: Vec::new() })
     }
 
     /// Starts one worker. It has its own process group, so that a Ctrl-C in the terminal reaches

@@ -18,13 +18,8 @@ impl JobLock {
         let path = folder.join(format!("{job}.lock"));
         let io = |e| Error::io(format!("lock {}", path.display()), e);
         std::fs::create_dir_all(&folder).map_err(io)?;
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(io)?;
+        let mut file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

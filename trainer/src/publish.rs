@@ -43,8 +43,7 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
     let mut offsets: BTreeMap<String, BTreeMap<i32, i64>> = BTreeMap::new();
     for (key, value) in keys {
         let mut parts = key.strip_prefix(OFFSETS_PREFIX).unwrap_or_default().splitn(3, '/');
-        let (Some(_), Some(topic), Some(partition)) = (parts.next(), parts.next(), parts.next())
-        else {
+        let (Some(_), Some(topic), Some(partition)) = (parts.next(), parts.next(), parts.next()) else {
             continue;
         };
         let partition: Option<i32> = partition.parse().ok();
@@ -65,9 +64,8 @@ fn run_key(job: &JobFile, run: &str) -> String {
 /// The version a run was published as, if it was.
 pub(crate) fn published(output: &View, job: &JobFile, run: &str) -> Result<Option<Published>> {
     let key = run_key(job, run);
-    let value = output
-        .key_get(&key)
-        .map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
+    let value =
+        output.key_get(&key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
     Ok(value.and_then(|value| serde_json::from_slice(&value).ok()))
 }
 
@@ -117,8 +115,7 @@ pub(crate) fn publish(
         };
         let bundle =
             Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state)).map_err(bad)?;
-        let published =
-            Published { version, model_sha256: bundle.model_sha256().to_owned() };
+        let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let mut publish = Publish::new()
             .expect_key(run_key(job, &origin.run), None)
             .put_key(run_key(job, &origin.run), serde_json::to_vec(&published).unwrap_or_default())

@@ -64,8 +64,8 @@ impl Replica {
     /// Opens the data, loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, runtime: Handle) -> Result<Replica> {
         let Assignment { job, home, datafs, config, run, owner, plan } = assignment;
-        let datafs = Datafs::open(&home, &datafs)
-            .map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
+        let datafs =
+            Datafs::open(&home, &datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job))?;
         let plan = Arc::new(plan);
         let feed = {
@@ -143,8 +143,7 @@ impl Replica {
 
     /// Takes over the state of a worker that is ahead.
     pub(crate) fn import(&mut self, state: &[u8]) -> Result<()> {
-        let state = State::decode(self.engine.layout(), state)
-            .map_err(|reason| self.bad_state(reason))?;
+        let state = State::decode(self.engine.layout(), state).map_err(|reason| self.bad_state(reason))?;
         self.restore(state)
     }
 
@@ -176,14 +175,13 @@ impl Replica {
         let began = Instant::now();
         let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
         let own = rank_shards(ring.rank(), ring.world(), shards);
-        let slots = shard_slots(own.start, shards, batch_rows).start
-            ..shard_slots(own.end, shards, batch_rows).start;
+        let slots =
+            shard_slots(own.start, shards, batch_rows).start..shard_slots(own.end, shards, batch_rows).start;
         let batch = self.read(slots.clone())?;
         let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
 
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
-        let mut tally =
-            Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows());
+        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows());
         tally.leave = u64::from(leave);
         tally.stop = u64::from(stop);
         for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
@@ -314,9 +312,7 @@ impl Replica {
 
     fn diverged(&self, error: EngineError) -> Error {
         match error {
-            EngineError::NonFinite { .. } => {
-                Error::Diverged { step: self.step, reason: error.to_string() }
-            }
+            EngineError::NonFinite { .. } => Error::Diverged { step: self.step, reason: error.to_string() },
             other => Error::Engine(other),
         }
     }

@@ -370,10 +370,7 @@ fn load_model(job: &JobFile) -> Result<ModelProto> {
                 }
                 _ => spec.clone(),
             };
-            return spec.build().map_err(|e| Error::Job {
-                job: job.name.to_string(),
-                reason: e.to_string(),
-            });
+            return spec.build().map_err(|e| Error::Job { job: job.name.to_string(), reason: e.to_string() });
         }
         ModelSource::File(path) => path,
     };
@@ -398,9 +395,7 @@ fn random_token() -> Result<String> {
     Ok(hex::encode(bytes))
 }
 
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
         Err(error) => match error.try_into_panic() {

@@ -65,15 +65,12 @@ pub fn run() -> Result<()> {
 }
 
 fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
-    let coordinator: std::net::SocketAddr =
-        place.coordinator.parse().map_err(|_| Error::CoordinatorLost {
-            address: place.coordinator.clone(),
-            reason: "is not ip:port".to_owned(),
-        })?;
+    let coordinator: std::net::SocketAddr = place.coordinator.parse().map_err(|_| {
+        Error::CoordinatorLost { address: place.coordinator.clone(), reason: "is not ip:port".to_owned() }
+    })?;
     let mut options = Options::new(place.token.clone());
     let mut collective = Collective::bind(coordinator.ip(), options.clone())?;
-    let (greeted, assignment) =
-        Session::connect(runtime.handle(), place, collective.address())?;
+    let (greeted, assignment) = Session::connect(runtime.handle(), place, collective.address())?;
     let assignment: Assignment = serde_json::from_str(&assignment).map_err(|e| Error::Worker {
         message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
     })?;

@@ -276,9 +276,8 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
     let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 120"), |_| {}).unwrap();
 
     let progress = home.path().join("progress.json");
-    let read = || -> Option<serde_json::Value> {
-        serde_json::from_slice(&std::fs::read(&progress).ok()?).ok()
-    };
+    let read =
+        || -> Option<serde_json::Value> { serde_json::from_slice(&std::fs::read(&progress).ok()?).ok() };
     let launch = || {
         let _ = std::fs::remove_file(&progress);
         Command::new(std::env::current_exe().unwrap())
@@ -393,10 +392,16 @@ fn bad_jobs_are_refused_before_any_worker_starts() {
         (job_text("bad", "workers = 13"), vec!["workers", "12", "virtual_shards"]),
         (job_text("bad", "batch_rows = 3"), vec!["line 10", "duplicate key"]),
         (job_text("bad", "device = \"tpu\""), vec!["line 10", "tpu", "cuda"]),
-        (replace("optimizer", "optimizer = { kind = \"adamw\", learning_rate = -1.0 }"), vec!["learning_rate", "above 0"]),
+        (
+            replace("optimizer", "optimizer = { kind = \"adamw\", learning_rate = -1.0 }"),
+            vec!["learning_rate", "above 0"],
+        ),
         (replace("optimizer", "optimizer = { kind = \"adam\" }"), vec!["line 6", "adam"]),
         (replace("name", "name = \"../up\""), vec!["line 1", "../up"]),
-        (replace("dataset", "dataset = \"data:/train\""), vec!["snapshot", "millrace snapshot create data@NAME"]),
+        (
+            replace("dataset", "dataset = \"data:/train\""),
+            vec!["snapshot", "millrace snapshot create data@NAME"],
+        ),
         (replace("dataset", "dataset = \"nowhere@v1:/train\""), vec!["nowhere"]),
         (replace("dataset", "dataset = \"data@v9:/train\""), vec!["data@v9", "not exist"]),
         (replace("dataset", "dataset = \"data@v1:/tests\""), vec!["/tests", "no Parquet"]),

@@ -40,17 +40,8 @@ enum Values {
     Utf8(Strings),
     Json(Strings),
     Binary(Strings),
-    List {
-        kind: Type,
-        ends: Vec<i32>,
-        items: Box<Values>,
-    },
-    FixedList {
-        kind: Type,
-        width: usize,
-        rows: usize,
-        items: Box<Values>,
-    },
+    List { kind: Type, ends: Vec<i32>, items: Box<Values> },
+    FixedList { kind: Type, width: usize, rows: usize, items: Box<Values> },
 }
 
 /// Bytes of variable length: `ends[i]..ends[i + 1]`.
@@ -62,15 +53,11 @@ struct Strings {
 
 impl Strings {
     fn new() -> Self {
-        Self {
-            ends: vec![0],
-            bytes: Vec::new(),
-        }
+        Self { ends: vec![0], bytes: Vec::new() }
     }
 
     fn seal(&mut self) -> Result<(), Fault> {
-        self.ends
-            .push(i32::try_from(self.bytes.len()).map_err(|_| Fault::Range)?);
+        self.ends.push(i32::try_from(self.bytes.len()).map_err(|_| Fault::Range)?);
         Ok(())
     }
 
@@ -80,8 +67,7 @@ impl Strings {
 
     fn truncate(&mut self, rows: usize) {
         self.ends.truncate(rows + 1);
-        self.bytes
-            .truncate(self.ends.last().map_or(0, |end| *end as usize));
+        self.bytes.truncate(self.ends.last().map_or(0, |end| *end as usize));
     }
 }
 
@@ -93,10 +79,7 @@ impl Columns {
             columns: schema
                 .fields
                 .iter()
-                .map(|field| Column {
-                    values: Values::new(&field.kind),
-                    nulls: NullBufferBuilder::new(0),
-                })
+                .map(|field| Column { values: Values::new(&field.kind), nulls: NullBufferBuilder::new(0) })
                 .collect(),
             rows: 0,
         }
@@ -181,11 +164,9 @@ impl Values {
             Type::Utf8 => Self::Utf8(Strings::new()),
             Type::Json => Self::Json(Strings::new()),
             Type::Binary => Self::Binary(Strings::new()),
-            Type::List(item) => Self::List {
-                kind: (**item).clone(),
-                ends: vec![0],
-                items: Box::new(Self::new(item)),
-            },
+            Type::List(item) => {
+                Self::List { kind: (**item).clone(), ends: vec![0], items: Box::new(Self::new(item)) }
+            }
             Type::FixedList(item, width) => Self::FixedList {
                 kind: (**item).clone(),
                 width: *width as usize,
@@ -202,9 +183,7 @@ impl Values {
             Self::Int64(values) | Self::Timestamp(values) => values.len(),
             Self::Float32(values) => values.len(),
             Self::Float64(values) => values.len(),
-            Self::Utf8(strings) | Self::Json(strings) | Self::Binary(strings) => {
-                strings.ends.len() - 1
-            }
+            Self::Utf8(strings) | Self::Json(strings) | Self::Binary(strings) => strings.ends.len() - 1,
             Self::List { ends, .. } => ends.len() - 1,
             Self::FixedList { rows, .. } => *rows,
         }
@@ -226,15 +205,11 @@ impl Values {
                 _ => text::timestamp_us(&scanner.string()?)?,
             }),
             Self::Utf8(strings) => {
-                strings
-                    .bytes
-                    .extend_from_slice(scanner.string()?.as_bytes());
+                strings.bytes.extend_from_slice(scanner.string()?.as_bytes());
                 strings.seal()?;
             }
             Self::Json(strings) => {
-                strings
-                    .bytes
-                    .extend_from_slice(scanner.skip_value()?.as_bytes());
+                strings.bytes.extend_from_slice(scanner.skip_value()?.as_bytes());
                 strings.seal()?;
             }
             Self::Binary(strings) => {
@@ -245,9 +220,7 @@ impl Values {
                 items.append_items(scanner)?;
                 ends.push(i32::try_from(items.len()).map_err(|_| Fault::Range)?);
             }
-            Self::FixedList {
-                width, rows, items, ..
-            } => {
+            Self::FixedList { width, rows, items, .. } => {
                 let found = items.append_items(scanner)?;
                 if found != *width {
                     return Err(Fault::Length { found });
@@ -279,9 +252,7 @@ impl Values {
                 strings.placeholder();
             }
             Self::List { ends, .. } => ends.push(ends.last().copied().unwrap_or(0)),
-            Self::FixedList {
-                width, rows, items, ..
-            } => {
+            Self::FixedList { width, rows, items, .. } => {
                 for _ in 0..*width {
                     items.placeholder();
                 }
@@ -308,12 +279,7 @@ impl Values {
                 ends.truncate(rows + 1);
                 items.truncate(ends.last().map_or(0, |end| *end as usize));
             }
-            Self::FixedList {
-                width,
-                rows: len,
-                items,
-                ..
-            } => {
+            Self::FixedList { width, rows: len, items, .. } => {
                 *len = rows.min(*len);
                 items.truncate(*len * *width);
             }
@@ -327,10 +293,9 @@ impl Values {
             Self::Int64(values) => Arc::new(Int64Array::try_new(take_buffer(values), nulls)?),
             Self::Float32(values) => Arc::new(Float32Array::try_new(take_buffer(values), nulls)?),
             Self::Float64(values) => Arc::new(Float64Array::try_new(take_buffer(values), nulls)?),
-            Self::Timestamp(values) => Arc::new(
-                TimestampMicrosecondArray::try_new(take_buffer(values), nulls)?
-                    .with_timezone("UTC"),
-            ),
+            Self::Timestamp(values) => {
+                Arc::new(TimestampMicrosecondArray::try_new(take_buffer(values), nulls)?.with_timezone("UTC"))
+            }
             Self::Utf8(strings) | Self::Json(strings) => {
                 let (ends, bytes) = take_strings(strings);
                 Arc::new(StringArray::try_new(ends, bytes, nulls)?)
@@ -344,22 +309,12 @@ impl Values {
                 let items = items.take(None)?;
                 Arc::new(ListArray::try_new(kind.item_field(), ends, items, nulls)?)
             }
-            Self::FixedList {
-                kind,
-                width,
-                rows,
-                items,
-            } => {
+            Self::FixedList { kind, width, rows, items } => {
                 *rows = 0;
                 let items = items.take(None)?;
                 let width = i32::try_from(*width)
                     .map_err(|_| ArrowError::InvalidArgumentError("list width".to_owned()))?;
-                Arc::new(FixedSizeListArray::try_new(
-                    kind.item_field(),
-                    width,
-                    items,
-                    nulls,
-                )?)
+                Arc::new(FixedSizeListArray::try_new(kind.item_field(), width, items, nulls)?)
             }
         })
     }

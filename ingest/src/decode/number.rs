@@ -24,8 +24,8 @@ const DIGITS_MAX: u32 = 19;
 const EXPONENT_MAX: i32 = 100_000;
 /// Powers of ten that `f64` holds exactly.
 const POWERS_F64: [f64; 23] = [
-    1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16,
-    1e17, 1e18, 1e19, 1e20, 1e21, 1e22,
+    1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18,
+    1e19, 1e20, 1e21, 1e22,
 ];
 /// Powers of ten that `f32` holds exactly.
 const POWERS_F32: [f32; 11] = [1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10];
@@ -129,11 +129,7 @@ impl<'a> Number<'a> {
         if self.complete && self.mantissa <= 1 << 53 && self.exponent.unsigned_abs() <= 22 {
             let power = POWERS_F64[self.exponent.unsigned_abs() as usize];
             let mantissa = self.mantissa as f64;
-            let value = if self.exponent < 0 {
-                mantissa / power
-            } else {
-                mantissa * power
-            };
+            let value = if self.exponent < 0 { mantissa / power } else { mantissa * power };
             return Ok(if self.negative { -value } else { value });
         }
         let value: f64 = self.text.parse().map_err(|_| Fault::Range)?;
@@ -151,11 +147,7 @@ impl<'a> Number<'a> {
         if self.complete && self.mantissa <= 1 << 24 && self.exponent.unsigned_abs() <= 10 {
             let power = POWERS_F32[self.exponent.unsigned_abs() as usize];
             let mantissa = self.mantissa as f32;
-            let value = if self.exponent < 0 {
-                mantissa / power
-            } else {
-                mantissa * power
-            };
+            let value = if self.exponent < 0 { mantissa / power } else { mantissa * power };
             return Ok(if self.negative { -value } else { value });
         }
         let value: f32 = self.text.parse().map_err(|_| Fault::Range)?;

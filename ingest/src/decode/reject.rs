@@ -94,10 +94,7 @@ fn quote(text: &str) -> String {
 
 impl Reject {
     fn new(class: RejectClass, reason: impl fmt::Display) -> Self {
-        Self {
-            class,
-            reason: reason.to_string(),
-        }
+        Self { class, reason: reason.to_string() }
     }
 
     pub(crate) fn no_value() -> Self {
@@ -105,10 +102,7 @@ impl Reject {
     }
 
     pub(crate) fn too_large(bytes: usize, max: usize) -> Self {
-        Self::new(
-            RejectClass::TooLarge,
-            format_args!("{bytes} bytes, record_bytes_max is {max}"),
-        )
+        Self::new(RejectClass::TooLarge, format_args!("{bytes} bytes, record_bytes_max is {max}"))
     }
 
     pub(crate) fn not_utf8(at: usize) -> Self {
@@ -116,45 +110,27 @@ impl Reject {
     }
 
     pub(crate) fn too_many_fields(max: usize) -> Self {
-        Self::new(
-            RejectClass::TooLarge,
-            format_args!("more than {max} fields"),
-        )
+        Self::new(RejectClass::TooLarge, format_args!("more than {max} fields"))
     }
 
     pub(crate) fn too_many_columns(max: usize) -> Self {
-        Self::new(
-            RejectClass::TooLarge,
-            format_args!("its new fields would make more than {max} columns"),
-        )
+        Self::new(RejectClass::TooLarge, format_args!("its new fields would make more than {max} columns"))
     }
 
     pub(crate) fn not_an_object(found: super::Kind) -> Self {
-        Self::new(
-            RejectClass::NotAnObject,
-            format_args!("expected a JSON object, found {found}"),
-        )
+        Self::new(RejectClass::NotAnObject, format_args!("expected a JSON object, found {found}"))
     }
 
     pub(crate) fn duplicate(name: &str) -> Self {
-        Self::new(
-            RejectClass::DuplicateField,
-            format_args!("field {} is there twice", quote(name)),
-        )
+        Self::new(RejectClass::DuplicateField, format_args!("field {} is there twice", quote(name)))
     }
 
     pub(crate) fn missing(name: &str) -> Self {
-        Self::new(
-            RejectClass::MissingField,
-            format_args!("required field {} is missing", quote(name)),
-        )
+        Self::new(RejectClass::MissingField, format_args!("required field {} is missing", quote(name)))
     }
 
     pub(crate) fn unknown(name: &str) -> Self {
-        Self::new(
-            RejectClass::UnknownField,
-            format_args!("field {} is not in the schema", quote(name)),
-        )
+        Self::new(RejectClass::UnknownField, format_args!("field {} is not in the schema", quote(name)))
     }
 
     pub(crate) fn bad_name(error: &SchemaError) -> Self {
@@ -180,9 +156,7 @@ impl Reject {
             ),
             Fault::Fraction => Self::new(
                 RejectClass::WrongType,
-                format_args!(
-                    "field {name}: expected {kind}, found a number with a fraction or exponent"
-                ),
+                format_args!("field {name}: expected {kind}, found a number with a fraction or exponent"),
             ),
             Fault::Range => Self::new(
                 RejectClass::OutOfRange,
@@ -208,14 +182,12 @@ impl From<Fault> for Reject {
     /// A fault outside any column: only syntax and depth occur there.
     fn from(fault: Fault) -> Self {
         match fault {
-            Fault::Syntax { at, what } => Self::new(
-                RejectClass::NotJson,
-                format_args!("not JSON at byte {at}: {what}"),
-            ),
-            Fault::Deep { max } => Self::new(
-                RejectClass::TooLarge,
-                format_args!("nested deeper than {max} levels"),
-            ),
+            Fault::Syntax { at, what } => {
+                Self::new(RejectClass::NotJson, format_args!("not JSON at byte {at}: {what}"))
+            }
+            Fault::Deep { max } => {
+                Self::new(RejectClass::TooLarge, format_args!("nested deeper than {max} levels"))
+            }
             Fault::Found(found) => Self::not_an_object(found),
             Fault::Null
             | Fault::Fraction

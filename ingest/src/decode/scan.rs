@@ -47,12 +47,7 @@ impl<'a> Scanner<'a> {
             return Err(Reject::too_large(value.len(), limits.record_bytes_max));
         }
         let text = std::str::from_utf8(value).map_err(|e| Reject::not_utf8(e.valid_up_to()))?;
-        let mut scanner = Self {
-            text,
-            at: 0,
-            depth: 0,
-            depth_max: limits.depth_max,
-        };
+        let mut scanner = Self { text, at: 0, depth: 0, depth_max: limits.depth_max };
         scanner.space();
         Ok(scanner)
     }
@@ -87,11 +82,7 @@ impl<'a> Scanner<'a> {
 
     fn expect_kind(&self, wanted: Kind) -> Result<(), Fault> {
         let found = self.kind()?;
-        if found == wanted {
-            Ok(())
-        } else {
-            Err(Fault::Found(found))
-        }
+        if found == wanted { Ok(()) } else { Err(Fault::Found(found)) }
     }
 
     /// Whether `null` is here, which is then consumed.
@@ -169,8 +160,8 @@ impl<'a> Scanner<'a> {
                 }
                 Some(b'\\') => {
                     self.at += 1;
-                    let (char, len) = text::escape(&self.text.as_bytes()[self.at..])
-                        .map_err(|what| self.fail(what))?;
+                    let (char, len) =
+                        text::escape(&self.text.as_bytes()[self.at..]).map_err(|what| self.fail(what))?;
                     string.push(char);
                     self.at += len;
                 }
@@ -187,9 +178,7 @@ impl<'a> Scanner<'a> {
 
     fn enter(&mut self) -> Result<(), Fault> {
         if self.depth >= self.depth_max {
-            return Err(Fault::Deep {
-                max: self.depth_max,
-            });
+            return Err(Fault::Deep { max: self.depth_max });
         }
         self.depth += 1;
         self.at += 1;
@@ -298,10 +287,6 @@ impl<'a> Scanner<'a> {
     /// Checks that nothing but space follows.
     pub(crate) fn end(&mut self) -> Result<(), Fault> {
         self.space();
-        if self.at == self.text.len() {
-            Ok(())
-        } else {
-            Err(self.fail("more text behind the record"))
-        }
+        if self.at == self.text.len() { Ok(()) } else { Err(self.fail("more text behind the record")) }
     }
 }

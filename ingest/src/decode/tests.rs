@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, BinaryArray, BooleanArray, Float32Array, Float64Array, Int32Array,
-    Int64Array, StringArray, TimestampMicrosecondArray,
+    Array, ArrayRef, AsArray, BinaryArray, BooleanArray, Float32Array, Float64Array, Int32Array, Int64Array,
+    StringArray, TimestampMicrosecondArray,
 };
 use arrow::datatypes::{Float32Type, Int64Type};
 use proptest::prelude::*;
@@ -31,15 +31,11 @@ impl Harness {
 
     fn with(entries: &[(&str, &str)], unknown: UnknownFields) -> Self {
         let schema = schema(entries);
-        Self {
-            columns: Columns::new(&schema),
-            decoder: Decoder::new(schema, unknown, Limits::default()),
-        }
+        Self { columns: Columns::new(&schema), decoder: Decoder::new(schema, unknown, Limits::default()) }
     }
 
     fn decode(&mut self, record: &str) -> Outcome {
-        self.decoder
-            .decode(Some(record.as_bytes()), &mut self.columns)
+        self.decoder.decode(Some(record.as_bytes()), &mut self.columns)
     }
 
     fn land(&mut self, record: &str) {
@@ -96,42 +92,21 @@ fn every_type_lands() {
     let at = |i: usize| &columns[i];
     assert_eq!(at(0).as_boolean(), &BooleanArray::from(vec![true, false]));
     assert_eq!(at(1).as_primitive(), &Int32Array::from(vec![i32::MIN, 0]));
-    assert_eq!(
-        at(2).as_primitive(),
-        &Int64Array::from(vec![i64::MAX, i64::MIN])
-    );
-    assert_eq!(
-        at(3).as_primitive(),
-        &Float32Array::from(vec![0.1, 16_777_216.0])
-    );
-    assert_eq!(
-        at(4).as_primitive(),
-        &Float64Array::from(vec![-1.5e300, 0.0])
-    );
+    assert_eq!(at(2).as_primitive(), &Int64Array::from(vec![i64::MAX, i64::MIN]));
+    assert_eq!(at(3).as_primitive(), &Float32Array::from(vec![0.1, 16_777_216.0]));
+    assert_eq!(at(4).as_primitive(), &Float64Array::from(vec![-1.5e300, 0.0]));
     assert_eq!(at(5).as_string(), &StringArray::from(vec!["a\"é😀\n", ""]));
-    assert_eq!(
-        at(6).as_binary(),
-        &BinaryArray::from(vec![&[1u8, 2, 3][..], &[]])
-    );
+    assert_eq!(at(6).as_binary(), &BinaryArray::from(vec![&[1u8, 2, 3][..], &[]]));
     assert_eq!(
         at(7).as_primitive(),
         &TimestampMicrosecondArray::from(vec![1_795_222_923_000_004, -1000]).with_timezone("UTC")
     );
-    assert_eq!(
-        at(8).as_string(),
-        &StringArray::from(vec![r#"{"a":[1, null]}"#, "7"])
-    );
+    assert_eq!(at(8).as_string(), &StringArray::from(vec![r#"{"a":[1, null]}"#, "7"]));
     let many = at(9).as_list::<i32>();
-    assert_eq!(
-        many.value(0).as_primitive::<Int64Type>().values(),
-        &[1, 2, 3]
-    );
+    assert_eq!(many.value(0).as_primitive::<Int64Type>().values(), &[1, 2, 3]);
     assert!(many.value(1).is_empty());
     let pair = at(10).as_fixed_size_list();
-    assert_eq!(
-        pair.values().as_primitive::<Float32Type>().values(),
-        &[0.5, 16.0, 1.0, 2.0]
-    );
+    assert_eq!(pair.values().as_primitive::<Float32Type>().values(), &[0.5, 16.0, 1.0, 2.0]);
 }
 
 #[test]
@@ -146,41 +121,18 @@ fn nulls_and_missing_fields() {
     harness.land(r#"{"id":2,"note":null,"pair":null,"many":null}"#);
     harness.land(r#"{"id":3,"note":"x","pair":[1,2],"many":[true]}"#);
     for (record, class, what) in [
-        (
-            r#"{"note":"x"}"#,
-            RejectClass::MissingField,
-            r#""id" is missing"#,
-        ),
-        (
-            r#"{"id":null}"#,
-            RejectClass::MissingField,
-            "null where int64",
-        ),
-        (
-            r#"{"id":1,"many":[true,null]}"#,
-            RejectClass::WrongType,
-            "found null",
-        ),
-        (
-            r#"{"id":1,"pair":[1]}"#,
-            RejectClass::WrongType,
-            "an array of 1",
-        ),
-        (
-            r#"{"id":1,"pair":[1,2,3]}"#,
-            RejectClass::WrongType,
-            "an array of 3",
-        ),
+        (r#"{"note":"x"}"#, RejectClass::MissingField, r#""id" is missing"#),
+        (r#"{"id":null}"#, RejectClass::MissingField, "null where int64"),
+        (r#"{"id":1,"many":[true,null]}"#, RejectClass::WrongType, "found null"),
+        (r#"{"id":1,"pair":[1]}"#, RejectClass::WrongType, "an array of 1"),
+        (r#"{"id":1,"pair":[1,2,3]}"#, RejectClass::WrongType, "an array of 3"),
     ] {
         let (found, reason) = harness.reject(record);
         assert_eq!(found, class, "{reason}");
         assert!(reason.contains(what), "{reason}");
     }
     let columns = harness.take();
-    assert_eq!(
-        columns[1].as_string(),
-        &StringArray::from(vec![None, None, Some("x")])
-    );
+    assert_eq!(columns[1].as_string(), &StringArray::from(vec![None, None, Some("x")]));
     assert_eq!(columns[2].null_count(), 2);
     assert_eq!(columns[3].null_count(), 2);
 }
@@ -224,11 +176,7 @@ fn rejected_records_name_the_reason() {
         (r#"{"a":1.0}"#, WrongType, "fraction"),
         (r#"{"a":1e2}"#, WrongType, "fraction or exponent"),
         (r#"{"a":2147483648}"#, OutOfRange, "range of int32"),
-        (
-            r#"{"a":99999999999999999999}"#,
-            OutOfRange,
-            "range of int32",
-        ),
+        (r#"{"a":99999999999999999999}"#, OutOfRange, "range of int32"),
         (r#"{"f":1e39}"#, OutOfRange, "range of float32"),
         (r#"{"f":16777217}"#, OutOfRange, "exactly"),
         (r#"{"d":1e400}"#, OutOfRange, "range of float64"),
@@ -239,11 +187,7 @@ fn rejected_records_name_the_reason() {
         (r#"{"b":"AR=="}"#, WrongType, "base64"),
         (r#"{"b":"A==="}"#, WrongType, "base64"),
         (r#"{"t":"yesterday"}"#, WrongType, "RFC 3339"),
-        (
-            r#"{"t":"2026-11-21T00:00:00.0000001Z"}"#,
-            OutOfRange,
-            "exactly",
-        ),
+        (r#"{"t":"2026-11-21T00:00:00.0000001Z"}"#, OutOfRange, "exactly"),
         (r#"{"t":9223372036854775807}"#, OutOfRange, "range"),
         (r#"{"t":true}"#, WrongType, "found a boolean"),
     ] {
@@ -255,23 +199,14 @@ fn rejected_records_name_the_reason() {
     }
     let rows = harness.columns.rows();
     let columns = harness.take();
-    assert!(
-        columns[0]
-            .as_primitive::<arrow::datatypes::Int32Type>()
-            .iter()
-            .all(|v| v == Some(5))
-    );
+    assert!(columns[0].as_primitive::<arrow::datatypes::Int32Type>().iter().all(|v| v == Some(5)));
     assert_eq!(columns[5].len(), rows);
 }
 
 #[test]
 fn limits_are_kept() {
     let schema = schema(&[("a", "json?")]);
-    let limits = Limits {
-        record_bytes_max: 100,
-        depth_max: 4,
-        fields_max: 3,
-    };
+    let limits = Limits { record_bytes_max: 100, depth_max: 4, fields_max: 3 };
     let mut columns = Columns::new(&schema);
     let mut decoder = Decoder::new(schema, UnknownFields::Ignore, limits);
     let mut decode = |record: &[u8]| decoder.decode(Some(record), &mut columns);
@@ -279,10 +214,7 @@ fn limits_are_kept() {
     for (record, what) in [
         (br#"{"a":[[[[1]]]]}"#.to_vec(), "deeper than 4"),
         (vec![b' '; 101], "record_bytes_max is 100"),
-        (
-            br#"{"a":1,"b":2,"c":3,"d":4}"#.to_vec(),
-            "more than 3 fields",
-        ),
+        (br#"{"a":1,"b":2,"c":3,"d":4}"#.to_vec(), "more than 3 fields"),
     ] {
         match decode(&record) {
             Outcome::Rejected(reject) => {
@@ -312,11 +244,8 @@ fn unknown_fields_follow_the_policy() {
 
     let mut add = Harness::with(&[("a", "int64?")], UnknownFields::AddColumn);
     add.land(r#"{"a":1,"later":null}"#);
-    let field = |name: &str, kind: &str| Field {
-        name: name.to_owned(),
-        kind: kind.parse().unwrap(),
-        nullable: true,
-    };
+    let field =
+        |name: &str, kind: &str| Field { name: name.to_owned(), kind: kind.parse().unwrap(), nullable: true };
     assert_eq!(
         add.decode(r#"{"a":1,"x":[1.5],"y":"text"}"#),
         Outcome::NewColumns(vec![field("x", "list<float64>"), field("y", "utf8")])
@@ -368,10 +297,7 @@ fn jsonish() -> impl Strategy<Value = String> {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(|v| format!("[{}]", v.join(","))),
             prop::collection::vec(("[ab]{1}", inner), 0..4).prop_map(|v| {
-                let fields: Vec<_> = v
-                    .into_iter()
-                    .map(|(k, v)| format!("\"{k}\": {v}"))
-                    .collect();
+                let fields: Vec<_> = v.into_iter().map(|(k, v)| format!("\"{k}\": {v}")).collect();
                 format!("{{{}}}", fields.join(" , "))
             }),
         ]

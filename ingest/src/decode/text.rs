@@ -65,9 +65,7 @@ fn unicode_escape(bytes: &[u8]) -> Result<(char, usize), &'static str> {
 fn hex4(bytes: &[u8], at: usize) -> Result<u32, &'static str> {
     let digits = bytes.get(at..at + 4).ok_or("a cut \\u escape")?;
     digits.iter().try_fold(0, |code, digit| {
-        let digit = char::from(*digit)
-            .to_digit(16)
-            .ok_or("a \\u escape without four hexadecimal digits")?;
+        let digit = char::from(*digit).to_digit(16).ok_or("a \\u escape without four hexadecimal digits")?;
         Ok(code * 16 + digit)
     })
 }

@@ -28,12 +28,7 @@ static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
 });
 
 /// Headers that a dead letter on a topic always has, in this order.
-const OWN_HEADERS: [&str; 4] = [
-    "millrace.reason",
-    "millrace.topic",
-    "millrace.partition",
-    "millrace.offset",
-];
+const OWN_HEADERS: [&str; 4] = ["millrace.reason", "millrace.topic", "millrace.partition", "millrace.offset"];
 
 /// Where the dead letters of a run go.
 pub(crate) enum DeadLetters {
@@ -52,15 +47,12 @@ pub(crate) enum DeadLetters {
 impl DeadLetters {
     pub(crate) fn new(job: &Job, producer: Option<(Producer, Handle)>) -> Self {
         match (&job.dead_letter, producer) {
-            (DeadLetter::Topic(topic), Some((producer, runtime))) => Self::Topic {
-                topic: topic.clone(),
-                producer,
-                runtime,
-            },
-            (DeadLetter::Topic(folder) | DeadLetter::Directory(folder), _) => Self::Directory {
-                folder: folder.clone(),
-                files: BTreeMap::new(),
-            },
+            (DeadLetter::Topic(topic), Some((producer, runtime))) => {
+                Self::Topic { topic: topic.clone(), producer, runtime }
+            }
+            (DeadLetter::Topic(folder) | DeadLetter::Directory(folder), _) => {
+                Self::Directory { folder: folder.clone(), files: BTreeMap::new() }
+            }
         }
     }
 
@@ -75,36 +67,23 @@ impl DeadLetters {
     ) -> Result<()> {
         let records = Records::new(batch).map_err(|e| topic_error(job, e))?;
         match self {
-            Self::Topic {
-                topic,
-                producer,
-                runtime,
-            } => {
-                let letters: Vec<OutRecord> = rejected
-                    .iter()
-                    .map(|(row, reject)| letter(topic, &records, *row, reject))
-                    .collect();
-                runtime
-                    .block_on(deliver(producer, letters))
-                    .map_err(|e| topic_error(job, e))
+            Self::Topic { topic, producer, runtime } => {
+                let letters: Vec<OutRecord> =
+                    rejected.iter().map(|(row, reject)| letter(topic, &records, *row, reject)).collect();
+                runtime.block_on(deliver(producer, letters)).map_err(|e| topic_error(job, e))
             }
             Self::Directory { folder, files } => {
                 let mut partitions: BTreeMap<i32, Vec<&(usize, Reject)>> = BTreeMap::new();
                 for one in rejected {
-                    partitions
-                        .entry(records.partition(one.0))
-                        .or_default()
-                        .push(one);
+                    partitions.entry(records.partition(one.0)).or_default().push(one);
                 }
                 for (partition, rejected) in partitions {
                     let (Some(first), Some(last)) = (rejected.first(), rejected.last()) else {
                         continue;
                     };
                     let (first, last) = (records.offset(first.0), records.offset(last.0));
-                    let bytes = rejected
-                        .iter()
-                        .map(|(row, _)| records.value(*row).map_or(0, <[u8]>::len))
-                        .sum();
+                    let bytes =
+                        rejected.iter().map(|(row, _)| records.value(*row).map_or(0, <[u8]>::len)).sum();
                     let letters = letters(batch, &rejected).map_err(|source| Error::Arrow {
                         job: job.name().to_owned(),
                         source: Box::new(source),
@@ -115,8 +94,7 @@ impl DeadLetters {
                                 completed.push(file.complete(job, folder)?);
                             }
                         }
-                        let file =
-                            ParquetFile::create(view, job, partition, first, SCHEMA.clone())?;
+                        let file = ParquetFile::create(view, job, partition, first, SCHEMA.clone())?;
                         files.insert(partition, file);
                     }
                     if let Some(file) = files.get_mut(&partition) {
@@ -132,10 +110,9 @@ impl DeadLetters {
     pub(crate) fn complete(&mut self, job: &Job) -> Result<Vec<Completed>> {
         match self {
             Self::Topic { .. } => Ok(Vec::new()),
-            Self::Directory { folder, files } => std::mem::take(files)
-                .into_values()
-                .map(|file| file.complete(job, folder))
-                .collect(),
+            Self::Directory { folder, files } => {
+                std::mem::take(files).into_values().map(|file| file.complete(job, folder)).collect()
+            }
         }
     }
 }
@@ -161,29 +138,15 @@ async fn deliver(producer: &Producer, letters: Vec<OutRecord>) -> Result<(), mil
 fn without_record(letter: &OutRecord) -> OutRecord {
     let bytes = letter.payload.as_ref().map_or(0, Bytes::len);
     let own = OWN_HEADERS.len();
-    let at = letter
-        .headers
-        .iter()
-        .rposition(|(key, _)| key == OWN_HEADERS[0])
-        .unwrap_or(0);
+    let at = letter.headers.iter().rposition(|(key, _)| key == OWN_HEADERS[0]).unwrap_or(0);
     let mut headers: Vec<_> = letter.headers.iter().skip(at).take(own).cloned().collect();
-    headers.push((
-        "millrace.value_bytes".to_owned(),
-        Some(Bytes::from(bytes.to_string())),
-    ));
-    OutRecord {
-        payload: None,
-        headers,
-        ..letter.clone()
-    }
+    headers.push(("millrace.value_bytes".to_owned(), Some(Bytes::from(bytes.to_string()))));
+    OutRecord { payload: None, headers, ..letter.clone() }
 }
 
 /// The rejected rows as they came, with the reasons.
 fn letters(batch: &RecordBatch, rejected: &[&(usize, Reject)]) -> Result<RecordBatch, ArrowError> {
-    let rows: UInt32Array = rejected
-        .iter()
-        .map(|(row, _)| u32::try_from(*row).ok())
-        .collect();
+    let rows: UInt32Array = rejected.iter().map(|(row, _)| u32::try_from(*row).ok()).collect();
     let reasons = rejected.iter().map(|(_, reject)| reject.reason.as_str());
     let taken = take_record_batch(batch, &rows)?;
     let mut columns: Vec<ArrayRef> = taken.columns().to_vec();
@@ -193,23 +156,14 @@ fn letters(batch: &RecordBatch, rejected: &[&(usize, Reject)]) -> Result<RecordB
 
 /// A dead letter as a record: value and headers as they were, the source in key and headers.
 fn letter(topic: &str, records: &Records<'_>, row: usize, reject: &Reject) -> OutRecord {
-    let source = (
-        records.topic(row),
-        records.partition(row),
-        records.offset(row),
-    );
+    let source = (records.topic(row), records.partition(row), records.offset(row));
     let mut headers: Vec<(String, Option<Bytes>)> = records
         .headers(row)
         .into_iter()
         .map(|(key, value)| (key.to_owned(), value.map(Bytes::copy_from_slice)))
         .collect();
     let header = |key: &str, value: String| (key.to_owned(), Some(Bytes::from(value)));
-    let own = [
-        reject.reason.clone(),
-        source.0.to_owned(),
-        source.1.to_string(),
-        source.2.to_string(),
-    ];
+    let own = [reject.reason.clone(), source.0.to_owned(), source.1.to_string(), source.2.to_string()];
     headers.extend(OWN_HEADERS.into_iter().zip(own).map(|(k, v)| header(k, v)));
     if let Some(key) = records.key(row) {
         headers.push(("millrace.key".to_owned(), Some(Bytes::copy_from_slice(key))));
@@ -225,9 +179,5 @@ fn letter(topic: &str, records: &Records<'_>, row: usize, reject: &Reject) -> Ou
 }
 
 fn topic_error(job: &Job, source: millrace_streams::Error) -> Error {
-    Error::Topic {
-        job: job.name().to_owned(),
-        topic: job.topic().to_owned(),
-        source: Box::new(source),
-    }
+    Error::Topic { job: job.name().to_owned(), topic: job.topic().to_owned(), source: Box::new(source) }
 }

@@ -41,15 +41,9 @@ impl ParquetFile {
         schema: SchemaRef,
     ) -> Result<Self> {
         let staged = view.stage().map_err(|e| volume_error(job, e))?;
-        let writer = ArrowWriter::try_new(staged, schema, Some(properties(job)))
-            .map_err(|e| parquet_error(job, e))?;
-        Ok(Self {
-            writer,
-            partition,
-            first,
-            last: first,
-            group_bytes: 0,
-        })
+        let writer =
+            ArrowWriter::try_new(staged, schema, Some(properties(job))).map_err(|e| parquet_error(job, e))?;
+        Ok(Self { writer, partition, first, last: first, group_bytes: 0 })
     }
 
     /// Appends rows, of which `last` is the offset of the last and `value_bytes` the size of the
@@ -65,9 +59,7 @@ impl ParquetFile {
         write(&mut self.writer).map_err(|e| parquet_error(job, e))?;
         self.last = last;
         self.group_bytes += value_bytes;
-        if self.writer.in_progress_size() >= ROW_GROUP_BYTES
-            || self.group_bytes >= ROW_GROUP_VALUE_BYTES
-        {
+        if self.writer.in_progress_size() >= ROW_GROUP_BYTES || self.group_bytes >= ROW_GROUP_VALUE_BYTES {
             self.writer.flush().map_err(|e| parquet_error(job, e))?;
             self.group_bytes = 0;
         }
@@ -76,14 +68,8 @@ impl ParquetFile {
 
     /// Writes the footer and makes the object durable, still invisible.
     pub(crate) fn complete(self, job: &Job, folder: &str) -> Result<Completed> {
-        let path = format!(
-            "{folder}/{}-{:020}-{:020}.parquet",
-            self.partition, self.first, self.last
-        );
-        let staged = self
-            .writer
-            .into_inner()
-            .map_err(|e| parquet_error(job, e))?;
+        let path = format!("{folder}/{}-{:020}-{:020}.parquet", self.partition, self.first, self.last);
+        let staged = self.writer.into_inner().map_err(|e| parquet_error(job, e))?;
         let file = staged.finish().map_err(|e| volume_error(job, e))?;
         Ok(Completed { path, file })
     }
@@ -117,15 +103,7 @@ fn properties(job: &Job) -> WriterProperties {
 fn parquet_error(job: &Job, source: ParquetError) -> Error {
     let (job, volume) = (job.name().to_owned(), job.config.volume.clone());
     if is_no_space(&source) {
-        return Error::NoSpace {
-            job,
-            volume,
-            source: Box::new(source),
-        };
+        return Error::NoSpace { job, volume, source: Box::new(source) };
     }
-    Error::Parquet {
-        job,
-        volume,
-        source: Box::new(source),
-    }
+    Error::Parquet { job, volume, source: Box::new(source) }
 }

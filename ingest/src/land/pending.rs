@@ -41,15 +41,9 @@ impl Pending {
         metrics.landed.with_label_values(&[job]).inc_by(self.landed);
         metrics.bytes.with_label_values(&[job]).inc_by(self.bytes);
         metrics.files.with_label_values(&[job]).inc_by(files);
-        metrics
-            .commit_seconds
-            .with_label_values(&[job])
-            .observe(elapsed.as_secs_f64());
+        metrics.commit_seconds.with_label_values(&[job]).observe(elapsed.as_secs_f64());
         for (class, count) in &self.dead {
-            metrics
-                .dead_letters
-                .with_label_values(&[job, class.label()])
-                .inc_by(*count);
+            metrics.dead_letters.with_label_values(&[job, class.label()]).inc_by(*count);
         }
     }
 }

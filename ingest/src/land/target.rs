@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use arrow::array::{
-    ArrayRef, Int32Array, Int64Array, RecordBatch, StringArray, TimestampMillisecondArray,
-};
+use arrow::array::{ArrayRef, Int32Array, Int64Array, RecordBatch, StringArray, TimestampMillisecondArray};
 use arrow::datatypes::{DataType, Field, Schema as ArrowSchema, SchemaRef, TimeUnit};
 use arrow::error::ArrowError;
 use chrono::DateTime;
@@ -88,10 +86,7 @@ impl Layout {
     }
 
     pub(crate) fn arrow_error(&self, source: ArrowError) -> Error {
-        Error::Arrow {
-            job: self.job.to_string(),
-            source: Box::new(source),
-        }
+        Error::Arrow { job: self.job.to_string(), source: Box::new(source) }
     }
 }
 
@@ -174,9 +169,7 @@ impl Target {
             columns.push(Arc::new(StringArray::from_iter_values(topic)));
             columns.push(Arc::new(Int32Array::from_value(self.partition, rows)));
             columns.push(Arc::new(Int64Array::from(offsets)));
-            columns.push(Arc::new(
-                TimestampMillisecondArray::from(timestamps).with_timezone("UTC"),
-            ));
+            columns.push(Arc::new(TimestampMillisecondArray::from(timestamps).with_timezone("UTC")));
         }
         RecordBatch::try_new(shared.arrow.clone(), columns)
     }
@@ -200,11 +193,10 @@ impl Target {
 
 /// The Hive-style folder of an hour.
 fn hour_folder(hour: Hour) -> String {
-    hour.and_then(|hour| DateTime::from_timestamp_millis(hour.checked_mul(HOUR_MS)?))
-        .map_or_else(
-            || "dt=__HIVE_DEFAULT_PARTITION__/hr=__HIVE_DEFAULT_PARTITION__".to_owned(),
-            |time| time.format("dt=%Y-%m-%d/hr=%H").to_string(),
-        )
+    hour.and_then(|hour| DateTime::from_timestamp_millis(hour.checked_mul(HOUR_MS)?)).map_or_else(
+        || "dt=__HIVE_DEFAULT_PARTITION__/hr=__HIVE_DEFAULT_PARTITION__".to_owned(),
+        |time| time.format("dt=%Y-%m-%d/hr=%H").to_string(),
+    )
 }
 
 #[cfg(test)]

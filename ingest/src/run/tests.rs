@@ -4,16 +4,11 @@
 use super::*;
 
 fn job() -> Job {
-    JobConfig::new("job", "events", "records", "data")
-        .validate()
-        .unwrap()
+    JobConfig::new("job", "events", "records", "data").validate().unwrap()
 }
 
 fn marks(entries: &[(i32, i64, i64)]) -> Marks {
-    entries
-        .iter()
-        .map(|(p, low, high)| (*p, (*low, *high)))
-        .collect()
+    entries.iter().map(|(p, low, high)| (*p, (*low, *high))).collect()
 }
 
 #[test]
@@ -23,10 +18,7 @@ fn a_run_starts_at_the_volumes_offsets_else_at_the_first_record() {
     let positions = start(&job(), &committed, &marks).unwrap();
     assert_eq!(positions, BTreeMap::from([(0, 7), (1, 5), (2, 3)]));
     // Everything landed is no offset out of range.
-    assert_eq!(
-        start(&job(), &BTreeMap::from([(0, 10)]), &marks).unwrap()[&0],
-        10
-    );
+    assert_eq!(start(&job(), &BTreeMap::from([(0, 10)]), &marks).unwrap()[&0], 10);
 }
 
 #[test]
@@ -72,8 +64,6 @@ async fn cancellation_does_not_wait_for_brokers() {
     let kafka = KafkaConfig::new("127.0.0.1:1");
     let cancel = CancellationToken::new();
     cancel.cancel();
-    let report = run(&job, &datafs, &kafka, cancel, Until::Forever)
-        .await
-        .unwrap();
+    let report = run(&job, &datafs, &kafka, cancel, Until::Forever).await.unwrap();
     assert_eq!(report, IngestReport::default());
 }

@@ -84,11 +84,7 @@ fn infer_nested(scanner: &mut Scanner<'_>, depth: usize) -> Result<Shape, crate:
         }
         Kind::Number => {
             let number = scanner.number()?;
-            Shape::Known(if number.to_i64().is_ok() {
-                Type::Int64
-            } else {
-                Type::Float64
-            })
+            Shape::Known(if number.to_i64().is_ok() { Type::Int64 } else { Type::Float64 })
         }
         Kind::Array if depth >= INFERRED_LIST_DEPTH_MAX => {
             scanner.skip_value()?;
@@ -159,17 +155,10 @@ impl Inference {
         for name in self.order {
             let kind = self.shapes.remove(&name).and_then(Shape::into_type);
             if let Some(kind) = kind {
-                fields.push(Field {
-                    name,
-                    kind,
-                    nullable: true,
-                });
+                fields.push(Field { name, kind, nullable: true });
             }
         }
-        Schema {
-            origin: Origin::Inferred,
-            fields,
-        }
+        Schema { origin: Origin::Inferred, fields }
     }
 }
 

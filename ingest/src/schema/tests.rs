@@ -78,21 +78,14 @@ fn declared_schemas_are_checked() {
 fn evolution_only_adds_nullable_columns() {
     let old = declared(&[("id", "int64"), ("note", "utf8?")]).unwrap();
     let new = declared(&[("extra", "bool?"), ("note", "utf8?"), ("id", "int64")]).unwrap();
-    let names = |schema: Schema| -> Vec<String> {
-        schema.fields.into_iter().map(|field| field.name).collect()
-    };
+    let names =
+        |schema: Schema| -> Vec<String> { schema.fields.into_iter().map(|field| field.name).collect() };
     assert_eq!(names(old.evolve(&new).unwrap()), ["id", "note", "extra"]);
     for (entries, what) in [
         (&[("id", "int64")][..], "no longer declared"),
         (&[("id", "utf8"), ("note", "utf8?")], "cannot change"),
-        (
-            &[("id", "int64"), ("note", "utf8")],
-            "nullable in the volume",
-        ),
-        (
-            &[("id", "int64"), ("note", "utf8?"), ("x", "bool")],
-            "must be nullable",
-        ),
+        (&[("id", "int64"), ("note", "utf8")], "nullable in the volume"),
+        (&[("id", "int64"), ("note", "utf8?"), ("x", "bool")], "must be nullable"),
     ] {
         let error = old.evolve(&declared(entries).unwrap()).unwrap_err();
         assert!(error.to_string().contains(what), "{error}");
@@ -132,22 +125,13 @@ fn columns_are_inferred() {
         (&[r#"{"a":[[[[[1]]]]]}"#], "json"),
     ] {
         let found = infer(records);
-        assert_eq!(
-            found,
-            [("a".to_owned(), expected.to_owned())],
-            "{records:?}"
-        );
+        assert_eq!(found, [("a".to_owned(), expected.to_owned())], "{records:?}");
     }
 }
 
 #[test]
 fn inference_skips_what_is_no_record_and_keeps_the_order() {
-    let found = infer(&[
-        "not json",
-        "[1]",
-        r#"{"b":1,"_offset":2,"a":"x"}"#,
-        r#"{"c":null}"#,
-    ]);
+    let found = infer(&["not json", "[1]", r#"{"b":1,"_offset":2,"a":"x"}"#, r#"{"c":null}"#]);
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["b", "a"]);
 }

@@ -55,10 +55,7 @@ impl Type {
             Self::List(item) => DataType::List(item.item_field()),
             Self::FixedList(item, width) => {
                 // FIXED_LIST_MAX keeps the width far below i32::MAX.
-                DataType::FixedSizeList(
-                    item.item_field(),
-                    i32::try_from(*width).unwrap_or(i32::MAX),
-                )
+                DataType::FixedSizeList(item.item_field(), i32::try_from(*width).unwrap_or(i32::MAX))
             }
         }
     }
@@ -119,10 +116,7 @@ impl FromStr for Type {
     type Err = ParseTypeError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let fail = |why| ParseTypeError {
-            text: text.chars().take(80).collect(),
-            why,
-        };
+        let fail = |why| ParseTypeError { text: text.chars().take(80).collect(), why };
         // Each level of a list costs at least `list<>`, so long text is refused before recursing.
         if text.len() > 256 {
             return Err(fail("too long"));
@@ -140,10 +134,7 @@ fn parse(text: &str) -> Result<Type, &'static str> {
     if let Some(inner) = text.strip_prefix("list<").and_then(|t| t.strip_suffix('>')) {
         return Ok(Type::List(Box::new(parse(inner)?)));
     }
-    if let Some(inner) = text
-        .strip_prefix("fixed_list<")
-        .and_then(|t| t.strip_suffix('>'))
-    {
+    if let Some(inner) = text.strip_prefix("fixed_list<").and_then(|t| t.strip_suffix('>')) {
         let (item, width) = inner.rsplit_once(',').ok_or("no width")?;
         let width: u32 = width.trim().parse().map_err(|_| "width is not a number")?;
         if width == 0 || width > FIXED_LIST_MAX {
@@ -173,8 +164,6 @@ impl Serialize for Type {
 
 impl<'de> Deserialize<'de> for Type {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?
-            .parse()
-            .map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }

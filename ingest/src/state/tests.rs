@@ -19,9 +19,7 @@ impl Volume {
         datafs.volume_create(&"records".parse().unwrap()).unwrap();
         Self {
             view: datafs.view(&"records".parse().unwrap()).unwrap(),
-            job: JobConfig::new("job", "events", "records", "data")
-                .validate()
-                .unwrap(),
+            job: JobConfig::new("job", "events", "records", "data").validate().unwrap(),
             _home: home,
         }
     }
@@ -43,9 +41,7 @@ impl Volume {
     fn unknown(&self, state: &mut State, next: i64, made: bool) -> Result<()> {
         let fence = fence_value(state.owner, state.commits + 1);
         let moved = BTreeMap::from([(0, next)]);
-        let publish = state
-            .with_keys(&self.job, Publish::new(), &fence, &moved, None)
-            .unwrap();
+        let publish = state.with_keys(&self.job, Publish::new(), &fence, &moved, None).unwrap();
         if made {
             self.view.publish(publish).unwrap();
         }

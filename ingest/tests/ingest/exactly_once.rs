@@ -18,11 +18,7 @@ const ROUNDS: usize = 12;
 
 /// A job that publishes often, so that a kill hits all of its moments.
 fn busy_job() -> JobConfig {
-    JobConfig {
-        flush_rows_max: 150,
-        flush_ms: 10,
-        ..job("events")
-    }
+    JobConfig { flush_rows_max: 150, flush_ms: 10, ..job("events") }
 }
 
 /// The process that [`killed_at_any_moment`] kills; on its own it does nothing.
@@ -31,18 +27,12 @@ fn child() {
     let (Ok(home), Ok(servers)) = (std::env::var(CHILD_HOME), std::env::var(CHILD_SERVERS)) else {
         return;
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         let datafs = open(&PathBuf::from(home));
         let kafka = KafkaConfig::new(servers);
         let never = CancellationToken::new();
-        run(&busy_job(), &datafs, &kafka, never, Until::Forever)
-            .await
-            .unwrap();
+        run(&busy_job(), &datafs, &kafka, never, Until::Forever).await.unwrap();
     });
 }
 
@@ -73,18 +63,14 @@ async fn killed_at_any_moment() {
     let mut produced = 0;
     for round in 0..ROUNDS {
         let more = 3000;
-        site.produce((produced..produced + more).map(|id| record("events", id, 50)))
-            .await;
+        site.produce((produced..produced + more).map(|id| record("events", id, 50))).await;
         produced += more;
         let before = committed(&site.datafs);
         let mut child = spawn_child(&site);
         // Every third round the moment may be before the first publish; else it lies behind one.
         if round % 3 != 0 {
             poll(|| {
-                assert!(
-                    child.try_wait().unwrap().is_none(),
-                    "the child ended by itself"
-                );
+                assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
                 committed(&site.datafs) > before
             })
             .await;
@@ -136,12 +122,8 @@ async fn a_restart_goes_on_in_the_middle() {
 async fn of_two_ingesters_one_is_fenced() {
     let site = Site::start().await;
     site.topic("events", 2).await;
-    site.produce((0..500).map(|id| record("events", id, 0)))
-        .await;
-    let slow = JobConfig {
-        flush_ms: 3_600_000,
-        ..job("events")
-    };
+    site.produce((0..500).map(|id| record("events", id, 0))).await;
+    let slow = JobConfig { flush_ms: 3_600_000, ..job("events") };
     let (progress, mut watched) = watch::channel(Progress::default());
     let cancel = CancellationToken::new();
     let first = {
@@ -155,8 +137,7 @@ async fn of_two_ingesters_one_is_fenced() {
     wait_for(&mut watched, |p| p.high.len() == 2).await;
     let report = site.land(&job("events")).await.unwrap();
     assert_eq!(report.landed, 500);
-    site.produce((500..1500).map(|id| record("events", id, 0)))
-        .await;
+    site.produce((500..1500).map(|id| record("events", id, 0))).await;
     wait_for(&mut watched, |p| p.records >= 1000).await;
     cancel.cancel();
     let error = first.await.unwrap().unwrap_err();
@@ -172,8 +153,7 @@ async fn of_two_ingesters_one_is_fenced() {
 async fn racing_ingesters_land_every_record_once() {
     let site = Site::start().await;
     site.topic("events", 3).await;
-    site.produce((0..6000).map(|id| record("events", id, 60)))
-        .await;
+    site.produce((0..6000).map(|id| record("events", id, 60))).await;
     let job = busy_job();
     let racers: Vec<_> = (0..3)
         .map(|_| {

@@ -23,13 +23,7 @@ async fn missing_topics_and_volumes_are_named() {
     let site = Site::start().await;
     let error = site.land(&job("nowhere")).await.unwrap_err();
     assert!(matches!(error, Error::TopicMissing { .. }), "{error:?}");
-    one_line(
-        &error,
-        &[
-            "topic nowhere does not exist",
-            &site.kafka.bootstrap_servers,
-        ],
-    );
+    one_line(&error, &["topic nowhere does not exist", &site.kafka.bootstrap_servers]);
 
     site.topic("events", 1).await;
     let mut job = job("events");
@@ -45,8 +39,7 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
     let site = Site::start().await;
     site.topic("events", 1).await;
     site.topic("others", 1).await;
-    site.produce([OutRecord::new("events", r#"{"id":1}"#)])
-        .await;
+    site.produce([OutRecord::new("events", r#"{"id":1}"#)]).await;
     let mut first = job("events");
     first.schema = Some(declared(&[("id", "int64")]));
     site.land(&first).await.unwrap();
@@ -55,44 +48,18 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
     changed.schema = Some(declared(&[("id", "utf8")]));
     let error = site.land(&changed).await.unwrap_err();
     assert!(matches!(error, Error::SchemaMismatch { .. }), "{error:?}");
-    one_line(
-        &error,
-        &["\"id\" is int64 in the volume and declared as utf8"],
-    );
+    one_line(&error, &["\"id\" is int64 in the volume and declared as utf8"]);
 
     changed.schema = Some(declared(&[("id", "int64"), ("note", "utf8?")]));
-    site.produce([OutRecord::new("events", r#"{"id":2,"note":"n"}"#)])
-        .await;
+    site.produce([OutRecord::new("events", r#"{"id":2,"note":"n"}"#)]).await;
     assert_eq!(site.land(&changed).await.unwrap().landed, 1);
 
     for (job, what) in [
+        (JobConfig { path: "else".to_owned(), ..changed.clone() }, "lands in folder data"),
+        (JobConfig { topic: "others".to_owned(), ..changed.clone() }, "lands topic events"),
+        (JobConfig { name: "second".to_owned(), ..changed.clone() }, "belongs to job job"),
         (
-            JobConfig {
-                path: "else".to_owned(),
-                ..changed.clone()
-            },
-            "lands in folder data",
-        ),
-        (
-            JobConfig {
-                topic: "others".to_owned(),
-                ..changed.clone()
-            },
-            "lands topic events",
-        ),
-        (
-            JobConfig {
-                name: "second".to_owned(),
-                ..changed.clone()
-            },
-            "belongs to job job",
-        ),
-        (
-            JobConfig {
-                name: "second".to_owned(),
-                path: "data/inner".to_owned(),
-                ..changed.clone()
-            },
+            JobConfig { name: "second".to_owned(), path: "data/inner".to_owned(), ..changed.clone() },
             "wants folder data/inner, but data belongs to job job",
         ),
     ] {
@@ -114,14 +81,7 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
     site.view().publish(publish).unwrap();
     let error = site.land(&job("events")).await.unwrap_err();
     assert!(matches!(error, Error::OffsetLost { .. }), "{error:?}");
-    one_line(
-        &error,
-        &[
-            "offsets 0 to 5",
-            "continues at 50",
-            "created again or truncated",
-        ],
-    );
+    one_line(&error, &["offsets 0 to 5", "continues at 50", "created again or truncated"]);
     assert!(!error.is_retryable());
 
     let publish = Publish::new().put_key("ingest/job/events/0", b"many".to_vec());
@@ -135,105 +95,33 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
 #[test]
 fn bad_settings_are_named() {
     let good = job("events");
-    Config {
-        jobs: vec![good.clone()],
-    }
-    .validate()
-    .unwrap();
+    Config { jobs: vec![good.clone()] }.validate().unwrap();
     for (what, job) in [
-        (
-            "needs a name",
-            JobConfig {
-                name: String::new(),
-                ..good.clone()
-            },
-        ),
-        (
-            "invalid name",
-            JobConfig {
-                name: "a/b".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "not a topic name",
-            JobConfig {
-                topic: "a b".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "must name a folder",
-            JobConfig {
-                path: "/".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "not a folder",
-            JobConfig {
-                path: "a/../b".to_owned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "flush_ms must be",
-            JobConfig {
-                flush_ms: 0,
-                ..good.clone()
-            },
-        ),
-        (
-            "depth_max must be",
-            JobConfig {
-                depth_max: 1000,
-                ..good.clone()
-            },
-        ),
-        (
-            "record_bytes_max",
-            JobConfig {
-                record_bytes_max: 0,
-                ..good.clone()
-            },
-        ),
+        ("needs a name", JobConfig { name: String::new(), ..good.clone() }),
+        ("invalid name", JobConfig { name: "a/b".to_owned(), ..good.clone() }),
+        ("not a topic name", JobConfig { topic: "a b".to_owned(), ..good.clone() }),
+        ("must name a folder", JobConfig { path: "/".to_owned(), ..good.clone() }),
+        ("not a folder", JobConfig { path: "a/../b".to_owned(), ..good.clone() }),
+        ("flush_ms must be", JobConfig { flush_ms: 0, ..good.clone() }),
+        ("depth_max must be", JobConfig { depth_max: 1000, ..good.clone() }),
+        ("record_bytes_max", JobConfig { record_bytes_max: 0, ..good.clone() }),
         (
             "cannot lie in the folder",
-            JobConfig {
-                dead_letter: DeadLetter::Directory("data".to_owned()),
-                ..good.clone()
-            },
+            JobConfig { dead_letter: DeadLetter::Directory("data".to_owned()), ..good.clone() },
         ),
         (
             "cannot go to the topic",
-            JobConfig {
-                dead_letter: DeadLetter::Topic("events".to_owned()),
-                ..good.clone()
-            },
+            JobConfig { dead_letter: DeadLetter::Topic("events".to_owned()), ..good.clone() },
         ),
-        (
-            "not a type",
-            JobConfig {
-                schema: Some(declared(&[("a", "int")])),
-                ..good.clone()
-            },
-        ),
+        ("not a type", JobConfig { schema: Some(declared(&[("a", "int")])), ..good.clone() }),
     ] {
         let error = Config { jobs: vec![job] }.validate().unwrap_err();
         one_line(&error, &[what]);
     }
-    let twice = Config {
-        jobs: vec![good.clone(), good.clone()],
-    };
+    let twice = Config { jobs: vec![good.clone(), good.clone()] };
     one_line(&twice.validate().unwrap_err(), &["same name"]);
-    let inside = JobConfig {
-        name: "b".to_owned(),
-        path: "data/b".to_owned(),
-        ..good.clone()
-    };
-    let nested = Config {
-        jobs: vec![good.clone(), inside],
-    };
+    let inside = JobConfig { name: "b".to_owned(), path: "data/b".to_owned(), ..good.clone() };
+    let nested = Config { jobs: vec![good.clone(), inside] };
     one_line(&nested.validate().unwrap_err(), &["inside each other"]);
     let other = JobConfig {
         name: "b".to_owned(),
@@ -290,9 +178,7 @@ async fn a_full_disk_is_one_clear_error_and_the_next_run_goes_on() {
     let mut seeded = Seeded(3);
     let records: Vec<_> = (0..RECORDS)
         .map(|id| {
-            let noise: String = (0..128)
-                .map(|_| format!("{:016x}", seeded.next()))
-                .collect();
+            let noise: String = (0..128).map(|_| format!("{:016x}", seeded.next())).collect();
             OutRecord::new("events", format!("{{\"id\":{id},\"noise\":\"{noise}\"}}"))
         })
         .collect();
@@ -305,15 +191,7 @@ async fn a_full_disk_is_one_clear_error_and_the_next_run_goes_on() {
     std::fs::write(&filler, vec![1u8; 42 << 20]).unwrap();
     let mut job = job("events");
     job.flush_rows_max = 500;
-    let land = || {
-        run(
-            &job,
-            &datafs,
-            &site.kafka,
-            CancellationToken::new(),
-            Until::CaughtUp,
-        )
-    };
+    let land = || run(&job, &datafs, &site.kafka, CancellationToken::new(), Until::CaughtUp);
     let error = land().await.unwrap_err();
     assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
     assert!(error.is_retryable());

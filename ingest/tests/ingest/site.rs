@@ -45,16 +45,9 @@ impl Site {
             ..broker::Config::default()
         };
         let dir = broker::dir(home.path());
-        let broker = Broker::start(config, &dir, CancellationToken::new())
-            .await
-            .unwrap();
+        let broker = Broker::start(config, &dir, CancellationToken::new()).await.unwrap();
         let kafka = KafkaConfig::new(broker.addr().to_string());
-        Self {
-            home,
-            datafs,
-            kafka,
-            broker,
-        }
+        Self { home, datafs, kafka, broker }
     }
 
     pub(crate) async fn stop(self) {
@@ -66,9 +59,7 @@ impl Site {
     }
 
     pub(crate) async fn topic(&self, name: &str, partitions: i32) {
-        topic::create_topic(&self.kafka, name, partitions)
-            .await
-            .unwrap();
+        topic::create_topic(&self.kafka, name, partitions).await.unwrap();
     }
 
     pub(crate) async fn produce(&self, records: impl IntoIterator<Item = OutRecord>) {
@@ -113,12 +104,7 @@ impl Site {
             .iter()
             .flat_map(|(partition, next)| (0..*next).map(|offset| (*partition, offset)))
             .collect();
-        assert!(
-            found == expected,
-            "{} records are visible, {} are committed",
-            found.len(),
-            expected.len()
-        );
+        assert!(found == expected, "{} records are visible, {} are committed", found.len(), expected.len());
         (landed.len(), dead.len())
     }
 }
@@ -141,10 +127,7 @@ pub(crate) async fn files(view: &View, folder: &str) -> Vec<(String, Vec<RecordB
     let store: Arc<dyn ObjectStore> = view.object_store();
     let mut files = Vec::new();
     for (path, bytes) in contents(&store, folder).await {
-        let reader = ParquetRecordBatchReaderBuilder::try_new(bytes)
-            .unwrap()
-            .build()
-            .unwrap();
+        let reader = ParquetRecordBatchReaderBuilder::try_new(bytes).unwrap().build().unwrap();
         files.push((path, reader.map(|batch| batch.unwrap()).collect()));
     }
     files
@@ -165,14 +148,8 @@ pub(crate) async fn contents(store: &Arc<dyn ObjectStore>, folder: &str) -> Vec<
 }
 
 /// Waits until a running ingest has come so far.
-pub(crate) async fn wait_for(
-    progress: &mut watch::Receiver<Progress>,
-    what: impl FnMut(&Progress) -> bool,
-) {
-    tokio::time::timeout(DEADLINE, progress.wait_for(what))
-        .await
-        .expect("in time")
-        .expect("still running");
+pub(crate) async fn wait_for(progress: &mut watch::Receiver<Progress>, what: impl FnMut(&Progress) -> bool) {
+    tokio::time::timeout(DEADLINE, progress.wait_for(what)).await.expect("in time").expect("still running");
 }
 
 /// Polls until a condition holds.

@@ -28,35 +28,21 @@ async fn landed_records_per_second() {
         .await;
     }
 
-    let start = [
-        ("events".to_owned(), 0, EARLIEST),
-        ("events".to_owned(), 1, EARLIEST),
-    ];
+    let start = [("events".to_owned(), 0, EARLIEST), ("events".to_owned(), 1, EARLIEST)];
     let started = Instant::now();
     let mut consumer = Consumer::assign(&site.kafka, &start).await.unwrap();
     let mut drained = 0;
     while drained < RECORDS {
-        let batch = consumer
-            .next(16_384, 4 << 20, Duration::from_secs(30))
-            .await
-            .unwrap();
+        let batch = consumer.next(16_384, 4 << 20, Duration::from_secs(30)).await.unwrap();
         drained += batch.expect("records").num_rows();
     }
     let control = RECORDS as f64 / started.elapsed().as_secs_f64();
 
     let mut job = job("events");
-    job.schema = Some(declared(&[
-        ("id", "int64"),
-        ("user", "utf8"),
-        ("value", "float64"),
-        ("ok", "bool"),
-    ]));
+    job.schema = Some(declared(&[("id", "int64"), ("user", "utf8"), ("value", "float64"), ("ok", "bool")]));
     let report = site.land(&job).await.unwrap();
     assert_eq!(report.landed, RECORDS as u64);
     let landed = RECORDS as f64 / report.elapsed.as_secs_f64();
-    println!(
-        "ingest/landed {landed:.0} records/s control={control:.0} ratio={:.2}",
-        landed / control
-    );
+    println!("ingest/landed {landed:.0} records/s control={control:.0} ratio={:.2}", landed / control);
     site.stop().await;
 }

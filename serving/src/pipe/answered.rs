@@ -72,7 +72,11 @@ impl Answered {
         }
         if !answered.places.is_empty() {
             let records = answered.places.len();
-            tracing::info!(pipe = config.name, records, "answered before the last commit was made, not again");
+            tracing::info!(
+                pipe = config.name,
+                records,
+                "answered before the last commit was made, not again"
+            );
         }
         Ok(answered)
     }

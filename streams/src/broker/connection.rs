@@ -108,7 +108,9 @@ async fn read_frame(
     }
     match in_time(shared, read_rest(shared, stream, buffer)).await {
         Some(frame) => frame.map(Some),
-        None => Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs()))),
+        None => {
+            Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs())))
+        }
     }
 }
 
@@ -148,7 +150,9 @@ async fn fill(stream: &mut TcpStream, buffer: &mut BytesMut, bytes: usize) -> Re
         // Doubling keeps copies few; the first step is small, whatever was announced.
         buffer.reserve(missing.min(buffer.len().max(SMALL_BYTES)));
         if stream.read_buf(buffer).await? == 0 {
-            return Err(End::Refused(format!("the client went {missing} bytes before the end of its request")));
+            return Err(End::Refused(format!(
+                "the client went {missing} bytes before the end of its request"
+            )));
         }
     }
     Ok(())

@@ -40,7 +40,9 @@ impl DirLock {
         let started = Instant::now();
         let locked = loop {
             match file.try_lock() {
-                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => std::thread::sleep(RETRY),
+                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => {
+                    std::thread::sleep(RETRY)
+                }
                 other => break other,
             }
         };

@@ -211,7 +211,9 @@ fn check(config: &Config) -> Result<()> {
     if config.partitions_default < 1 || config.partitions_default as usize > config.partitions_max {
         return wrong("broker.partitions_default must be between 1 and broker.partitions_max");
     }
-    if config.message_bytes_max < log::batch::HEADER_BYTES || config.message_bytes_max >= config.request_bytes_max {
+    if config.message_bytes_max < log::batch::HEADER_BYTES
+        || config.message_bytes_max >= config.request_bytes_max
+    {
         return wrong("broker.message_bytes_max must be at least 61 and below broker.request_bytes_max");
     }
     if config.request_bytes_max > 1 << 30 || config.fetch_bytes_max > 1 << 30 {

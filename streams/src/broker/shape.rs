@@ -82,7 +82,9 @@ fn walk(fields: &[Field], rest: &mut &[u8], elements: &mut usize) -> Result<(), 
                 *elements = elements.saturating_add(count);
                 // Every element has at least one byte.
                 if count > rest.len() || *elements > ELEMENTS_MAX {
-                    return Err(format!("an array of {count} elements is more than the request can hold or is allowed"));
+                    return Err(format!(
+                        "an array of {count} elements is more than the request can hold or is allowed"
+                    ));
                 }
                 for _ in 0..count {
                     walk(element, rest, elements)?;

@@ -133,7 +133,10 @@ impl Store {
         if others.saturating_add(partitions as usize) > self.config.partitions_max {
             return Err(Refused::new(
                 code::POLICY_VIOLATION,
-                format!("{others} partitions exist, streams.broker.partitions_max is {}", self.config.partitions_max),
+                format!(
+                    "{others} partitions exist, streams.broker.partitions_max is {}",
+                    self.config.partitions_max
+                ),
             ));
         }
         Ok(())
@@ -178,11 +181,15 @@ impl Store {
     pub(crate) fn delete(&self, name: &str) -> Result<(), Refused> {
         let mut written = self.written.lock();
         if self.partition_count(name).is_none() {
-            return Err(Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, format!("topic {name} does not exist")));
+            return Err(Refused::new(
+                code::UNKNOWN_TOPIC_OR_PARTITION,
+                format!("topic {name} does not exist"),
+            ));
         }
         let mut next = written.meta.clone();
         next.topics.remove(name);
-        write_meta(&self.dir, &next).map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
+        write_meta(&self.dir, &next)
+            .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
         written.meta = next;
         let partitions = self.topics.write().remove(name);
         for partition in partitions.iter().flat_map(|partitions| partitions.iter()) {
@@ -202,7 +209,8 @@ impl Store {
         if written.producer_id >= written.meta.next_producer_id {
             let mut next = written.meta.clone();
             next.next_producer_id = written.producer_id.saturating_add(PRODUCER_ID_BLOCK);
-            write_meta(&self.dir, &next).map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
+            write_meta(&self.dir, &next)
+                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
             written.meta = next;
         }
         let id = written.producer_id;
@@ -215,7 +223,8 @@ impl Store {
     /// # Errors
     /// [`Error::Io`], after having tried all.
     pub(crate) fn sync(&self) -> Result<()> {
-        let partitions: Vec<_> = self.topics.read().values().flat_map(|partitions| partitions.iter().cloned()).collect();
+        let partitions: Vec<_> =
+            self.topics.read().values().flat_map(|partitions| partitions.iter().cloned()).collect();
         let mut failed = None;
         for partition in partitions {
             if let Err(error) = partition.sync() {
@@ -235,8 +244,15 @@ fn describe(error: &Error) -> String {
 /// Kafka's rule for topic names.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
     let legal = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    if name.is_empty() || name.len() > TOPIC_NAME_BYTES_MAX || name == "." || name == ".." || !name.bytes().all(legal) {
-        return Err(format!("topic names have 1 to {TOPIC_NAME_BYTES_MAX} of the characters a-z A-Z 0-9 . _ -"));
+    if name.is_empty()
+        || name.len() > TOPIC_NAME_BYTES_MAX
+        || name == "."
+        || name == ".."
+        || !name.bytes().all(legal)
+    {
+        return Err(format!(
+            "topic names have 1 to {TOPIC_NAME_BYTES_MAX} of the characters a-z A-Z 0-9 . _ -"
+        ));
     }
     Ok(())
 }

@@ -225,11 +225,17 @@ async fn looking_for_a_broker_does_not_keep_it_from_starting() {
 async fn a_newer_format_and_a_damaged_file_are_refused() {
     let dir = TempDir::new().unwrap();
     std::fs::write(dir.path().join("meta.json"), r#"{"format_version": 2, "new": true}"#).unwrap();
-    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::NewerFormat { found: 2, supported: 1, .. })));
+    assert!(matches!(
+        Store::open(dir.path(), &anywhere()),
+        Err(Error::NewerFormat { found: 2, supported: 1, .. })
+    ));
     std::fs::write(dir.path().join("meta.json"), b"{").unwrap();
     assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::Io { .. })));
     let unusable = Config { partitions_default: 0, ..anywhere() };
-    assert!(matches!(Broker::start(unusable, dir.path(), CancellationToken::new()).await, Err(Error::Config { .. })));
+    assert!(matches!(
+        Broker::start(unusable, dir.path(), CancellationToken::new()).await,
+        Err(Error::Config { .. })
+    ));
 }
 
 #[test]

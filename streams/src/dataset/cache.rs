@@ -48,11 +48,7 @@ struct Entry {
 
 impl From<&Dataset> for DatasetRecord {
     fn from(d: &Dataset) -> Self {
-        Self {
-            path: d.path.clone(),
-            schema: encode_schema(&d.schema),
-            files: d.files.clone(),
-        }
+        Self { path: d.path.clone(), schema: encode_schema(&d.schema), files: d.files.clone() }
     }
 }
 
@@ -78,18 +74,11 @@ impl<'de> Deserialize<'de> for Dataset {
 
 /// One entry per path: a newer state of the same path replaces the older one.
 fn key(path: &str) -> String {
-    format!(
-        "feed/dataset/{}",
-        hex::encode(&Sha256::digest(path.as_bytes())[..16])
-    )
+    format!("feed/dataset/{}", hex::encode(&Sha256::digest(path.as_bytes())[..16]))
 }
 
 /// Asks the cache on a thread that may block: engines behind it do file or network I/O.
-pub(super) async fn lookup(
-    cache: &Arc<dyn DatasetCache>,
-    path: &str,
-    digest: &str,
-) -> Option<Dataset> {
+pub(super) async fn lookup(cache: &Arc<dyn DatasetCache>, path: &str, digest: &str) -> Option<Dataset> {
     let (cache, key) = (Arc::clone(cache), key(path));
     let digest = digest.to_string();
     let found = tokio::task::spawn_blocking(move || {
@@ -107,9 +96,7 @@ pub(super) async fn lookup(
                 return None;
             }
         };
-        (entry.listing == digest)
-            .then(|| Dataset::try_from(entry.dataset).ok())
-            .flatten()
+        (entry.listing == digest).then(|| Dataset::try_from(entry.dataset).ok()).flatten()
     });
     found.await.ok().flatten()
 }
@@ -117,10 +104,7 @@ pub(super) async fn lookup(
 /// Leaves the description in the cache; returns when it is there (or could not be stored).
 pub(super) async fn remember(cache: Arc<dyn DatasetCache>, digest: String, dataset: &Dataset) {
     let key = key(&dataset.path);
-    let entry = Entry {
-        listing: digest,
-        dataset: DatasetRecord::from(dataset),
-    };
+    let entry = Entry { listing: digest, dataset: DatasetRecord::from(dataset) };
     let stored = tokio::task::spawn_blocking(move || {
         let bytes = serde_json::to_vec(&entry).map_err(|e| e.to_string())?;
         if bytes.len() > ENTRY_BYTES_MAX {

@@ -50,11 +50,7 @@ impl Listing {
                     Ok(None) | Err(object_store::Error::NotFound { .. }) => break,
                     Err(e) => return Err(FeedError::store(shown, e)),
                 };
-                let below = meta
-                    .location
-                    .as_ref()
-                    .get(root.as_ref().len()..)
-                    .unwrap_or_default();
+                let below = meta.location.as_ref().get(root.as_ref().len()..).unwrap_or_default();
                 let hidden = below.split('/').any(|part| part.starts_with(['.', '_']));
                 match format_of(below) {
                     Some(format) if !hidden => files.push(found(meta, format)),
@@ -62,19 +58,12 @@ impl Listing {
                 }
                 if files.len() > FILES_MAX {
                     let limit = FILES_MAX as u64;
-                    return Err(FeedError::TooLarge {
-                        path: shown,
-                        what: "the number of files",
-                        limit,
-                    });
+                    return Err(FeedError::TooLarge { path: shown, what: "the number of files", limit });
                 }
             }
         }
         if files.is_empty() {
-            return Err(FeedError::NoFiles {
-                path: shown,
-                ignored,
-            });
+            return Err(FeedError::NoFiles { path: shown, ignored });
         }
         files.sort_unstable_by(|a, b| a.path.as_bytes().cmp(b.path.as_bytes()));
         Ok(Self { path: shown, files })

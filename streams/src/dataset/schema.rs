@@ -33,11 +33,7 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> R
                 None => {
                     by_name.insert(field.name().clone(), columns.len());
                     let field = field.as_ref().clone().with_metadata(HashMap::new());
-                    columns.push(Column {
-                        field,
-                        file,
-                        seen: 1,
-                    });
+                    columns.push(Column { field, file, seen: 1 });
                 }
                 Some(&i) => {
                     let column = &mut columns[i];
@@ -61,13 +57,7 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> R
     Ok(Schema::new(
         columns
             .into_iter()
-            .map(|c| {
-                if c.seen < total {
-                    c.field.with_nullable(true)
-                } else {
-                    c.field
-                }
-            })
+            .map(|c| if c.seen < total { c.field.with_nullable(true) } else { c.field })
             .collect::<Vec<_>>(),
     ))
 }
@@ -99,11 +89,7 @@ pub(crate) fn encode_schema(schema: &Schema) -> String {
 
 /// The inverse of [`encode_schema`].
 pub(crate) fn decode_schema(text: &str) -> Result<Schema> {
-    let unusable = |what: String| FeedError::UnusablePlan {
-        what: format!("schema: {what}"),
-    };
+    let unusable = |what: String| FeedError::UnusablePlan { what: format!("schema: {what}") };
     let bytes = hex::decode(text).map_err(|e| unusable(e.to_string()))?;
-    root_as_schema(&bytes)
-        .map(fb_to_schema)
-        .map_err(|e| unusable(e.to_string()))
+    root_as_schema(&bytes).map(fb_to_schema).map_err(|e| unusable(e.to_string()))
 }

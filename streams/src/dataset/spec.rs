@@ -32,19 +32,14 @@ impl FromStr for DatasetSpec {
     type Err = FeedError;
 
     fn from_str(text: &str) -> Result<Self, FeedError> {
-        let invalid = |reason: String| FeedError::InvalidSpec {
-            text: text.to_string(),
-            reason,
-        };
+        let invalid = |reason: String| FeedError::InvalidSpec { text: text.to_string(), reason };
         let (source, path) = text.split_once(':').unwrap_or((text, "/"));
         let source: VolumeSpec = source.parse().map_err(|e| invalid(format!("{e}")))?;
         if !path.starts_with('/') {
             return Err(invalid("the path after ':' must start with '/'".into()));
         }
         if path.len() > PATH_BYTES_MAX {
-            return Err(invalid(format!(
-                "the path is longer than {PATH_BYTES_MAX} bytes"
-            )));
+            return Err(invalid(format!("the path is longer than {PATH_BYTES_MAX} bytes")));
         }
         if path.chars().any(char::is_control) {
             return Err(invalid("the path has control characters".into()));
@@ -53,10 +48,7 @@ impl FromStr for DatasetSpec {
         if parts.iter().any(|p| matches!(*p, "." | "..")) {
             return Err(invalid("the path has '.' or '..' in it".into()));
         }
-        Ok(Self {
-            source,
-            path: format!("/{}", parts.join("/")),
-        })
+        Ok(Self { source, path: format!("/{}", parts.join("/")) })
     }
 }
 

@@ -7,20 +7,12 @@ use arrow::datatypes::{DataType, Field, Int32Type};
 use super::*;
 
 fn schema(fields: &[(&str, DataType, bool)]) -> Schema {
-    Schema::new(
-        fields
-            .iter()
-            .map(|(n, t, null)| Field::new(*n, t.clone(), *null))
-            .collect::<Vec<_>>(),
-    )
+    Schema::new(fields.iter().map(|(n, t, null)| Field::new(*n, t.clone(), *null)).collect::<Vec<_>>())
 }
 
 #[test]
 fn schemas_unite_by_name() {
-    let a = schema(&[
-        ("id", DataType::Int64, false),
-        ("label", DataType::Int64, false),
-    ]);
+    let a = schema(&[("id", DataType::Int64, false), ("label", DataType::Int64, false)]);
     let b = schema(&[
         ("label", DataType::Int64, true),
         ("note", DataType::Utf8, false),
@@ -59,15 +51,9 @@ fn columns_are_brought_into_the_common_schema() {
         Field::new("id", DataType::Int64, false),
     ]));
     let columns: HashMap<String, ArrayRef> = HashMap::from([
-        (
-            "id".to_string(),
-            Arc::new(Int64Array::from(vec![1, 2])) as ArrayRef,
-        ),
+        ("id".to_string(), Arc::new(Int64Array::from(vec![1, 2])) as ArrayRef),
         ("list".to_string(), Arc::new(list) as ArrayRef),
-        (
-            "unused".to_string(),
-            Arc::new(StringArray::from(vec!["a", "b"])) as ArrayRef,
-        ),
+        ("unused".to_string(), Arc::new(StringArray::from(vec!["a", "b"])) as ArrayRef),
     ]);
     let batch = conform(&columns, 2, &target).unwrap();
     assert_eq!(batch.schema(), target);
@@ -89,15 +75,7 @@ fn specifications_are_parsed_strictly() {
         assert_eq!(json, format!("\"{shown}\""));
         assert_eq!(serde_json::from_str::<DatasetSpec>(&json).unwrap(), spec);
     }
-    for text in [
-        "",
-        ":/train",
-        "digits:train",
-        "digits:/../x",
-        "digits:/a\nb",
-        "@v1:/x",
-        "a b:/x",
-    ] {
+    for text in ["", ":/train", "digits:train", "digits:/../x", "digits:/a\nb", "@v1:/x", "a b:/x"] {
         let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
         assert!(error.contains("VOLUME[@SNAPSHOT]:/PATH"), "{error}");
     }

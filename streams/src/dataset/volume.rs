@@ -36,20 +36,10 @@ impl DatasetSpec {
             let identity = identity(&datafs, &spec.source)?;
             let cache = VolumeCache::of(&datafs, &spec.source, &identity)?;
             let cache = cache.map(|c| Arc::new(c) as Arc<dyn DatasetCache>);
-            Ok(OpenDataset {
-                spec,
-                identity,
-                store,
-                cache,
-            })
+            Ok(OpenDataset { spec, identity, store, cache })
         });
-        let stopped = |_| FeedError::Stopped {
-            file: self.to_string(),
-        };
-        let failed = |source| FeedError::Volume {
-            spec: self.to_string(),
-            source: Arc::new(source),
-        };
+        let stopped = |_| FeedError::Stopped { file: self.to_string() };
+        let failed = |source| FeedError::Volume { spec: self.to_string(), source: Arc::new(source) };
         opened.await.map_err(stopped)?.map_err(failed)
     }
 }
@@ -77,10 +67,7 @@ impl OpenDataset {
     /// # Errors
     /// Those of [`Plan::build`].
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
-        let options = PlanOptions {
-            source: self.identity.clone(),
-            ..options.clone()
-        };
+        let options = PlanOptions { source: self.identity.clone(), ..options.clone() };
         match &self.cache {
             Some(cache) => {
                 let cache = Arc::clone(cache);
@@ -109,19 +96,12 @@ struct VolumeCache {
 
 impl VolumeCache {
     /// None for a live volume, whose listing is another one with every write.
-    fn of(
-        datafs: &Datafs,
-        source: &VolumeSpec,
-        identity: &str,
-    ) -> millrace_datafs::Result<Option<Self>> {
+    fn of(datafs: &Datafs, source: &VolumeSpec, identity: &str) -> millrace_datafs::Result<Option<Self>> {
         if source.snapshot.is_none() {
             return Ok(None);
         }
         let live = VolumeSpec::live(source.volume.clone());
-        Ok(Some(Self {
-            live: datafs.view(&live)?,
-            scope: format!("snapshot/{identity}"),
-        }))
+        Ok(Some(Self { live: datafs.view(&live)?, scope: format!("snapshot/{identity}") }))
     }
 
     fn part(&self, key: &str, part: usize) -> String {

@@ -38,12 +38,7 @@ pub struct FeedOptions {
 
 impl Default for FeedOptions {
     fn default() -> Self {
-        Self {
-            columns: None,
-            cache_bytes_max: 0,
-            decode_concurrency: 0,
-            prefetch_batches: 4,
-        }
+        Self { columns: None, cache_bytes_max: 0, decode_concurrency: 0, prefetch_batches: 4 }
     }
 }
 
@@ -109,16 +104,12 @@ impl Feed {
         }
         let schema = project(plan.dataset().schema(), options.columns.as_deref())?;
         let concurrency = match options.decode_concurrency {
-            0 => std::thread::available_parallelism()
-                .map_or(2, usize::from)
-                .min(8),
+            0 => std::thread::available_parallelism().map_or(2, usize::from).min(8),
             n => n.min(256),
         };
         let (lanes, window) = (plan.lanes(), plan.window_rows());
         let per_lane_set = plan.working_set_bytes() / lanes;
-        let needed = plan
-            .working_set_bytes()
-            .saturating_add(per_lane_set.saturating_mul(3));
+        let needed = plan.working_set_bytes().saturating_add(per_lane_set.saturating_mul(3));
         let bytes_max = match options.cache_bytes_max {
             0 => needed.max(64 << 20),
             n => {
@@ -134,21 +125,9 @@ impl Feed {
             }
         };
         // Two lanes' worth of windows on their way, and a few batches when windows are tiny.
-        let ahead = plan
-            .order()
-            .per_lane()
-            .saturating_mul(options.prefetch_batches as u64 + 1);
-        let lookahead = (2 * window)
-            .div_ceil(lanes)
-            .max(ahead)
-            .min(window.max(ahead));
-        let bytes: u64 = plan
-            .dataset()
-            .files()
-            .iter()
-            .flat_map(|f| &f.row_groups)
-            .map(|g| g.bytes)
-            .sum();
+        let ahead = plan.order().per_lane().saturating_mul(options.prefetch_batches as u64 + 1);
+        let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
+        let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
         let reader = GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency);
         Ok(Self {
             inner: Arc::new(Inner {
@@ -186,9 +165,7 @@ impl Feed {
         inner.plan.check_step(step)?;
         inner.plan.check_slots(&slots)?;
         let picks = inner.picker.pick(step, slots.clone());
-        let lookups = inner
-            .cache
-            .demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
+        let lookups = inner.cache.demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
         inner.prefetch(step, slots.clone());
         let mut sources = Vec::with_capacity(lookups.len());
         let mut waited = false;
@@ -203,31 +180,17 @@ impl Feed {
         }
         metrics::count(&metrics::BATCHES_WAITED, u64::from(waited));
         metrics::count(&metrics::ROWS, slots.len() as u64);
-        let Picks {
-            groups,
-            index,
-            rows,
-            epochs,
-            ..
-        } = picks;
+        let Picks { groups, index, rows, epochs, .. } = picks;
         let schema = Arc::clone(&inner.schema);
         let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
             gather(&schema, &sources, &index)
         } else {
             tokio::task::spawn_blocking(move || gather(&schema, &sources, &index))
                 .await
-                .map_err(|_| FeedError::Stopped {
-                    file: inner.files_of(&groups),
-                })?
+                .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
         };
         let batch = gathered.map_err(|e| FeedError::assemble(inner.files_of(&groups), e))?;
-        Ok(FeedBatch {
-            step,
-            slots,
-            batch,
-            rows,
-            epochs,
-        })
+        Ok(FeedBatch { step, slots, batch, rows, epochs })
     }
 
     /// Streams a reader's slots of every global batch from the cursor on, without end (take
@@ -240,27 +203,14 @@ impl Feed {
     /// Outside of a tokio runtime.
     pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
         let step = self.inner.plan.step_of(&cursor)?;
-        Ok(FeedStream::start(
-            self.clone(),
-            shard,
-            step,
-            self.inner.prefetch_batches,
-        ))
+        Ok(FeedStream::start(self.clone(), shard, step, self.inner.prefetch_batches))
     }
 }
 
 impl Inner {
-    fn load(
-        &self,
-        group: u32,
-    ) -> (
-        u64,
-        impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>,
-    ) {
+    fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
         let reader = Arc::clone(&self.reader);
-        (self.plan.group_bytes(group), async move {
-            reader.read(group).await
-        })
+        (self.plan.group_bytes(group), async move { reader.read(group).await })
     }
 
     fn files_of(&self, groups: &[u32]) -> String {
@@ -268,11 +218,7 @@ impl Inner {
             [] => "no file".to_string(),
             [one] => self.reader.path_of(*one).to_string(),
             [first, .., last] => {
-                format!(
-                    "{} … {}",
-                    self.reader.path_of(*first),
-                    self.reader.path_of(*last)
-                )
+                format!("{} … {}", self.reader.path_of(*first), self.reader.path_of(*last))
             }
         }
     }
@@ -287,16 +233,9 @@ impl Inner {
             if covered.start <= positions.start && target <= covered.end {
                 continue;
             }
-            let mut position = positions.start.max(if covered.contains(&positions.start) {
-                covered.end
-            } else {
-                0
-            });
-            let mut begin = if position == covered.end {
-                covered.start
-            } else {
-                position
-            };
+            let mut position =
+                positions.start.max(if covered.contains(&positions.start) { covered.end } else { 0 });
+            let mut begin = if position == covered.end { covered.start } else { position };
             while position < target {
                 let window = order.window_at(lane, position);
                 let layout = self.picker.layout(window.epoch);
@@ -318,28 +257,17 @@ fn project(schema: &SchemaRef, columns: Option<&[String]>) -> Result<SchemaRef> 
         return Ok(Arc::clone(schema));
     };
     if columns.is_empty() {
-        return Err(FeedError::invalid(
-            "columns is empty; name at least one, or leave it out for all",
-        ));
+        return Err(FeedError::invalid("columns is empty; name at least one, or leave it out for all"));
     }
     let mut fields = Vec::with_capacity(columns.len());
     for (i, column) in columns.iter().enumerate() {
         if columns[..i].contains(column) {
-            return Err(FeedError::invalid(format!(
-                "column {column:?} is asked for twice"
-            )));
+            return Err(FeedError::invalid(format!("column {column:?} is asked for twice")));
         }
-        let field = schema
-            .field_with_name(column)
-            .map_err(|_| FeedError::NoColumn {
-                column: column.clone(),
-                available: schema
-                    .fields()
-                    .iter()
-                    .map(|f| f.name().as_str())
-                    .collect::<Vec<_>>()
-                    .join(", "),
-            })?;
+        let field = schema.field_with_name(column).map_err(|_| FeedError::NoColumn {
+            column: column.clone(),
+            available: schema.fields().iter().map(|f| f.name().as_str()).collect::<Vec<_>>().join(", "),
+        })?;
         fields.push(field.clone());
     }
     Ok(Arc::new(Schema::new(fields)))

@@ -63,11 +63,7 @@ impl GroupCache {
     /// Keeps at most `bytes_max` bytes beyond what the current call uses; prefetching starts no more
     /// than `loading_max` decodings at a time.
     pub(crate) fn new(bytes_max: u64, loading_max: usize) -> Arc<Self> {
-        Arc::new(Self {
-            table: Mutex::default(),
-            bytes_max,
-            loading_max,
-        })
+        Arc::new(Self { table: Mutex::default(), bytes_max, loading_max })
     }
 
     /// Looks up the row groups that one batch needs, starting what is missing. `nearby` are marked
@@ -144,14 +140,7 @@ impl GroupCache {
         self.table.lock().bytes
     }
 
-    fn start<R>(
-        self: &Arc<Self>,
-        table: &mut Table,
-        group: u32,
-        step: u64,
-        bytes: u64,
-        reading: R,
-    ) -> Loading
+    fn start<R>(self: &Arc<Self>, table: &mut Table, group: u32, step: u64, bytes: u64, reading: R) -> Loading
     where
         R: Future<Output = Result<RecordBatch>> + Send + 'static,
     {
@@ -164,9 +153,7 @@ impl GroupCache {
         });
         let task = AbortOnDropHandle::new(task);
         let loading = async move {
-            let stopped = |_| FeedError::Stopped {
-                file: format!("row group {group}"),
-            };
+            let stopped = |_| FeedError::Stopped { file: format!("row group {group}") };
             task.await.map_err(stopped)?
         }
         .boxed()
@@ -175,15 +162,7 @@ impl GroupCache {
         table.loading += 1;
         table.add(bytes);
         let used = table.calls;
-        table.entries.insert(
-            group,
-            Entry {
-                state,
-                bytes,
-                used,
-                step,
-            },
-        );
+        table.entries.insert(group, Entry { state, bytes, used, step });
         loading
     }
 

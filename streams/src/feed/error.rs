@@ -32,9 +32,7 @@ pub enum FeedError {
         files: usize,
     },
     /// The dataset is beyond a limit of the plan.
-    #[error(
-        "dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths"
-    )]
+    #[error("dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths")]
     TooLarge {
         /// Path inside the store.
         path: String,
@@ -81,9 +79,7 @@ pub enum FeedError {
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// A file is not what it was when the plan was made.
-    #[error(
-        "{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan"
-    )]
+    #[error("{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan")]
     Changed {
         /// Path of the file inside the store.
         file: String,
@@ -115,9 +111,7 @@ pub enum FeedError {
         what: String,
     },
     /// A dataset specification that cannot be parsed.
-    #[error(
-        "dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train"
-    )]
+    #[error("dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train")]
     InvalidSpec {
         /// The text as given.
         text: String,
@@ -178,10 +172,7 @@ impl FeedError {
     }
 
     pub(crate) fn store(file: impl Into<String>, source: object_store::Error) -> Self {
-        FeedError::Store {
-            file: file.into(),
-            source: Arc::new(source),
-        }
+        FeedError::Store { file: file.into(), source: Arc::new(source) }
     }
 
     pub(crate) fn corrupt(
@@ -189,18 +180,11 @@ impl FeedError {
         what: impl Into<String>,
         source: impl std::error::Error + Send + Sync + 'static,
     ) -> Self {
-        FeedError::Corrupt {
-            file: file.into(),
-            what: what.into(),
-            source: Arc::new(source),
-        }
+        FeedError::Corrupt { file: file.into(), what: what.into(), source: Arc::new(source) }
     }
 
     pub(crate) fn assemble(file: impl Into<String>, source: arrow::error::ArrowError) -> Self {
-        FeedError::Assemble {
-            file: file.into(),
-            source: Arc::new(source),
-        }
+        FeedError::Assemble { file: file.into(), source: Arc::new(source) }
     }
 
     /// Tells a failed store apart from a bad file: both arrive as a Parquet error.
@@ -210,16 +194,12 @@ impl FeedError {
         error: parquet::errors::ParquetError,
     ) -> Self {
         match error {
-            parquet::errors::ParquetError::External(inner) => {
-                match inner.downcast::<object_store::Error>() {
-                    Ok(store) => FeedError::store(file, *store),
-                    Err(other) => FeedError::Corrupt {
-                        file: file.to_string(),
-                        what: what.into(),
-                        source: Arc::from(other),
-                    },
+            parquet::errors::ParquetError::External(inner) => match inner.downcast::<object_store::Error>() {
+                Ok(store) => FeedError::store(file, *store),
+                Err(other) => {
+                    FeedError::Corrupt { file: file.to_string(), what: what.into(), source: Arc::from(other) }
                 }
-            }
+            },
             other => FeedError::corrupt(file, what, other),
         }
     }

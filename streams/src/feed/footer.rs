@@ -34,11 +34,7 @@ impl StoreFile {
     pub(crate) fn new(store: &Arc<dyn ObjectStore>, path: &str, bytes: u64) -> Result<Self> {
         let parsed = Path::parse(path)
             .map_err(|e| FeedError::invalid(format!("path {path:?} of the dataset: {e}")))?;
-        Ok(Self {
-            store: Arc::clone(store),
-            path: parsed,
-            bytes,
-        })
+        Ok(Self { store: Arc::clone(store), path: parsed, bytes })
     }
 }
 
@@ -48,23 +44,14 @@ fn external(error: object_store::Error) -> ParquetError {
 
 impl AsyncFileReader for StoreFile {
     fn get_bytes(&mut self, range: Range<u64>) -> BoxFuture<'_, parquet::errors::Result<Bytes>> {
-        self.store
-            .get_range(&self.path, range)
-            .map_err(external)
-            .boxed()
+        self.store.get_range(&self.path, range).map_err(external).boxed()
     }
 
     fn get_byte_ranges(
         &mut self,
         ranges: Vec<Range<u64>>,
     ) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
-        async move {
-            self.store
-                .get_ranges(&self.path, &ranges)
-                .await
-                .map_err(external)
-        }
-        .boxed()
+        async move { self.store.get_ranges(&self.path, &ranges).await.map_err(external) }.boxed()
     }
 
     fn get_metadata<'a>(
@@ -94,11 +81,7 @@ pub(crate) async fn read_footer(
 }
 
 /// Some corruptions make the decoders panic instead of failing.
-pub(crate) async fn calm<T>(
-    path: &str,
-    what: &str,
-    reading: impl Future<Output = Result<T>>,
-) -> Result<T> {
+pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
     let caught = AssertUnwindSafe(reading).catch_unwind().await;
     caught.unwrap_or_else(|panic| {
         let text = panic
@@ -106,11 +89,7 @@ pub(crate) async fn calm<T>(
             .map(String::as_str)
             .or_else(|| panic.downcast_ref::<&str>().copied())
             .unwrap_or("the decoder panicked");
-        Err(FeedError::corrupt(
-            path,
-            what,
-            ArrowError::ParseError(text.to_string()),
-        ))
+        Err(FeedError::corrupt(path, what, ArrowError::ParseError(text.to_string())))
     })
 }
 
@@ -124,25 +103,16 @@ async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Foo
                 .iter()
                 .map(|g| {
                     let rows = rows_of(g, path)?;
-                    Ok(RowGroup {
-                        rows,
-                        bytes: decoded_bytes(g),
-                    })
+                    Ok(RowGroup { rows, bytes: decoded_bytes(g) })
                 })
                 .collect::<Result<Vec<_>>>()?;
-            Ok(Footer {
-                schema: metadata.schema().as_ref().clone(),
-                row_groups,
-            })
+            Ok(Footer { schema: metadata.schema().as_ref().clone(), row_groups })
         }
         FileFormat::ArrowIpc => ipc::read_footer(file, path).await,
     }
 }
 
-pub(crate) async fn parquet_metadata(
-    mut file: StoreFile,
-    path: &str,
-) -> Result<ArrowReaderMetadata> {
+pub(crate) async fn parquet_metadata(mut file: StoreFile, path: &str) -> Result<ArrowReaderMetadata> {
     ArrowReaderMetadata::load_async(&mut file, ArrowReaderOptions::new())
         .await
         .map_err(|e| FeedError::from_parquet(path, "the Parquet footer", e))

@@ -19,9 +19,7 @@ pub(crate) fn gather(
         [] => return Ok(RecordBatch::new_empty(Arc::clone(schema))),
         [one] => {
             let indices = UInt32Array::from_iter_values(rows.iter().map(|&(_, row)| row as u32));
-            columns
-                .map(|c| take(one.column(c), &indices, None))
-                .collect::<Result<_, _>>()?
+            columns.map(|c| take(one.column(c), &indices, None)).collect::<Result<_, _>>()?
         }
         many => columns
             .map(|c| {

@@ -45,8 +45,7 @@ impl IpcFile {
 
     pub(crate) async fn open(file: StoreFile, path: &str) -> Result<Self> {
         let what = "the Arrow IPC footer";
-        let bad =
-            |text: &str| FeedError::corrupt(path, what, ArrowError::IpcError(text.to_string()));
+        let bad = |text: &str| FeedError::corrupt(path, what, ArrowError::IpcError(text.to_string()));
         if file.bytes < TRAILER_BYTES {
             return Err(bad("shorter than its closing magic"));
         }
@@ -63,10 +62,8 @@ impl IpcFile {
         let bytes = fetch(&file, path, end - length..end).await?;
         let footer = root_as_footer(&bytes).map_err(|e| bad(&e.to_string()))?;
         let schema = fb_to_schema(footer.schema().ok_or_else(|| bad("no schema"))?);
-        let blocks: Vec<Block> = footer
-            .recordBatches()
-            .map(|b| b.iter().copied().collect())
-            .unwrap_or_default();
+        let blocks: Vec<Block> =
+            footer.recordBatches().map(|b| b.iter().copied().collect()).unwrap_or_default();
         let mut rows = Vec::with_capacity(blocks.len());
         for block in &blocks {
             rows.push(rows_of(&file, path, block).await?);
@@ -76,13 +73,7 @@ impl IpcFile {
             let range = block_range(block, file.bytes, path)?;
             dictionaries.push((*block, Buffer::from(fetch(&file, path, range).await?)));
         }
-        Ok(Self {
-            schema: Arc::new(schema),
-            version: footer.version(),
-            blocks,
-            rows,
-            dictionaries,
-        })
+        Ok(Self { schema: Arc::new(schema), version: footer.version(), blocks, rows, dictionaries })
     }
 
     fn schema(&self) -> &Schema {
@@ -97,24 +88,13 @@ pub(crate) async fn read_footer(file: StoreFile, path: &str) -> Result<Footer> {
         .blocks
         .iter()
         .zip(&ipc.rows)
-        .map(|(b, &rows)| RowGroup {
-            rows,
-            bytes: u64::try_from(b.bodyLength()).unwrap_or(0),
-        })
+        .map(|(b, &rows)| RowGroup { rows, bytes: u64::try_from(b.bodyLength()).unwrap_or(0) })
         .collect();
-    Ok(Footer {
-        schema: ipc.schema().clone(),
-        row_groups,
-    })
+    Ok(Footer { schema: ipc.schema().clone(), row_groups })
 }
 
 /// Fetches the bytes of one record batch.
-pub(crate) async fn read_block(
-    file: StoreFile,
-    ipc: &IpcFile,
-    index: usize,
-    path: &str,
-) -> Result<Buffer> {
+pub(crate) async fn read_block(file: StoreFile, ipc: &IpcFile, index: usize, path: &str) -> Result<Buffer> {
     let range = block_range(&ipc.blocks[index], file.bytes, path)?;
     Ok(Buffer::from(fetch(&file, path, range).await?))
 }
@@ -129,21 +109,16 @@ pub(crate) fn decode_block(
 ) -> Result<HashMap<String, ArrayRef>> {
     let corrupt = |e| FeedError::corrupt(path, format!("record batch {index}"), e);
     let wanted = ipc.schema.fields().iter().enumerate();
-    let projection: Vec<usize> = wanted
-        .filter(|(_, f)| schema.index_of(f.name()).is_ok())
-        .map(|(i, _)| i)
-        .collect();
+    let projection: Vec<usize> =
+        wanted.filter(|(_, f)| schema.index_of(f.name()).is_ok()).map(|(i, _)| i).collect();
     if projection.is_empty() {
         return Ok(HashMap::new());
     }
-    let mut decoder =
-        FileDecoder::new(Arc::clone(&ipc.schema), ipc.version).with_projection(projection);
+    let mut decoder = FileDecoder::new(Arc::clone(&ipc.schema), ipc.version).with_projection(projection);
     for (block, buffer) in &ipc.dictionaries {
         decoder.read_dictionary(block, buffer).map_err(corrupt)?;
     }
-    let batch = decoder
-        .read_record_batch(&ipc.blocks[index], bytes)
-        .map_err(corrupt)?;
+    let batch = decoder.read_record_batch(&ipc.blocks[index], bytes).map_err(corrupt)?;
     Ok(batch.as_ref().map(columns_of).unwrap_or_default())
 }
 
@@ -162,13 +137,9 @@ async fn rows_of(file: &StoreFile, path: &str, block: &Block) -> Result<u64> {
     let skip = if bytes.starts_with(&[0xff; 4]) { 8 } else { 4 };
     let message = bytes.get(skip..).ok_or_else(|| bad("too short"))?;
     let message = root_as_message(message).map_err(|e| bad(&e.to_string()))?;
-    let header = message
-        .header_as_record_batch()
-        .ok_or_else(|| bad("not a record batch"))?;
+    let header = message.header_as_record_batch().ok_or_else(|| bad("not a record batch"))?;
     // Rows are addressed with 32 bits inside a row group.
-    u32::try_from(header.length())
-        .map(u64::from)
-        .map_err(|_| bad("impossible row count"))
+    u32::try_from(header.length()).map(u64::from).map_err(|_| bad("impossible row count"))
 }
 
 fn block_range(block: &Block, file_bytes: u64, path: &str) -> Result<Range<u64>> {
@@ -189,11 +160,7 @@ fn block_range(block: &Block, file_bytes: u64, path: &str) -> Result<Range<u64>>
 
 async fn fetch(file: &StoreFile, path: &str, range: Range<u64>) -> Result<Bytes> {
     let wanted = range.end - range.start;
-    let bytes = file
-        .store
-        .get_range(&file.path, range)
-        .await
-        .map_err(|e| FeedError::store(path, e))?;
+    let bytes = file.store.get_range(&file.path, range).await.map_err(|e| FeedError::store(path, e))?;
     if bytes.len() as u64 != wanted {
         return Err(FeedError::Changed {
             file: path.to_string(),

@@ -67,8 +67,7 @@ impl Order {
     /// First virtual row of a lane's range in an epoch; that of the next lane is its end.
     fn lane_start(&self, epoch: u64, lane: u64) -> u64 {
         let first = epoch * self.rows;
-        self.places_of_earlier_lanes(first + self.rows, lane)
-            - self.places_of_earlier_lanes(first, lane)
+        self.places_of_earlier_lanes(first + self.rows, lane) - self.places_of_earlier_lanes(first, lane)
     }
 
     /// Position of a lane at which an epoch begins.
@@ -95,14 +94,7 @@ impl Order {
         let index = (within + stagger) / self.window;
         let start = (index * self.window).saturating_sub(stagger);
         let end = ((index + 1) * self.window - stagger).min(lane_rows);
-        Window {
-            epoch,
-            lane,
-            index,
-            start: lane_start + start,
-            rows: end - start,
-            offset: within - start,
-        }
+        Window { epoch, lane, index, start: lane_start + start, rows: end - start, offset: within - start }
     }
 
     /// The order in which the rows of a window are visited.
@@ -124,11 +116,7 @@ impl Order {
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<> {
         let m = self.per_lane();
         let (first, end) = (slots.start as u64, slots.end as u64);
-        let lanes = if first < end {
-            first / m..(end - 1) / m + 1
-        } else {
-            0..0
-        };
+        let lanes = if first < end { first / m..(end - 1) / m + 1 } else { 0..0 };
         lanes.map(move |lane| {
             let from = first.max(lane * m) - lane * m;
             let to = end.min((lane + 1) * m) - lane * m;
@@ -140,10 +128,7 @@ impl Order {
     pub(crate) fn virtual_row(&self, step: u64, slot: u64) -> (u64, u64) {
         let m = self.per_lane();
         let window = self.window_at(slot / m, step * m + slot % m);
-        (
-            window.epoch,
-            window.start + self.shuffle(&window).apply(window.offset),
-        )
+        (window.epoch, window.start + self.shuffle(&window).apply(window.offset))
     }
 
     /// The inverse of [`Order::virtual_row`]: step and slot of a virtual row of an epoch.
@@ -151,11 +136,7 @@ impl Order {
         let (mut low, mut high) = (0, self.lanes);
         while high - low > 1 {
             let middle = low + (high - low) / 2;
-            if self.lane_start(epoch, middle) <= row {
-                low = middle
-            } else {
-                high = middle
-            }
+            if self.lane_start(epoch, middle) <= row { low = middle } else { high = middle }
         }
         // Of several lanes that start here only the last has rows.
         let lane = low;
@@ -182,9 +163,7 @@ impl EpochLayout {
     /// O(row groups); `rows` gives the size of each.
     pub(crate) fn new(order: &Order, epoch: u64, rows: &[u32]) -> Self {
         let permutation = order.group_order(rows.len(), epoch);
-        let groups: Vec<u32> = (0..rows.len() as u64)
-            .map(|i| permutation.apply(i) as u32)
-            .collect();
+        let groups: Vec<u32> = (0..rows.len() as u64).map(|i| permutation.apply(i) as u32).collect();
         let mut starts = Vec::with_capacity(rows.len() + 1);
         let mut start = 0u64;
         for &group in &groups {

@@ -72,24 +72,14 @@ impl Permutation {
         let n = n.clamp(1, 1 << 62);
         let a = ceil_sqrt(n);
         let b = n.div_ceil(a);
-        let rounds = if n < SMALL {
-            ROUNDS_SMALL
-        } else {
-            ROUNDS_LARGE
-        };
+        let rounds = if n < SMALL { ROUNDS_SMALL } else { ROUNDS_LARGE };
         let mut keys = [0; ROUNDS_SMALL];
         let mut state = key;
         for k in &mut keys[..rounds] {
             state = state.wrapping_add(GOLDEN);
             *k = mix(state);
         }
-        Self {
-            n,
-            a,
-            b,
-            rounds,
-            keys,
-        }
+        Self { n, a, b, rounds, keys }
     }
 
     /// Size of the domain.

@@ -52,11 +52,7 @@ struct LaneWindow {
 
 impl Picker {
     pub(crate) fn new(plan: Arc<Plan>) -> Self {
-        Self {
-            plan,
-            layouts: Mutex::default(),
-            windows: Mutex::default(),
-        }
+        Self { plan, layouts: Mutex::default(), windows: Mutex::default() }
     }
 
     /// The layout of an epoch, made once for the recent ones.
@@ -97,9 +93,7 @@ impl Picker {
         for (lane, mut positions) in order.lane_positions(step, slots) {
             while !positions.is_empty() {
                 let window = match known.get(&lane) {
-                    Some(window) if window.positions.contains(&positions.start) => {
-                        Arc::clone(window)
-                    }
+                    Some(window) if window.positions.contains(&positions.start) => Arc::clone(window),
                     _ => {
                         let window = Arc::new(self.lane_window(lane, positions.start));
                         known.insert(lane, Arc::clone(&window));
@@ -141,9 +135,7 @@ impl LaneWindow {
         let (layout, places) = (&self.layout, self.places.clone());
         let few = places.len() <= NEARBY_MAX;
         if few {
-            picks
-                .nearby
-                .extend_from_slice(&layout.groups[places.clone()]);
+            picks.nearby.extend_from_slice(&layout.groups[places.clone()]);
         }
         let mut few_sources = [(UNSET, 0u64); NEARBY_MAX];
         let mut many_sources = Vec::new();

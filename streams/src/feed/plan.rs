@@ -73,9 +73,7 @@ impl PlanOptions {
             if (1..=max).contains(&value) {
                 return Ok(());
             }
-            Err(FeedError::invalid(format!(
-                "{name} is {value}; it must be 1 to {max}"
-            )))
+            Err(FeedError::invalid(format!("{name} is {value}; it must be 1 to {max}")))
         };
         within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
         within("lanes", u64::from(self.lanes), u64::from(LANES_MAX))?;
@@ -127,11 +125,7 @@ impl Plan {
     ///
     /// # Errors
     /// Those of [`Dataset::read`]; [`FeedError::Invalid`] for options out of bounds.
-    pub async fn build(
-        store: &Arc<dyn ObjectStore>,
-        path: &str,
-        options: &PlanOptions,
-    ) -> Result<Self> {
+    pub async fn build(store: &Arc<dyn ObjectStore>, path: &str, options: &PlanOptions) -> Result<Self> {
         options.check()?;
         Self::new(Dataset::read(store, path).await?, options)
     }
@@ -178,11 +172,7 @@ impl Plan {
                 }
                 // Bounded when the footer was read and when a stored plan was checked.
                 let rows = u32::try_from(group.rows).unwrap_or(u32::MAX);
-                groups.push(GroupAddress {
-                    file: f as u32,
-                    index: g as u32,
-                    rows,
-                });
+                groups.push(GroupAddress { file: f as u32, index: g as u32, rows });
                 total += u64::from(rows);
                 bases.push(total);
             }
@@ -190,16 +180,7 @@ impl Plan {
         let group_rows = groups.iter().map(|g| g.rows).collect();
         let id = record::plan_id(&dataset, &source, &order);
         let working_set_bytes = sizing::working_set_bytes(&dataset, order.lanes, order.window);
-        Self {
-            id,
-            source,
-            dataset,
-            order,
-            groups,
-            group_rows,
-            bases,
-            working_set_bytes,
-        }
+        Self { id, source, dataset, order, groups, group_rows, bases, working_set_bytes }
     }
 
     /// The hash of everything that decides the order: algorithm version, source, path, files with
@@ -251,10 +232,7 @@ impl Plan {
 
     /// The cursor that stands before global batch `step`.
     pub fn cursor(&self, step: u64) -> Cursor {
-        Cursor {
-            plan_id: self.id,
-            step,
-        }
+        Cursor { plan_id: self.id, step }
     }
 
     /// The step of a cursor of this plan.
@@ -263,10 +241,7 @@ impl Plan {
     /// [`FeedError::OtherPlan`] when it belongs to another one.
     pub fn step_of(&self, cursor: &Cursor) -> Result<u64> {
         if cursor.plan_id != self.id {
-            return Err(FeedError::OtherPlan {
-                cursor: cursor.plan_id,
-                plan: self.id,
-            });
+            return Err(FeedError::OtherPlan { cursor: cursor.plan_id, plan: self.id });
         }
         self.check_step(cursor.step)?;
         Ok(cursor.step)
@@ -289,10 +264,7 @@ impl Plan {
     /// [`Plan::rows`].
     pub fn rows_of_epoch(&self, epoch: u64, steps: Range<u64>) -> u64 {
         let (batch, rows) = (u128::from(self.order.batch), u128::from(self.order.rows));
-        let (first, last) = (
-            u128::from(steps.start) * batch,
-            u128::from(steps.end) * batch,
-        );
+        let (first, last) = (u128::from(steps.start) * batch, u128::from(steps.end) * batch);
         let (from, to) = (u128::from(epoch) * rows, (u128::from(epoch) + 1) * rows);
         u64::try_from(last.min(to).saturating_sub(first.max(from))).unwrap_or(u64::MAX)
     }
@@ -330,9 +302,7 @@ impl Plan {
     pub(crate) fn check_step(&self, step: u64) -> Result<()> {
         let last = (PLACES_MAX / self.order.batch).saturating_sub(1);
         if step > last {
-            return Err(FeedError::invalid(format!(
-                "step {step} is beyond {last}, the last one"
-            )));
+            return Err(FeedError::invalid(format!("step {step} is beyond {last}, the last one")));
         }
         Ok(())
     }

@@ -59,13 +59,7 @@ impl GroupReader {
         schema: SchemaRef,
         concurrency: usize,
     ) -> Self {
-        Self {
-            store,
-            plan,
-            schema,
-            footers: Mutex::default(),
-            permits: Semaphore::new(concurrency.max(1)),
-        }
+        Self { store, plan, schema, footers: Mutex::default(), permits: Semaphore::new(concurrency.max(1)) }
     }
 
     /// Path of the file that holds a row group of the plan.
@@ -80,9 +74,7 @@ impl GroupReader {
     pub(crate) async fn read(&self, group: u32) -> Result<RecordBatch> {
         let address = self.plan.group(group);
         let file = self.plan.group_file(group);
-        let stopped = || FeedError::Stopped {
-            file: file.path.clone(),
-        };
+        let stopped = || FeedError::Stopped { file: file.path.clone() };
         let _permit = self.permits.acquire().await.map_err(|_| stopped())?;
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let index = address.index as usize;
@@ -122,10 +114,7 @@ impl GroupReader {
         let reading = parquet_metadata(source, &file.path);
         let metadata = calm(&file.path, "the footer", reading).await?;
         let groups = metadata.metadata().row_groups();
-        let rows = groups
-            .iter()
-            .map(|g| rows_of(g, &file.path))
-            .collect::<Result<Vec<_>>>()?;
+        let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
         check_unchanged(file, &rows)?;
         let mut footers = self.footers.lock();
         if footers.parquet.insert(number, metadata.clone()).is_none() {
@@ -194,10 +183,7 @@ async fn open_group(
         .with_batch_size(usize::try_from(rows).unwrap_or(usize::MAX).max(1))
         .build()
         .map_err(|e| FeedError::from_parquet(&file.path, what(), e))?;
-    stream
-        .next_row_group()
-        .await
-        .map_err(|e| FeedError::from_parquet(&file.path, what(), e))
+    stream.next_row_group().await.map_err(|e| FeedError::from_parquet(&file.path, what(), e))
 }
 
 fn decode_parquet(
@@ -233,10 +219,7 @@ fn finish(
     if let Some(short) = columns.values().find(|c| c.len() != rows) {
         return Err(FeedError::Changed {
             file: path.to_string(),
-            what: format!(
-                "planned {rows} rows in a row group, decoded {}",
-                short.len()
-            ),
+            what: format!("planned {rows} rows in a row group, decoded {}", short.len()),
         });
     }
     conform(&columns, rows, schema).map_err(|e| FeedError::assemble(path, e))

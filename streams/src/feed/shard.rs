@@ -33,10 +33,7 @@ impl TryFrom<ShardRecord> for Shard {
 
 impl From<Shard> for ShardRecord {
     fn from(s: Shard) -> Self {
-        ShardRecord {
-            rank: s.rank,
-            world: s.world,
-        }
+        ShardRecord { rank: s.rank, world: s.world }
     }
 }
 

@@ -31,13 +31,7 @@ pub struct FeedStream {
 impl FeedStream {
     pub(crate) fn start(feed: Feed, shard: Shard, first: u64, ahead: usize) -> Self {
         let slots = feed.plan().slots(shard);
-        let mut stream = Self {
-            feed,
-            slots,
-            next: Some(first),
-            ahead,
-            begun: VecDeque::new(),
-        };
+        let mut stream = Self { feed, slots, next: Some(first), ahead, begun: VecDeque::new() };
         stream.begin();
         stream
     }
@@ -63,9 +57,7 @@ impl Stream for FeedStream {
         };
         let batch = match ready!(Pin::new(first).poll(cx)) {
             Ok(batch) => batch,
-            Err(_) => Err(FeedError::Stopped {
-                file: self.feed.plan().dataset().path().into(),
-            }),
+            Err(_) => Err(FeedError::Stopped { file: self.feed.plan().dataset().path().into() }),
         };
         self.begun.pop_front();
         if batch.is_err() {

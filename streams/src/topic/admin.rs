@@ -159,9 +159,11 @@ pub(crate) fn watermarks_of(
     client: &BaseConsumer<Context>,
     topic: &str,
 ) -> Result<BTreeMap<i32, (i64, i64)>> {
-    let counts = partitions(kafka, context, client.client(), Some(topic)).map_err(|error| heard(error, context, client))?;
-    let count = counts.get(topic).copied().ok_or_else(|| {
-        Error::UnknownTopic { topic: topic.to_string(), bootstrap_servers: kafka.bootstrap_servers.clone() }
+    let counts = partitions(kafka, context, client.client(), Some(topic))
+        .map_err(|error| heard(error, context, client))?;
+    let count = counts.get(topic).copied().ok_or_else(|| Error::UnknownTopic {
+        topic: topic.to_string(),
+        bootstrap_servers: kafka.bootstrap_servers.clone(),
     })?;
     let mut marks = BTreeMap::new();
     for partition in 0..count {

@@ -3,8 +3,8 @@
 use std::sync::{Arc, LazyLock};
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, BinaryArray, BooleanBufferBuilder, DictionaryArray, Int32Array, Int64Array, ListArray,
-    RecordBatch, StringArray, StructArray, TimestampMillisecondArray,
+    Array, ArrayRef, AsArray, BinaryArray, BooleanBufferBuilder, DictionaryArray, Int32Array, Int64Array,
+    ListArray, RecordBatch, StringArray, StructArray, TimestampMillisecondArray,
 };
 use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::datatypes::{
@@ -29,10 +29,7 @@ static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
 });
 
 fn header_fields() -> Fields {
-    Fields::from(vec![
-        Field::new("key", DataType::Utf8, false),
-        Field::new("value", DataType::Binary, true),
-    ])
+    Fields::from(vec![Field::new("key", DataType::Utf8, false), Field::new("value", DataType::Binary, true)])
 }
 
 fn header_item() -> Arc<Field> {
@@ -126,7 +123,8 @@ impl<'a> Records<'a> {
 
     /// Headers of a row in their order.
     pub fn headers(&self, row: usize) -> Vec<(&'a str, Option<&'a [u8]>)> {
-        let range = self.headers.value_offsets()[row] as usize..self.headers.value_offsets()[row + 1] as usize;
+        let range =
+            self.headers.value_offsets()[row] as usize..self.headers.value_offsets()[row + 1] as usize;
         let items = self.headers.values().as_struct();
         let keys = items.column(0).as_string::<i32>();
         let values = items.column(1).as_binary::<i32>();

@@ -71,10 +71,7 @@ pub(crate) fn client_config(
 ) -> Result<ClientConfig> {
     if kafka.bootstrap_servers.trim().is_empty() || kafka.bootstrap_servers == crate::config::EMBEDDED {
         return Err(Error::Config {
-            reason: format!(
-                "bootstrap_servers is {:?} where host:port is needed",
-                kafka.bootstrap_servers
-            ),
+            reason: format!("bootstrap_servers is {:?} where host:port is needed", kafka.bootstrap_servers),
         });
     }
     let mut settings: BTreeMap<&str, &str> = BTreeMap::new();
@@ -101,15 +98,23 @@ pub(crate) fn code_of(error: &KafkaError) -> Option<Code> {
 }
 
 /// Translates a client library error met while doing `action`.
-pub(crate) fn translate(kafka: &KafkaConfig, context: &Context, action: &str, waited: Duration, source: KafkaError) -> Error {
+pub(crate) fn translate(
+    kafka: &KafkaConfig,
+    context: &Context,
+    action: &str,
+    waited: Duration,
+    source: KafkaError,
+) -> Error {
     match (&source, code_of(&source)) {
-        (KafkaError::ClientConfig(_, reason, key, value), _) => Error::Config {
-            reason: format!("property {key} = {value:?}: {reason}"),
-        },
+        (KafkaError::ClientConfig(_, reason, key, value), _) => {
+            Error::Config { reason: format!("property {key} = {value:?}: {reason}") }
+        }
         (KafkaError::ClientCreation(reason), _) => Error::Config { reason: reason.clone() },
         (
             _,
-            Some(Code::BrokerTransportFailure | Code::AllBrokersDown | Code::OperationTimedOut | Code::Resolve),
+            Some(
+                Code::BrokerTransportFailure | Code::AllBrokersDown | Code::OperationTimedOut | Code::Resolve,
+            ),
         ) => Error::Unreachable {
             bootstrap_servers: kafka.bootstrap_servers.clone(),
             waited_ms: waited.as_millis() as u64,
@@ -154,7 +159,9 @@ pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
 }
 
 /// Runs a blocking librdkafka call away from the async threads.
-pub(crate) async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+pub(crate) async fn blocking<T: Send + 'static>(
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
     match tokio::task::spawn_blocking(call).await {
         Ok(result) => result,
         Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),

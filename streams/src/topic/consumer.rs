@@ -192,7 +192,12 @@ impl Consumer {
     /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting),
     /// [`Error::OffsetOutOfRange`], [`Error::UnknownTopic`] and [`Error::Client`] end the
     /// consumer, afterwards [`Error::Closed`].
-    pub async fn next(&mut self, rows_max: usize, bytes_max: usize, wait_max: Duration) -> Result<Option<RecordBatch>> {
+    pub async fn next(
+        &mut self,
+        rows_max: usize,
+        bytes_max: usize,
+        wait_max: Duration,
+    ) -> Result<Option<RecordBatch>> {
         if self.pending.is_empty() {
             if let Some(error) = self.failed.take() {
                 return Err(error);
@@ -264,7 +269,10 @@ impl Consumer {
             // Fetches bring runs of one partition; only the last offset of a run matters.
             let (topic, partition) = (records.topic(row), records.partition(row));
             let mut last = row;
-            while last + 1 < records.len() && records.partition(last + 1) == partition && records.topic(last + 1) == topic {
+            while last + 1 < records.len()
+                && records.partition(last + 1) == partition
+                && records.topic(last + 1) == topic
+            {
                 last += 1;
             }
             self.positions.insert((topic.to_string(), partition), records.offset(last) + 1);
@@ -413,7 +421,11 @@ impl Reader {
             message.timestamp().to_millis(),
             message.key(),
             message.payload(),
-            message.headers().into_iter().flat_map(|headers| headers.iter()).map(|header| (header.key, header.value)),
+            message
+                .headers()
+                .into_iter()
+                .flat_map(|headers| headers.iter())
+                .map(|header| (header.key, header.value)),
         );
     }
 
@@ -421,7 +433,11 @@ impl Reader {
     fn judge(&mut self, error: KafkaError) -> Option<Error> {
         match error.rdkafka_error_code() {
             Some(
-                Code::AllBrokersDown | Code::BrokerTransportFailure | Code::Resolve | Code::OperationTimedOut | Code::RequestTimedOut,
+                Code::AllBrokersDown
+                | Code::BrokerTransportFailure
+                | Code::Resolve
+                | Code::OperationTimedOut
+                | Code::RequestTimedOut,
             ) => {
                 self.away_since.get_or_insert_with(Instant::now);
                 None
@@ -446,7 +462,13 @@ impl Reader {
                     for (&partition, &requested) in next {
                         match marks.get(&partition) {
                             Some(&(low, high)) if !(low..=high).contains(&requested) => {
-                                return Error::OffsetOutOfRange { topic: topic.clone(), partition, requested, low, high };
+                                return Error::OffsetOutOfRange {
+                                    topic: topic.clone(),
+                                    partition,
+                                    requested,
+                                    low,
+                                    high,
+                                };
                             }
                             _ => {}
                         }

@@ -291,12 +291,13 @@ impl Producer {
     async fn enqueue(&self, record: &OutRecord, ticket: Ticket) -> Result<()> {
         let mut ticket = Box::new(ticket);
         loop {
-            let headers = (!record.headers.is_empty()).then(|| {
-                record.headers.iter().fold(
-                    OwnedHeaders::new_with_capacity(record.headers.len()),
-                    |headers, (key, value)| headers.insert(Header { key, value: value.as_deref() }),
-                )
-            });
+            let headers =
+                (!record.headers.is_empty()).then(|| {
+                    record.headers.iter().fold(
+                        OwnedHeaders::new_with_capacity(record.headers.len()),
+                        |headers, (key, value)| headers.insert(Header { key, value: value.as_deref() }),
+                    )
+                });
             let out = BaseRecord {
                 topic: &record.topic,
                 partition: record.partition,
@@ -321,10 +322,7 @@ impl Producer {
 
     fn undelivered(&self, topic: &str, bytes: usize, error: KafkaError) -> Error {
         if let Some((_, reason)) = self.inner.client().fatal_error() {
-            return Error::ProducerLost {
-                bootstrap_servers: self.kafka.bootstrap_servers.clone(),
-                reason,
-            };
+            return Error::ProducerLost { bootstrap_servers: self.kafka.bootstrap_servers.clone(), reason };
         }
         match error.rdkafka_error_code() {
             Some(Code::MessageSizeTooLarge | Code::InvalidMessageSize) => {
@@ -351,7 +349,12 @@ impl Producer {
                 reason: error.to_string(),
                 retryable: matches!(
                     code,
-                    Some(Code::KafkaStorageError | Code::NotLeaderForPartition | Code::LeaderNotAvailable | Code::RequestTimedOut)
+                    Some(
+                        Code::KafkaStorageError
+                            | Code::NotLeaderForPartition
+                            | Code::LeaderNotAvailable
+                            | Code::RequestTimedOut
+                    )
                 ),
             },
         }

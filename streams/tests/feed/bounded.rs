@@ -19,9 +19,8 @@ const GROUP_ROWS: u64 = 500;
 async fn row_groups_are_read_about_once_per_epoch_within_the_bound() {
     let memory = InMemory::new();
     for f in 0..FILES {
-        let groups: Vec<RecordBatch> = (0..GROUPS)
-            .map(|g| rows((f * GROUPS + g) * GROUP_ROWS, GROUP_ROWS))
-            .collect();
+        let groups: Vec<RecordBatch> =
+            (0..GROUPS).map(|g| rows((f * GROUPS + g) * GROUP_ROWS, GROUP_ROWS)).collect();
         put(&memory, &format!("train/{f}.parquet"), parquet(&groups)).await;
     }
     let watched = Watched::new(Arc::new(memory));
@@ -33,13 +32,7 @@ async fn row_groups_are_read_about_once_per_epoch_within_the_bound() {
         ..PlanOptions::default()
     };
     let plan = Arc::new(Plan::build(&store, "train", &options).await.unwrap());
-    let total: u64 = plan
-        .dataset()
-        .files()
-        .iter()
-        .flat_map(|f| &f.row_groups)
-        .map(|g| g.bytes)
-        .sum();
+    let total: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
     assert!(total > 2 * options.working_set_bytes_max, "{total}");
     assert!(plan.working_set_bytes() <= options.working_set_bytes_max);
     assert!(plan.lanes() >= 4, "{} lanes", plan.lanes());
@@ -50,10 +43,7 @@ async fn row_groups_are_read_about_once_per_epoch_within_the_bound() {
         for rank in 0..world {
             // Decoded arrays are somewhat larger than their estimate, and lanes change windows.
             let share = plan.working_set_bytes() / u64::from(world) * 3 / 2;
-            let options = FeedOptions {
-                cache_bytes_max: share,
-                ..FeedOptions::default()
-            };
+            let options = FeedOptions { cache_bytes_max: share, ..FeedOptions::default() };
             let feed = Feed::open(Arc::clone(&plan), Arc::clone(&store), &options).unwrap();
             let shard = Shard::new(rank, world).unwrap();
             let mut stream = feed.stream(shard, plan.cursor(0)).unwrap().take(steps);
@@ -63,9 +53,6 @@ async fn row_groups_are_read_about_once_per_epoch_within_the_bound() {
         }
         let groups = (FILES * GROUPS * epochs) as f64;
         let amplification = (watched.reads() - before) as f64 / groups;
-        assert!(
-            amplification < 1.4,
-            "{world} readers read {amplification:.2} times what there is"
-        );
+        assert!(amplification < 1.4, "{world} readers read {amplification:.2} times what there is");
     }
 }

@@ -5,17 +5,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use arrow::array::{
-    ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch, StringArray,
-};
+use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch, StringArray};
 use arrow::datatypes::{DataType, Field};
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
@@ -24,10 +22,7 @@ use parquet::file::properties::WriterProperties;
 /// Rows `first..first + rows` with columns that follow from `id`, the global row index.
 pub(crate) fn rows(first: u64, rows: u64) -> RecordBatch {
     let ids: Vec<i64> = (first..first + rows).map(|i| i as i64).collect();
-    let pixels: Vec<f32> = ids
-        .iter()
-        .flat_map(|&i| (0..4).map(move |k| pixel(i, k)))
-        .collect();
+    let pixels: Vec<f32> = ids.iter().flat_map(|&i| (0..4).map(move |k| pixel(i, k))).collect();
     let item = Arc::new(Field::new("item", DataType::Float32, false));
     let pixels = FixedSizeListArray::new(item, 4, Arc::new(Float32Array::from(pixels)), None);
     let names: Vec<Option<String>> = ids.iter().map(|&i| name(i)).collect();
@@ -49,11 +44,8 @@ pub(crate) fn name(id: i64) -> Option<String> {
 
 /// A Parquet file, one row group per batch.
 pub(crate) fn parquet(batches: &[RecordBatch]) -> Vec<u8> {
-    let properties = WriterProperties::builder()
-        .set_compression(Compression::SNAPPY)
-        .build();
-    let mut writer =
-        ArrowWriter::try_new(Vec::new(), batches[0].schema(), Some(properties)).unwrap();
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let mut writer = ArrowWriter::try_new(Vec::new(), batches[0].schema(), Some(properties)).unwrap();
     for batch in batches {
         writer.write(batch).unwrap();
         writer.flush().unwrap();
@@ -63,8 +55,7 @@ pub(crate) fn parquet(batches: &[RecordBatch]) -> Vec<u8> {
 
 /// An Arrow IPC file, one record batch per batch.
 pub(crate) fn ipc(batches: &[RecordBatch]) -> Vec<u8> {
-    let mut writer =
-        arrow::ipc::writer::FileWriter::try_new(Vec::new(), &batches[0].schema()).unwrap();
+    let mut writer = arrow::ipc::writer::FileWriter::try_new(Vec::new(), &batches[0].schema()).unwrap();
     for batch in batches {
         writer.write(batch).unwrap();
     }
@@ -72,10 +63,7 @@ pub(crate) fn ipc(batches: &[RecordBatch]) -> Vec<u8> {
 }
 
 pub(crate) async fn put(store: &dyn ObjectStore, path: &str, bytes: Vec<u8>) {
-    store
-        .put(&Path::parse(path).unwrap(), PutPayload::from(bytes))
-        .await
-        .unwrap();
+    store.put(&Path::parse(path).unwrap(), PutPayload::from(bytes)).await.unwrap();
 }
 
 /// `train/NNN.parquet` (every third one `.arrow`) with row groups of the sizes in `shape`.
@@ -109,11 +97,7 @@ pub(crate) struct Watched {
 
 impl Watched {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>) -> Arc<Self> {
-        Arc::new(Self {
-            inner,
-            reads: AtomicUsize::new(0),
-            failures: AtomicUsize::new(0),
-        })
+        Arc::new(Self { inner, reads: AtomicUsize::new(0), failures: AtomicUsize::new(0) })
     }
 
     pub(crate) fn reads(&self) -> usize {
@@ -122,14 +106,9 @@ impl Watched {
 
     fn pass(&self) -> Result<()> {
         self.reads.fetch_add(1, Ordering::SeqCst);
-        let failing = self
-            .failures
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+        let failing = self.failures.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
         match failing {
-            Ok(_) => Err(object_store::Error::Generic {
-                store: "test",
-                source: "reset".into(),
-            }),
+            Ok(_) => Err(object_store::Error::Generic { store: "test", source: "reset".into() }),
             Err(_) => Ok(()),
         }
     }
@@ -146,11 +125,7 @@ impl ObjectStore for Watched {
     async fn put_opts(&self, p: &Path, b: PutPayload, o: PutOptions) -> Result<PutResult> {
         self.inner.put_opts(p, b, o).await
     }
-    async fn put_multipart_opts(
-        &self,
-        p: &Path,
-        o: PutMultipartOptions,
-    ) -> Result<Box<dyn MultipartUpload>> {
+    async fn put_multipart_opts(&self, p: &Path, o: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
         self.inner.put_multipart_opts(p, o).await
     }
     async fn get_opts(&self, p: &Path, o: GetOptions) -> Result<GetResult> {
@@ -163,10 +138,7 @@ impl ObjectStore for Watched {
         self.pass()?;
         self.inner.get_ranges(p, ranges).await
     }
-    fn delete_stream(
-        &self,
-        locations: BoxStream<'static, Result<Path>>,
-    ) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
         self.inner.delete_stream(locations)
     }
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {

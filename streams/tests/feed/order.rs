@@ -13,11 +13,7 @@ use proptest::prelude::*;
 use super::data;
 
 fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap()
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
 #[derive(Debug, Clone)]
@@ -50,11 +46,7 @@ prop_compose! {
 
 async fn take(feed: &Feed, shard: Shard, from: u64, steps: u64) -> Vec<FeedBatch> {
     let stream = feed.stream(shard, feed.plan().cursor(from)).unwrap();
-    stream
-        .take((steps - from) as usize)
-        .try_collect()
-        .await
-        .unwrap()
+    stream.take((steps - from) as usize).try_collect().await.unwrap()
 }
 
 fn join(batches: &[FeedBatch]) -> (RecordBatch, Vec<u64>, Vec<u64>) {
@@ -73,15 +65,8 @@ fn check_columns(batch: &RecordBatch, rows: &[u64]) {
     for (i, &row) in rows.iter().enumerate() {
         let id = ids.value(i);
         assert_eq!(id as u64, row, "the id written is the global row index");
-        let values: Vec<f32> = pixels
-            .value(i)
-            .as_primitive::<Float32Type>()
-            .values()
-            .to_vec();
-        assert_eq!(
-            values,
-            (0..4).map(|k| data::pixel(id, k)).collect::<Vec<_>>()
-        );
+        let values: Vec<f32> = pixels.value(i).as_primitive::<Float32Type>().values().to_vec();
+        assert_eq!(values, (0..4).map(|k| data::pixel(id, k)).collect::<Vec<_>>());
         let name = (!arrow::array::Array::is_null(names, i)).then(|| names.value(i).to_string());
         assert_eq!(name, data::name(id));
     }
@@ -90,10 +75,7 @@ fn check_columns(batch: &RecordBatch, rows: &[u64]) {
 async fn check(case: Case) {
     let store = data::dataset(&case.shape).await;
     let plan = Arc::new(Plan::build(&store, "/train", &case.options).await.unwrap());
-    let options = FeedOptions {
-        cache_bytes_max: case.cache_bytes_max,
-        ..FeedOptions::default()
-    };
+    let options = FeedOptions { cache_bytes_max: case.cache_bytes_max, ..FeedOptions::default() };
     let open = || Feed::open(Arc::clone(&plan), Arc::clone(&store), &options).unwrap();
     let epochs = 2;
     let steps = plan.steps_for_epochs(epochs).max(2);
@@ -118,20 +100,14 @@ async fn check(case: Case) {
     for (step, one) in whole.iter().enumerate() {
         let slices: Vec<FeedBatch> = parts.iter().map(|p| p[step].clone()).collect();
         let (batch, rows, labels) = join(&slices);
-        assert_eq!(
-            (&batch, &rows, &labels),
-            (&one.batch, &one.rows, &one.epochs)
-        );
+        assert_eq!((&batch, &rows, &labels), (&one.batch, &one.rows, &one.epochs));
     }
 
     // From any cursor: the identical rest.
     let from = (case.resume * steps as f64) as u64;
     let rest = take(&open(), Shard::WHOLE, from, steps).await;
     for (a, b) in rest.iter().zip(&whole[from as usize..]) {
-        assert_eq!(
-            (a.step, &a.batch, &a.rows, &a.epochs),
-            (b.step, &b.batch, &b.rows, &b.epochs)
-        );
+        assert_eq!((a.step, &a.batch, &a.rows, &a.epochs), (b.step, &b.batch, &b.rows, &b.epochs));
     }
 
     // By random access, backwards and in odd slices.
@@ -139,15 +115,9 @@ async fn check(case: Case) {
     for one in whole.iter().rev() {
         let cut = (case.resume * case.options.batch_rows as f64) as usize;
         let low = feed.batch(one.step, 0..cut).await.unwrap();
-        let high = feed
-            .batch(one.step, cut..case.options.batch_rows)
-            .await
-            .unwrap();
+        let high = feed.batch(one.step, cut..case.options.batch_rows).await.unwrap();
         let (batch, rows, labels) = join(&[low, high]);
-        assert_eq!(
-            (&batch, &rows, &labels),
-            (&one.batch, &one.rows, &one.epochs)
-        );
+        assert_eq!((&batch, &rows, &labels), (&one.batch, &one.rows, &one.epochs));
         for (slot, (&row, &epoch)) in one.rows.iter().zip(&one.epochs).enumerate() {
             assert_eq!(plan.row_at(one.step, slot).unwrap(), (row, epoch));
         }
@@ -166,11 +136,7 @@ proptest! {
 async fn tiny_datasets_wrap_around_inside_a_batch() {
     for rows in [1u64, 2, 3, 5] {
         let store = data::dataset(&[vec![rows]]).await;
-        let options = PlanOptions {
-            batch_rows: 16,
-            seed: 3,
-            ..PlanOptions::default()
-        };
+        let options = PlanOptions { batch_rows: 16, seed: 3, ..PlanOptions::default() };
         let plan = Plan::build(&store, "train", &options).await.unwrap();
         let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
         let batch = feed.batch(0, 0..16).await.unwrap();
@@ -188,17 +154,10 @@ async fn tiny_datasets_wrap_around_inside_a_batch() {
 #[tokio::test]
 async fn epochs_and_seeds_differ_and_rows_are_spread() {
     let store = data::dataset(&vec![vec![500; 4]; 5]).await;
-    let base = PlanOptions {
-        batch_rows: 100,
-        window_rows: 800,
-        ..PlanOptions::default()
-    };
+    let base = PlanOptions { batch_rows: 100, window_rows: 800, ..PlanOptions::default() };
     let mut orders = Vec::new();
     for seed in 0..3 {
-        let options = PlanOptions {
-            seed,
-            ..base.clone()
-        };
+        let options = PlanOptions { seed, ..base.clone() };
         let plan = Plan::build(&store, "train", &options).await.unwrap();
         let feed = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
         let steps = feed.plan().steps_for_epochs(2);

@@ -19,11 +19,7 @@ use proptest::prelude::*;
 use super::data::{self, Watched, ipc, parquet, put, rows};
 
 fn options() -> PlanOptions {
-    PlanOptions {
-        batch_rows: 8,
-        seed: 1,
-        ..PlanOptions::default()
-    }
+    PlanOptions { batch_rows: 8, seed: 1, ..PlanOptions::default() }
 }
 
 async fn store_of(files: Vec<(&str, Vec<u8>)>) -> Arc<dyn ObjectStore> {
@@ -71,10 +67,7 @@ async fn data_files_are_told_by_name_and_sorted_by_path() {
     let dataset = Dataset::read(&store, "/train").await.unwrap();
     let paths: Vec<&str> = dataset.files().iter().map(|f| f.path.as_str()).collect();
     // '.' sorts before '/'.
-    assert_eq!(
-        paths,
-        ["train/a.arrow", "train/a/z.PARQUET", "train/b.parquet"]
-    );
+    assert_eq!(paths, ["train/a.arrow", "train/a/z.PARQUET", "train/b.parquet"]);
     assert_eq!(dataset.rows(), 40);
     assert_eq!(dataset.schema().fields().len(), 3);
     let one = Dataset::read(&store, "train/a.arrow").await.unwrap();
@@ -86,26 +79,11 @@ async fn data_files_are_told_by_name_and_sorted_by_path() {
 async fn a_local_directory_is_a_dataset() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(dir.path().join("set/part.parquet")).unwrap();
-    std::fs::write(
-        dir.path().join("set/part.parquet/0.parquet"),
-        parquet(&[rows(0, 50)]),
-    )
-    .unwrap();
-    let store: Arc<dyn ObjectStore> =
-        Arc::new(LocalFileSystem::new_with_prefix(dir.path()).unwrap());
-    for path in [
-        "set",
-        "/",
-        "",
-        "/set/part.parquet",
-        "set/part.parquet/0.parquet",
-    ] {
+    std::fs::write(dir.path().join("set/part.parquet/0.parquet"), parquet(&[rows(0, 50)])).unwrap();
+    let store: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new_with_prefix(dir.path()).unwrap());
+    for path in ["set", "/", "", "/set/part.parquet", "set/part.parquet/0.parquet"] {
         let read = read_epoch(&store, path).await.unwrap();
-        assert_eq!(
-            read.iter().map(RecordBatch::num_rows).sum::<usize>(),
-            56,
-            "{path}"
-        );
+        assert_eq!(read.iter().map(RecordBatch::num_rows).sum::<usize>(), 56, "{path}");
     }
 }
 
@@ -114,21 +92,12 @@ async fn empty_datasets_say_so() {
     let empty = parquet(&[rows(0, 0)]);
     let store = store_of(vec![("train/a.txt", vec![1]), ("rowless/a.parquet", empty)]).await;
     let error = read_epoch(&store, "train").await.unwrap_err();
-    assert!(
-        matches!(error, FeedError::NoFiles { ignored: 1, .. }),
-        "{error}"
-    );
+    assert!(matches!(error, FeedError::NoFiles { ignored: 1, .. }), "{error}");
     let error = read_epoch(&store, "absent").await.unwrap_err();
-    assert!(
-        matches!(error, FeedError::NoFiles { ignored: 0, .. }),
-        "{error}"
-    );
+    assert!(matches!(error, FeedError::NoFiles { ignored: 0, .. }), "{error}");
     assert!(error.to_string().contains("/absent"));
     let error = read_epoch(&store, "rowless").await.unwrap_err();
-    assert!(
-        matches!(error, FeedError::NoRows { files: 1, .. }),
-        "{error}"
-    );
+    assert!(matches!(error, FeedError::NoRows { files: 1, .. }), "{error}");
     let error = read_epoch(&store, "a/../b").await.unwrap_err();
     assert!(matches!(error, FeedError::Invalid { .. }), "{error}");
 }
@@ -147,11 +116,7 @@ async fn truncated_and_corrupt_files_are_named() {
         ("cut.parquet", good[..good.len() - 1].to_vec(), "footer"),
         ("short.parquet", good[..7].to_vec(), "footer"),
         ("empty.parquet", Vec::new(), "footer"),
-        (
-            "text.parquet",
-            b"id,label\n1,2\n3,4\n5,6\n".to_vec(),
-            "footer",
-        ),
+        ("text.parquet", b"id,label\n1,2\n3,4\n5,6\n".to_vec(), "footer"),
         ("footer.parquet", bad_footer, "footer"),
         ("page.parquet", bad_page, "row group 0"),
         ("half.arrow", arrow[..arrow.len() / 2].to_vec(), "footer"),
@@ -161,15 +126,9 @@ async fn truncated_and_corrupt_files_are_named() {
         let path = format!("train/{name}");
         let store = store_of(vec![("train/good.parquet", good.clone()), (&path, bytes)]).await;
         let error = read_epoch(&store, "train").await.unwrap_err();
-        assert!(
-            matches!(error, FeedError::Corrupt { .. }),
-            "{name}: {error:?}"
-        );
+        assert!(matches!(error, FeedError::Corrupt { .. }), "{name}: {error:?}");
         let text = error.to_string();
-        assert!(
-            text.contains(&path) && text.contains(part),
-            "{name}: {text}"
-        );
+        assert!(text.contains(&path) && text.contains(part), "{name}: {text}");
         assert!(!error.is_retryable());
     }
 }
@@ -180,14 +139,7 @@ async fn columns_are_projected_in_the_order_asked_for() {
     let plan = Arc::new(Plan::build(&store, "t", &options()).await.unwrap());
     let open = |columns: &[&str]| {
         let columns = Some(columns.iter().map(|c| c.to_string()).collect());
-        Feed::open(
-            Arc::clone(&plan),
-            Arc::clone(&store),
-            &FeedOptions {
-                columns,
-                ..FeedOptions::default()
-            },
-        )
+        Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions { columns, ..FeedOptions::default() })
     };
     let feed = open(&["name", "id"]).unwrap();
     let batch = feed.batch(0, 2..7).await.unwrap();
@@ -195,32 +147,17 @@ async fn columns_are_projected_in_the_order_asked_for() {
     let names: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
     assert_eq!(names, ["name", "id"]);
     assert_eq!(&schema, feed.schema());
-    assert_eq!(
-        (batch.batch.num_rows(), batch.rows.len(), batch.epochs.len()),
-        (5, 5, 5)
-    );
+    assert_eq!((batch.batch.num_rows(), batch.rows.len(), batch.epochs.len()), (5, 5, 5));
     assert_eq!(feed.batch(0, 3..3).await.unwrap().batch.num_rows(), 0);
 
     let error = open(&["id", "label"]).err().unwrap();
-    assert_eq!(
-        error.to_string(),
-        "column \"label\" is not in the dataset; it has id, pixels, name"
-    );
-    assert!(matches!(
-        open(&["id", "id"]),
-        Err(FeedError::Invalid { .. })
-    ));
+    assert_eq!(error.to_string(), "column \"label\" is not in the dataset; it has id, pixels, name");
+    assert!(matches!(open(&["id", "id"]), Err(FeedError::Invalid { .. })));
     assert!(matches!(open(&[]), Err(FeedError::Invalid { .. })));
     for slots in [0..9, 9..9, Range { start: 7, end: 3 }] {
-        assert!(matches!(
-            feed.batch(0, slots).await,
-            Err(FeedError::Invalid { .. })
-        ));
+        assert!(matches!(feed.batch(0, slots).await, Err(FeedError::Invalid { .. })));
     }
-    assert!(matches!(
-        feed.batch(u64::MAX, 0..8).await,
-        Err(FeedError::Invalid { .. })
-    ));
+    assert!(matches!(feed.batch(u64::MAX, 0..8).await, Err(FeedError::Invalid { .. })));
 }
 
 #[tokio::test]
@@ -236,51 +173,30 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
     ])
     .await;
     let batch = &read_epoch(&store, "t").await.unwrap()[0];
-    let (ids, notes) = (
-        batch["id"].as_primitive::<arrow::datatypes::Int64Type>(),
-        &batch["note"],
-    );
+    let (ids, notes) = (batch["id"].as_primitive::<arrow::datatypes::Int64Type>(), &batch["note"]);
     assert_eq!(batch.num_rows(), 8);
     for i in 0..8 {
         assert_eq!(notes.is_null(i), ids.value(i) < 4);
     }
     // Only the column that the old file lacks.
     let plan = Plan::build(&store, "t", &options()).await.unwrap();
-    let only = FeedOptions {
-        columns: Some(vec!["note".into()]),
-        ..FeedOptions::default()
-    };
+    let only = FeedOptions { columns: Some(vec!["note".into()]), ..FeedOptions::default() };
     let feed = Feed::open(plan, Arc::clone(&store), &only).unwrap();
-    assert_eq!(
-        feed.batch(0, 0..8).await.unwrap().batch["note"].null_count(),
-        4
-    );
+    assert_eq!(feed.batch(0, 0..8).await.unwrap().batch["note"].null_count(), 4);
 
     let text = RecordBatch::try_from_iter([("id", note(vec!["a"]))]).unwrap();
     put(&*store, "t/2.parquet", parquet(&[text])).await;
     let error = read_epoch(&store, "t").await.unwrap_err().to_string();
-    assert!(
-        error.contains("t/0.parquet") && error.contains("t/2.parquet"),
-        "{error}"
-    );
+    assert!(error.contains("t/0.parquet") && error.contains("t/2.parquet"), "{error}");
 }
 
 #[tokio::test]
 async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
-    let store = store_of(vec![
-        ("t/0.parquet", parquet(&[rows(0, 40)])),
-        ("t/1.parquet", parquet(&[rows(40, 40)])),
-    ])
-    .await;
+    let store =
+        store_of(vec![("t/0.parquet", parquet(&[rows(0, 40)])), ("t/1.parquet", parquet(&[rows(40, 40)]))])
+            .await;
     let plan = Arc::new(Plan::build(&store, "t", &options()).await.unwrap());
-    let feed = || {
-        Feed::open(
-            Arc::clone(&plan),
-            Arc::clone(&store),
-            &FeedOptions::default(),
-        )
-        .unwrap()
-    };
+    let feed = || Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions::default()).unwrap();
     let all = |feed: Feed| async move {
         for step in 0..10 {
             feed.batch(step, 0..8).await?;
@@ -288,12 +204,7 @@ async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
         Ok::<_, FeedError>(())
     };
     all(feed()).await.unwrap();
-    put(
-        &*store,
-        "t/1.parquet",
-        parquet(&[rows(40, 39), rows(79, 1)]),
-    )
-    .await;
+    put(&*store, "t/1.parquet", parquet(&[rows(40, 39), rows(79, 1)])).await;
     let error = all(feed()).await.unwrap_err();
     assert!(
         matches!(&error, FeedError::Changed { file, .. } | FeedError::Corrupt { file, .. } if file == "t/1.parquet"),
@@ -301,10 +212,7 @@ async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
     );
     store.delete(&Path::from("t/1.parquet")).await.unwrap();
     let error = all(feed()).await.unwrap_err();
-    assert!(
-        matches!(&error, FeedError::Store { file, .. } if file == "t/1.parquet"),
-        "{error:?}"
-    );
+    assert!(matches!(&error, FeedError::Store { file, .. } if file == "t/1.parquet"), "{error:?}");
     assert!(!error.is_retryable());
 }
 
@@ -330,11 +238,7 @@ async fn each_row_group_is_read_once_per_epoch_and_once_for_many_tasks() {
     // 40 row groups that fit the cache; two reads each (footer once per file, then chunks).
     let watched = Watched::new(data::dataset(&vec![vec![100; 10]; 4]).await);
     let store: Arc<dyn ObjectStore> = watched.clone();
-    let options = PlanOptions {
-        batch_rows: 64,
-        window_rows: 200,
-        ..options()
-    };
+    let options = PlanOptions { batch_rows: 64, window_rows: 200, ..options() };
     let plan = Plan::build(&store, "train", &options).await.unwrap();
     let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
     let before = watched.reads();
@@ -362,10 +266,7 @@ impl DatasetCache for Kept {
         Ok(self.0.lock().unwrap().get(key).cloned())
     }
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
-        self.0
-            .lock()
-            .unwrap()
-            .insert(key.to_string(), value.to_vec());
+        self.0.lock().unwrap().insert(key.to_string(), value.to_vec());
         Ok(())
     }
 }
@@ -389,9 +290,7 @@ async fn footers_are_read_once_per_state_of_the_listing() {
     let build = || async {
         let before = watched.reads();
         let cache: Arc<dyn DatasetCache> = kept.clone();
-        let plan = Plan::build_cached(&store, "train", &options(), cache)
-            .await
-            .unwrap();
+        let plan = Plan::build_cached(&store, "train", &options(), cache).await.unwrap();
         (plan, watched.reads() - before)
     };
     let (first, reads) = build().await;
@@ -412,9 +311,7 @@ async fn footers_are_read_once_per_state_of_the_listing() {
     let (fourth, reads) = build().await;
     assert!(reads >= 4);
     assert_eq!(fourth.id(), third.id());
-    let plan = Plan::build_cached(&store, "train", &options(), Arc::new(Broken))
-        .await
-        .unwrap();
+    let plan = Plan::build_cached(&store, "train", &options(), Arc::new(Broken)).await.unwrap();
     assert_eq!(plan.id(), third.id());
 }
 
@@ -426,19 +323,11 @@ async fn a_plan_travels_as_json_to_a_reader_that_reads_no_footer_for_it() {
     let here = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
     let there = Feed::open(sent, store, &FeedOptions::default()).unwrap();
     for step in 0..20 {
-        let (a, b) = (
-            here.batch(step, 0..8).await.unwrap(),
-            there.batch(step, 0..8).await.unwrap(),
-        );
+        let (a, b) = (here.batch(step, 0..8).await.unwrap(), there.batch(step, 0..8).await.unwrap());
         assert_eq!((a.batch, a.rows), (b.batch, b.rows));
     }
-    let other = PlanOptions {
-        seed: 99,
-        ..options()
-    };
-    let other = Plan::build(&data::dataset(&[vec![30]]).await, "train", &other)
-        .await
-        .unwrap();
+    let other = PlanOptions { seed: 99, ..options() };
+    let other = Plan::build(&data::dataset(&[vec![30]]).await, "train", &other).await.unwrap();
     let error = here.stream(Shard::WHOLE, other.cursor(0)).err().unwrap();
     assert!(matches!(error, FeedError::OtherPlan { .. }), "{error}");
 }

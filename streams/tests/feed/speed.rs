@@ -23,34 +23,16 @@ const GROUP_ROWS: usize = 25_000;
 
 fn group(first: usize, list: usize) -> RecordBatch {
     let ids: Vec<i64> = (first..first + GROUP_ROWS).map(|i| i as i64).collect();
-    let noise = |k: i64| {
-        ids.iter()
-            .map(move |i| (i.wrapping_mul(0x1e37_79b9_7f4a_7c15 + k)) >> 20)
-    };
+    let noise = |k: i64| ids.iter().map(move |i| (i.wrapping_mul(0x1e37_79b9_7f4a_7c15 + k)) >> 20);
     let mut columns: Vec<(&str, ArrayRef)> = vec![
         ("id", Arc::new(Int64Array::from(ids.clone()))),
-        (
-            "label",
-            Arc::new(Int64Array::from_iter_values(noise(1).map(|x| x & 7))),
-        ),
-        (
-            "amount",
-            Arc::new(Float64Array::from_iter_values(noise(2).map(|x| x as f64))),
-        ),
-        (
-            "score",
-            Arc::new(Float32Array::from_iter_values(noise(3).map(|x| x as f32))),
-        ),
-        (
-            "name",
-            Arc::new(StringArray::from_iter_values(
-                noise(4).map(|x| format!("n{}", x & 0xfffff)),
-            )),
-        ),
+        ("label", Arc::new(Int64Array::from_iter_values(noise(1).map(|x| x & 7)))),
+        ("amount", Arc::new(Float64Array::from_iter_values(noise(2).map(|x| x as f64)))),
+        ("score", Arc::new(Float32Array::from_iter_values(noise(3).map(|x| x as f32)))),
+        ("name", Arc::new(StringArray::from_iter_values(noise(4).map(|x| format!("n{}", x & 0xfffff))))),
     ];
     if list > 0 {
-        let values =
-            Float32Array::from_iter_values((0..GROUP_ROWS * list).map(|i| (i % 17) as f32));
+        let values = Float32Array::from_iter_values((0..GROUP_ROWS * list).map(|i| (i % 17) as f32));
         let item = Arc::new(Field::new("item", DataType::Float32, false));
         let pixels = FixedSizeListArray::new(item, list as i32, Arc::new(values), None);
         columns.push(("pixels", Arc::new(pixels)));
@@ -61,9 +43,8 @@ fn group(first: usize, list: usize) -> RecordBatch {
 async fn measure(list: usize, batch_rows: usize) {
     let dir = tempfile::tempdir().unwrap();
     for f in 0..FILES {
-        let groups: Vec<RecordBatch> = (0..GROUPS)
-            .map(|g| group((f * GROUPS + g) * GROUP_ROWS, list))
-            .collect();
+        let groups: Vec<RecordBatch> =
+            (0..GROUPS).map(|g| group((f * GROUPS + g) * GROUP_ROWS, list)).collect();
         std::fs::write(dir.path().join(format!("{f}.parquet")), parquet(&groups)).unwrap();
     }
     let rows = FILES * GROUPS * GROUP_ROWS;
@@ -81,13 +62,8 @@ async fn measure(list: usize, batch_rows: usize) {
     };
     bare();
     let control = bare();
-    let store: Arc<dyn ObjectStore> =
-        Arc::new(LocalFileSystem::new_with_prefix(dir.path()).unwrap());
-    let options = PlanOptions {
-        batch_rows,
-        seed: 1,
-        ..PlanOptions::default()
-    };
+    let store: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new_with_prefix(dir.path()).unwrap());
+    let options = PlanOptions { batch_rows, seed: 1, ..PlanOptions::default() };
     let start = Instant::now();
     let plan = Plan::build(&store, "", &options).await.unwrap();
     let planned = start.elapsed();
@@ -96,10 +72,7 @@ async fn measure(list: usize, batch_rows: usize) {
         let feed = Feed::open(plan.clone(), Arc::clone(&store), &FeedOptions::default()).unwrap();
         let steps = feed.plan().steps_for_epochs(epochs);
         let start = Instant::now();
-        let mut stream = feed
-            .stream(Shard::WHOLE, feed.plan().cursor(0))
-            .unwrap()
-            .take(steps as usize);
+        let mut stream = feed.stream(Shard::WHOLE, feed.plan().cursor(0)).unwrap().take(steps as usize);
         let mut read = 0;
         while let Some(batch) = stream.next().await {
             read += batch.unwrap().batch.num_rows();

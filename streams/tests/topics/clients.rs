@@ -48,7 +48,8 @@ async fn a_hundred_thousand_records_come_back_in_order_and_after_a_restart() {
     producer.send_all((100_000..101_000).map(record)).await.unwrap();
     check(&take(&mut consumer, 1_000).await, &mut next);
     // So does a new one that starts where the old one was, in the middle of a batch as well.
-    let start: Vec<_> = (0..3).map(|partition| ("t".to_string(), partition, 33_000 + i64::from(partition))).collect();
+    let start: Vec<_> =
+        (0..3).map(|partition| ("t".to_string(), partition, 33_000 + i64::from(partition))).collect();
     let mut next = [33_000, 33_001, 33_002];
     let mut consumer = Consumer::assign(&kafka, &start).await.unwrap();
     let marks = topic::watermarks(&kafka, "t").await.unwrap();
@@ -85,7 +86,10 @@ async fn every_field_of_a_record_survives() {
     assert!(records.headers(2).is_empty());
     assert!(records.timestamp_ms(2).unwrap() > 1_700_000_000_000);
     producer.flush(Duration::from_secs(5)).await.unwrap();
-    assert_eq!(topic::list_topics(&kafka).await.unwrap(), [topic::TopicInfo { name: "fields".into(), partitions: 1 }]);
+    assert_eq!(
+        topic::list_topics(&kafka).await.unwrap(),
+        [topic::TopicInfo { name: "fields".into(), partitions: 1 }]
+    );
     assert!(topic::delete_topic(&kafka, "fields").await.unwrap());
     assert!(!topic::delete_topic(&kafka, "fields").await.unwrap());
     assert!(topic::list_topics(&kafka).await.unwrap().is_empty());
@@ -100,7 +104,9 @@ async fn batches_keep_to_rows_and_bytes() {
     producer.send_all((0..2_000).map(|id| OutRecord::new("t", vec![b'x'; id % 50]))).await.unwrap();
     let mut consumer = Consumer::assign(&kafka, &[("t".to_string(), 0, EARLIEST)]).await.unwrap();
     let mut seen = 0;
-    for (rows_max, bytes_max) in [(1, 1_000), (7, 1_000_000), (1_000, 100), (1_000, 0), (0, 0)].into_iter().cycle() {
+    for (rows_max, bytes_max) in
+        [(1, 1_000), (7, 1_000_000), (1_000, 100), (1_000, 0), (0, 0)].into_iter().cycle()
+    {
         if seen == 2_000 {
             break;
         }
@@ -167,7 +173,9 @@ async fn a_topic_that_was_made_again_ends_its_consumer() {
     loop {
         match consumer.next(10, 10, Duration::from_millis(200)).await {
             Ok(None) if Instant::now() < deadline => {}
-            Err(Error::OffsetOutOfRange { requested: 10, low: 0, high: 0, .. } | Error::UnknownTopic { .. }) => break,
+            Err(
+                Error::OffsetOutOfRange { requested: 10, low: 0, high: 0, .. } | Error::UnknownTopic { .. },
+            ) => break,
             other => panic!("{other:?}"),
         }
     }
@@ -243,10 +251,8 @@ async fn a_broker_that_is_not_there_is_named_in_bounded_time() {
 async fn the_configuration_finds_the_broker_of_its_home() {
     let home = TempDir::new().unwrap();
     let broker = broker_in(&broker::dir(home.path())).await;
-    let config = Config {
-        topics: vec![TopicConfig { name: "t".to_string(), partitions: 4 }],
-        ..Config::default()
-    };
+    let config =
+        Config { topics: vec![TopicConfig { name: "t".to_string(), partitions: 4 }], ..Config::default() };
     let kafka = config.kafka(home.path()).unwrap();
     assert_eq!(kafka.bootstrap_servers, broker.addr().to_string());
     topic::ensure_topics(&kafka, &config.topics).await.unwrap();

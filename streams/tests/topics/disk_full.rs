@@ -14,7 +14,8 @@ struct Tmpfs<'a>(&'a Path);
 
 impl<'a> Tmpfs<'a> {
     fn mount(at: &'a Path) -> Option<Self> {
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=512k", "tmpfs"]).arg(at).output();
+        let mounted =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=512k", "tmpfs"]).arg(at).output();
         mounted.is_ok_and(|output| output.status.success()).then_some(Self(at))
     }
 }

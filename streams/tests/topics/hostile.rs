@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use bytes::{BufMut, BytesMut};
 use kafka_protocol::messages::metadata_request::MetadataRequestTopic;
-use kafka_protocol::messages::{ApiKey, ApiVersionsRequest, ApiVersionsResponse, MetadataRequest, MetadataResponse};
+use kafka_protocol::messages::{
+    ApiKey, ApiVersionsRequest, ApiVersionsResponse, MetadataRequest, MetadataResponse,
+};
 use millrace_streams::broker;
 use tempfile::TempDir;
 
@@ -121,7 +123,9 @@ async fn a_name_asked_for_often_is_answered_once() {
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
     let topic = MetadataRequestTopic::default().with_name(Some(name("t")));
-    let request = MetadataRequest::default().with_topics(Some(vec![topic; 40_000])).with_allow_auto_topic_creation(true);
+    let request = MetadataRequest::default()
+        .with_topics(Some(vec![topic; 40_000]))
+        .with_allow_auto_topic_creation(true);
     let answer: MetadataResponse = wire.ask(ApiKey::Metadata, 4, &request);
     assert_eq!(answer.topics.len(), 1);
     broker.stop().await.unwrap();

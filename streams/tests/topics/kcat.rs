@@ -8,7 +8,12 @@ use tempfile::TempDir;
 use super::broker_in;
 
 fn kcat(input: &[u8], arguments: &[&str]) -> Option<String> {
-    let child = Command::new("kcat").args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let child = Command::new("kcat")
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
     let mut child = match child {
         Ok(child) => child,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
@@ -31,7 +36,8 @@ async fn kcat_produces_consumes_and_lists() {
     let lines: String = (0..1_000).map(|id| format!("k{id}:v{id}\n")).collect();
     for codec in ["none", "gzip", "snappy", "lz4"] {
         let topic = format!("t-{codec}");
-        let Some(_) = run(&lines, &["-P", "-t", &topic, "-K:", "-z", codec, "-X", "enable.idempotence=true"]) else {
+        let Some(_) = run(&lines, &["-P", "-t", &topic, "-K:", "-z", codec, "-X", "enable.idempotence=true"])
+        else {
             eprintln!("skipped: kcat is not installed");
             return;
         };
@@ -45,5 +51,8 @@ async fn kcat_produces_consumes_and_lists() {
     let queried = run("", &["-Q", "-t", "t-none:0:-1"]).unwrap();
     assert!(queried.contains("1000"), "{queried}");
     let listed = run("", &["-L"]).unwrap();
-    assert!(listed.contains("1 brokers") && listed.contains(&address) && listed.contains("t-gzip"), "{listed}");
+    assert!(
+        listed.contains("1 brokers") && listed.contains(&address) && listed.contains("t-gzip"),
+        "{listed}"
+    );
 }

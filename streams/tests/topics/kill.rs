@@ -81,7 +81,8 @@ async fn kill_nine_loses_and_doubles_nothing() {
             let mut acknowledged: Vec<Delivery> = Vec::new();
             while !stop.is_cancelled() {
                 let first = acknowledged.len();
-                let records = (first..first + 2_000).map(|id| OutRecord::new("t", id.to_string()).partition(id as i32 % 2));
+                let records = (first..first + 2_000)
+                    .map(|id| OutRecord::new("t", id.to_string()).partition(id as i32 % 2));
                 acknowledged.extend(producer.send_all(records).await.unwrap());
             }
             acknowledged

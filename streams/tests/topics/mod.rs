@@ -28,7 +28,10 @@ async fn broker_in(dir: &Path) -> Broker {
 }
 
 async fn broker_with(dir: &Path, config: broker::Config) -> Broker {
-    let config = broker::Config { listen: ([127, 0, 0, 1], if config.listen.port() == 9092 { 0 } else { config.listen.port() }).into(), ..config };
+    let config = broker::Config {
+        listen: ([127, 0, 0, 1], if config.listen.port() == 9092 { 0 } else { config.listen.port() }).into(),
+        ..config
+    };
     Broker::start(config, dir, CancellationToken::new()).await.unwrap()
 }
 

@@ -19,7 +19,10 @@ use super::wire::{Wire, batch, name, produce_request, records, single};
 use super::{broker_in, kafka_of, rows, take};
 
 fn fetch_request(topic: &str, offset: i64, wait_ms: i32, bytes_min: i32) -> FetchRequest {
-    let partition = FetchPartition::default().with_partition(0).with_fetch_offset(offset).with_partition_max_bytes(1 << 20);
+    let partition = FetchPartition::default()
+        .with_partition(0)
+        .with_fetch_offset(offset)
+        .with_partition_max_bytes(1 << 20);
     FetchRequest::default()
         .with_replica_id((-1).into())
         .with_max_wait_ms(wait_ms)
@@ -75,7 +78,8 @@ async fn a_batch_sent_twice_is_there_once() {
     let fresh: InitProducerIdResponse = wire.ask(ApiKey::InitProducerId, 1, &init);
     assert!(fresh.producer_id.0 > id + 1, "ids are never given out twice");
     let mut consumer = Consumer::assign(&kafka_of(&broker), &[("t".to_string(), 0, EARLIEST)]).await.unwrap();
-    let offsets: Vec<i64> = rows(&take(&mut consumer, 8).await).into_iter().map(|(_, offset, _)| offset).collect();
+    let offsets: Vec<i64> =
+        rows(&take(&mut consumer, 8).await).into_iter().map(|(_, offset, _)| offset).collect();
     assert_eq!(offsets, (0..8).collect::<Vec<_>>());
 }
 
@@ -166,7 +170,8 @@ async fn fetch_waits_for_what_it_was_asked_for() {
     assert_eq!(only(wire.ask(ApiKey::Fetch, 11, &fetch_request("absent", 0, 20_000, 1))).error_code, 3);
 
     // Sessions are declined; one that was never given is unknown.
-    let session: FetchResponse = wire.ask(ApiKey::Fetch, 11, &fetch_request("t", 0, 0, 1).with_session_epoch(0));
+    let session: FetchResponse =
+        wire.ask(ApiKey::Fetch, 11, &fetch_request("t", 0, 0, 1).with_session_epoch(0));
     assert_eq!((session.error_code, session.session_id), (0, 0));
     let unknown: FetchResponse =
         wire.ask(ApiKey::Fetch, 11, &fetch_request("t", 0, 0, 1).with_session_id(9).with_session_epoch(1));
@@ -190,7 +195,8 @@ async fn offsets_are_listed_by_place_and_time() {
     }
     let mut list = |timestamp: i64, topic: &str| {
         let partition = ListOffsetsPartition::default().with_partition_index(0).with_timestamp(timestamp);
-        let topics = vec![ListOffsetsTopic::default().with_name(name(topic)).with_partitions(vec![partition])];
+        let topics =
+            vec![ListOffsetsTopic::default().with_name(name(topic)).with_partitions(vec![partition])];
         let request = ListOffsetsRequest::default().with_replica_id((-1).into()).with_topics(topics);
         let mut answer: ListOffsetsResponse = wire.ask(ApiKey::ListOffsets, 5, &request);
         let found = answer.topics.remove(0).partitions.remove(0);
@@ -220,7 +226,8 @@ async fn lz4_passes_through() {
     let response = wire.produce("t", batch((-1, -1, -1), 3, 3, &frame));
     assert_eq!((response.error_code, response.base_offset), (0, 0));
     let mut consumer = Consumer::assign(&kafka_of(&broker), &[("t".to_string(), 0, 1)]).await.unwrap();
-    let values: Vec<_> = rows(&take(&mut consumer, 2).await).into_iter().map(|(_, _, value)| value.unwrap()).collect();
+    let values: Vec<_> =
+        rows(&take(&mut consumer, 2).await).into_iter().map(|(_, _, value)| value.unwrap()).collect();
     assert_eq!(values, [b"second".to_vec(), b"third".to_vec()]);
 }
 
@@ -256,6 +263,7 @@ async fn topics_are_created_only_as_they_can_be() {
     let response: CreateTopicsResponse = wire.ask(ApiKey::CreateTopics, 4, &dry);
     assert_eq!(response.topics[0].error_code, 0);
     let all: MetadataResponse = wire.ask(ApiKey::Metadata, 1, &MetadataRequest::default().with_topics(None));
-    let names: Vec<&str> = all.topics.iter().filter_map(|topic| topic.name.as_ref()).map(|name| name.0.as_str()).collect();
+    let names: Vec<&str> =
+        all.topics.iter().filter_map(|topic| topic.name.as_ref()).map(|name| name.0.as_str()).collect();
     assert_eq!(names, ["a", "h"]);
 }

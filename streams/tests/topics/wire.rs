@@ -7,7 +7,9 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes, BytesMut};
 use kafka_protocol::messages::produce_request::{PartitionProduceData, TopicProduceData};
 use kafka_protocol::messages::produce_response::PartitionProduceResponse;
-use kafka_protocol::messages::{ApiKey, ProduceRequest, ProduceResponse, RequestHeader, ResponseHeader, TopicName};
+use kafka_protocol::messages::{
+    ApiKey, ProduceRequest, ProduceResponse, RequestHeader, ResponseHeader, TopicName,
+};
 use kafka_protocol::protocol::{Decodable, Encodable, StrBytes};
 
 pub(super) struct Wire(pub(super) TcpStream);
@@ -52,7 +54,8 @@ impl Wire {
     }
 
     pub(super) fn produce(&mut self, topic: &str, records: Bytes) -> PartitionProduceResponse {
-        let mut response: ProduceResponse = self.ask(ApiKey::Produce, 8, &produce_request(topic, -1, records));
+        let mut response: ProduceResponse =
+            self.ask(ApiKey::Produce, 8, &produce_request(topic, -1, records));
         response.responses.remove(0).partition_responses.remove(0)
     }
 

@@ -37,7 +37,9 @@ pub enum Error {
         waited: Duration,
     },
     /// A rank sent something that does not belong here.
-    #[error("rank {rank} ({address}) of membership epoch {epoch} broke the protocol at step {step}: {reason}")]
+    #[error(
+        "rank {rank} ({address}) of membership epoch {epoch} broke the protocol at step {step}: {reason}"
+    )]
     Protocol {
         /// The offending rank.
         rank: usize,
@@ -85,9 +87,9 @@ impl Error {
     /// The rank that is to blame, when it is known.
     pub fn suspect(&self) -> Option<usize> {
         match self {
-            Error::PeerLost { rank, .. }
-            | Error::Timeout { rank, .. }
-            | Error::Protocol { rank, .. } => Some(*rank),
+            Error::PeerLost { rank, .. } | Error::Timeout { rank, .. } | Error::Protocol { rank, .. } => {
+                Some(*rank)
+            }
             _ => None,
         }
     }
@@ -96,10 +98,7 @@ impl Error {
     pub fn is_retryable(&self) -> bool {
         matches!(
             self,
-            Error::PeerLost { .. }
-                | Error::Timeout { .. }
-                | Error::Protocol { .. }
-                | Error::Aborted { .. }
+            Error::PeerLost { .. } | Error::Timeout { .. } | Error::Protocol { .. } | Error::Aborted { .. }
         )
     }
 }

@@ -29,10 +29,7 @@ pub(crate) fn check(formation: &Formation) -> Result<(), Error> {
     let world = formation.addresses.len();
     if world == 0 || world > WORLD_MAX || formation.rank >= world {
         return Err(Error::Invalid {
-            reason: format!(
-                "rank {} of {world} is not a ring (1 to {WORLD_MAX} ranks)",
-                formation.rank
-            ),
+            reason: format!("rank {} of {world} is not a ring (1 to {WORLD_MAX} ranks)", formation.rank),
         });
     }
     Ok(())

@@ -80,10 +80,7 @@ impl Collective {
     /// Listens on an ephemeral port of `ip`.
     pub fn bind(ip: IpAddr, options: Options) -> Result<Collective, Error> {
         let io = |source| Error::Io { what: format!("listen on {ip}"), source };
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(io)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
         let listener = StdListener::bind((ip, 0)).map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
         let address = listener.local_addr().map_err(io)?;
@@ -112,12 +109,7 @@ impl Collective {
         form::check(formation)?;
         let links = match formation.addresses.len() {
             1 => None,
-            _ => Some(self.runtime.block_on(form::form(
-                &self.listener,
-                formation,
-                &self.options,
-                &abort,
-            ))?),
+            _ => Some(self.runtime.block_on(form::form(&self.listener, formation, &self.options, &abort))?),
         };
         Ok(Ring::new(&self.runtime, links, formation, &self.options, abort))
     }

@@ -112,9 +112,7 @@ impl<'a> Ring<'a> {
         let result = self.runtime.block_on(async {
             match state {
                 Some(state) => edge.send_state(links, step, state).await.map(|()| None),
-                None => {
-                    edge.relay_state(links, step, source, bytes_max, incoming).await.map(Some)
-                }
+                None => edge.relay_state(links, step, source, bytes_max, incoming).await.map(Some),
             }
         });
         self.close_on_error(result)
@@ -171,14 +169,7 @@ impl Edge {
     }
 
     fn header(&self, kind: Kind, rank: usize, step: u64, bucket: u32, phase: usize) -> Header {
-        Header {
-            kind,
-            rank: rank as u16,
-            epoch: self.formation.epoch,
-            step,
-            bucket,
-            phase: phase as u32,
-        }
+        Header { kind, rank: rank as u16, epoch: self.formation.epoch, step, bucket, phase: phase as u32 }
     }
 
     /// Reduce-scatter, then all-gather.
@@ -205,8 +196,7 @@ impl Edge {
                 let out = self.header(kind, rank, step, bucket, phase);
                 let wanted = self.header(kind, self.prev_rank(), step, bucket, phase);
                 let bytes = take.len() * 8;
-                self.exchange(links, step, Some((&out, outgoing)), Some((&wanted, bytes)), incoming)
-                    .await?;
+                self.exchange(links, step, Some((&out, outgoing)), Some((&wanted, bytes)), incoming).await?;
                 let keep = if kind == Kind::Reduce { -1i64 } else { 0 };
                 for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
                     let mut word = [0u8; 8];
@@ -330,9 +320,7 @@ impl Edge {
     async fn settle(&self, links: &mut Links, step: u64, cause: Cause, at_boundary: bool) -> Error {
         let mut culprit = match cause {
             Cause::Aborted => NOBODY,
-            Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => {
-                self.prev_rank() as u32
-            }
+            Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => self.prev_rank() as u32,
             Cause::NextLost(_) | Cause::NextStuck => self.next_rank() as u32,
             Cause::Told(rank) => rank,
         };

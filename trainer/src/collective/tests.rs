@@ -31,11 +31,7 @@ fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<SocketAddr>) {
 }
 
 /// Runs `work` on every rank of a ring, each on its own thread; results in rank order.
-fn on_ring<T: Send>(
-    world: usize,
-    options: &Options,
-    work: impl Fn(usize, Ring<'_>) -> T + Sync,
-) -> Vec<T> {
+fn on_ring<T: Send>(world: usize, options: &Options, work: impl Fn(usize, Ring<'_>) -> T + Sync) -> Vec<T> {
     let (bound, addresses) = bind(world, options);
     thread::scope(|scope| {
         let ranks: Vec<_> = bound
@@ -282,9 +278,7 @@ fn answer_to(frame: &[u8]) -> Error {
 fn frames_that_do_not_belong_are_refused() {
     let right = Header { kind: Kind::Reduce, rank: 1, epoch: 7, step: 2, bucket: 0, phase: 0 };
     let payload = [0u8; 8];
-    let frame = |header: Header, payload: &[u8]| {
-        [header.encode(payload).as_slice(), payload].concat()
-    };
+    let frame = |header: Header, payload: &[u8]| [header.encode(payload).as_slice(), payload].concat();
     let mut corrupt = frame(right, &payload);
     corrupt[44] ^= 1;
     let mut torn_header = frame(right, &payload);

@@ -83,15 +83,29 @@ fn lists_numbers_and_slices_decode_alike() {
 fn what_does_not_fit_is_named() {
     let good_x = || lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0), Some(4.0)])]);
     let good_y = || -> ArrayRef { Arc::new(Int64Array::from(vec![0, 1])) };
-    let int_list: ArrayRef =
-        Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>([Some(vec![Some(1)]), Some(vec![Some(2)])]));
+    let int_list: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>([
+        Some(vec![Some(1)]),
+        Some(vec![Some(2)]),
+    ]));
     let cases: Vec<(ArrayRef, ArrayRef, &str)> = vec![
         (lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0)])]), good_y(), "row 1 has 1 values"),
-        (lists(&[Some(vec![Some(1.0), None]), Some(vec![Some(3.0), Some(4.0)])]), good_y(), "row 0 has a null"),
+        (
+            lists(&[Some(vec![Some(1.0), None]), Some(vec![Some(3.0), Some(4.0)])]),
+            good_y(),
+            "row 0 has a null",
+        ),
         (lists(&[None, Some(vec![Some(3.0), Some(4.0)])]), good_y(), "row 0 has no value in column \"x\""),
-        (lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0), Some(f32::NAN)])]), good_y(), "row 1 has NaN"),
+        (
+            lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0), Some(f32::NAN)])]),
+            good_y(),
+            "row 1 has NaN",
+        ),
         (good_x(), Arc::new(Int64Array::from(vec![Some(0), None])), "row 1 has no value in column \"y\""),
-        (good_x(), Arc::new(Int64Array::from(vec![0, 3])), "row 1 has label 3; the model's classes are 0 to 2"),
+        (
+            good_x(),
+            Arc::new(Int64Array::from(vec![0, 3])),
+            "row 1 has label 3; the model's classes are 0 to 2",
+        ),
         (good_x(), Arc::new(Int64Array::from(vec![-1, 0])), "row 0 has label -1"),
         (good_x(), Arc::new(Float64Array::from(vec![0.0, 1.0])), "whole class numbers"),
         (good_x(), int_list, "whole class numbers"),

@@ -94,18 +94,14 @@ pub(crate) async fn run(
     let listener = TcpListener::bind((crew.config.listen, 0))
         .await
         .map_err(|e| Error::io(format!("listen on {}", crew.config.listen), e))?;
-    let address =
-        listener.local_addr().map_err(|e| Error::io("find the coordinator's address", e))?;
+    let address = listener.local_addr().map_err(|e| Error::io("find the coordinator's address", e))?;
     let (events, mut inbox) = mpsc::channel(1024);
     let over = CancellationToken::new();
     let _over_on_drop = over.clone().drop_guard();
     let tasks = TaskTracker::new();
     let server = tonic::transport::Server::builder()
         .add_service(CoordinatorServer::new(Door { token: crew.token.clone(), events: events.clone() }))
-        .serve_with_incoming_shutdown(
-            TcpListenerStream::new(listener),
-            over.clone().cancelled_owned(),
-        );
+        .serve_with_incoming_shutdown(TcpListenerStream::new(listener), over.clone().cancelled_owned());
     let mut server = tokio::spawn(server);
 
     let config = crew.config;
@@ -229,8 +225,7 @@ impl Actor<'_> {
             .ring_address
             .parse()
             .map_err(|_| format!("ring address {:?} is not ip:port", hello.ring_address))?;
-        let member =
-            self.membership.joined(hello.slot as usize, hello.launch, hello.pid, ring, now)?;
+        let member = self.membership.joined(hello.slot as usize, hello.launch, hello.pid, ring, now)?;
         tracing::info!(job = self.crew.job, worker = hello.slot, pid = hello.pid, "worker joined");
         let welcome = proto::Welcome { member, assignment: self.crew.assignment.clone() };
         if outbox.try_send(Ok(wrap(to_worker::Message::Welcome(welcome)))).is_ok() {
@@ -258,7 +253,12 @@ impl Actor<'_> {
                     proto::Reason::Fresh | proto::Reason::Unspecified => Reason::Fresh,
                 };
                 if let Some(rank) = arrive.suspect_rank {
-                    tracing::info!(epoch = arrive.epoch, step = arrive.step, rank, "ring broke: rank missing");
+                    tracing::info!(
+                        epoch = arrive.epoch,
+                        step = arrive.step,
+                        rank,
+                        "ring broke: rank missing"
+                    );
                 }
                 self.membership.arrived(member, arrive.step, reason, now);
             }
@@ -330,12 +330,8 @@ impl Actor<'_> {
     }
 
     fn spawn(&mut self, slot: usize, launch: u64) {
-        let place = Place {
-            coordinator: self.address.to_string(),
-            token: self.crew.token.clone(),
-            slot,
-            launch,
-        };
+        let place =
+            Place { coordinator: self.address.to_string(), token: self.crew.token.clone(), slot, launch };
         let mut child = match self.crew.command.spawn(&place, self.crew.workers) {
             Ok(child) => child,
             Err(error) => {

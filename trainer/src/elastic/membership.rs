@@ -182,15 +182,7 @@ impl Membership {
         let id = self.member_next;
         self.member_next += 1;
         self.slots[slot] = Slot::Live { launch, member: id };
-        let member = Member {
-            slot,
-            launch,
-            pid,
-            address,
-            heard: now,
-            arrived: None,
-            finished: None,
-        };
+        let member = Member { slot, launch, pid, address, heard: now, arrived: None, finished: None };
         self.members.insert(id, member);
         if self.stopping.is_some() {
             self.send(id, Message::Stop);
@@ -342,11 +334,8 @@ impl Membership {
     }
 
     fn ranked(&self) -> impl Iterator<Item = (MemberId, &Member)> {
-        let mut ranked: Vec<_> = self
-            .in_epoch
-            .iter()
-            .filter_map(|id| self.members.get(id).map(|member| (*id, member)))
-            .collect();
+        let mut ranked: Vec<_> =
+            self.in_epoch.iter().filter_map(|id| self.members.get(id).map(|member| (*id, member))).collect();
         ranked.sort_by_key(|(_, member)| member.slot);
         ranked.into_iter()
     }
@@ -423,12 +412,8 @@ impl Membership {
         self.epoch += 1;
         self.closing = None;
         self.reform_told = false;
-        self.in_epoch = self
-            .members
-            .iter()
-            .filter(|(_, member)| member.arrived.is_some())
-            .map(|(id, _)| *id)
-            .collect();
+        self.in_epoch =
+            self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
         let ranked: Vec<MemberId> = self.ranked().map(|(id, _)| id).collect();
         let peers: Vec<Peer> = self
             .ranked()

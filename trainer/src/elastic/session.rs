@@ -98,15 +98,8 @@ impl Session {
     /// Greets the coordinator; returns the session and the assignment as JSON.
     ///
     /// Heartbeats begin with [`Session::start`], once the assignment has said how often.
-    pub(crate) fn connect(
-        runtime: &Handle,
-        place: &Place,
-        ring: SocketAddr,
-    ) -> Result<(Greeted, String)> {
-        let lost = |reason: String| Error::CoordinatorLost {
-            address: place.coordinator.clone(),
-            reason,
-        };
+    pub(crate) fn connect(runtime: &Handle, place: &Place, ring: SocketAddr) -> Result<(Greeted, String)> {
+        let lost = |reason: String| Error::CoordinatorLost { address: place.coordinator.clone(), reason };
         let (outgoing, messages) = mpsc::channel(64);
         let hello = proto::Hello {
             token: place.token.clone(),
@@ -123,8 +116,7 @@ impl Session {
                 .connect()
                 .await
                 .map_err(|e| lost(format!("cannot connect ({e})")))?;
-            let mut client =
-                CoordinatorClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
+            let mut client = CoordinatorClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
             let hello = proto::FromWorker { message: Some(from_worker::Message::Hello(hello)) };
             outgoing.send(hello).await.map_err(|_| lost("cannot greet".to_owned()))?;
             let mut incoming = client
@@ -141,21 +133,12 @@ impl Session {
         let (incoming, assignment) = runtime
             .block_on(async { tokio::time::timeout(CONNECT_TIMEOUT, greet).await })
             .map_err(|_| lost("did not answer in time".to_owned()))??;
-        let greeted = Greeted {
-            address: place.coordinator.clone(),
-            outgoing,
-            incoming,
-        };
+        let greeted = Greeted { address: place.coordinator.clone(), outgoing, incoming };
         Ok((greeted, assignment))
     }
 
     /// Stands at the barrier with the state after `step` steps until an epoch is formed.
-    pub(crate) fn arrive(
-        &mut self,
-        step: u64,
-        reason: Reason,
-        suspect: Option<usize>,
-    ) -> Result<Barrier> {
+    pub(crate) fn arrive(&mut self, step: u64, reason: Reason, suspect: Option<usize>) -> Result<Barrier> {
         let mut arrive = proto::Arrive {
             step,
             epoch: self.epoch,
@@ -253,14 +236,7 @@ impl Greeted {
         runtime.spawn(heartbeat(self.outgoing.clone(), timing.heartbeat));
         runtime.spawn(report(self.outgoing.clone(), latest, timing.progress));
         runtime.spawn(listen(self.incoming, notify, Arc::clone(&flags)));
-        Session {
-            address: self.address,
-            outgoing: self.outgoing,
-            notices,
-            flags,
-            reports,
-            epoch: 0,
-        }
+        Session { address: self.address, outgoing: self.outgoing, notices, flags, reports, epoch: 0 }
     }
 }
 
@@ -363,10 +339,5 @@ fn decode(formed: proto::Formed) -> Result<Formed, String> {
     if formed.rank as usize >= peers.len() {
         return Err(format!("rank {} of {} members", formed.rank, peers.len()));
     }
-    Ok(Formed {
-        epoch: formed.epoch,
-        rank: formed.rank as usize,
-        peers,
-        abort: CancellationToken::new(),
-    })
+    Ok(Formed { epoch: formed.epoch, rank: formed.rank as usize, peers, abort: CancellationToken::new() })
 }

@@ -143,10 +143,7 @@ fn survivors_go_on_alone_and_take_the_replacement_in() {
 
     assert!(job.arrive(members[0], 20, Reason::Left).is_empty());
     let actions = job.arrive(members[2], 20, Reason::Left);
-    assert_eq!(
-        formed(&actions),
-        [(members[0], 3, 0, 3), (replacement, 3, 1, 3), (members[2], 3, 2, 3)]
-    );
+    assert_eq!(formed(&actions), [(members[0], 3, 0, 3), (replacement, 3, 1, 3), (members[2], 3, 2, 3)]);
     assert_eq!(job.membership.lost_total(), 1);
 }
 

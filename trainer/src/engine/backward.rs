@@ -19,22 +19,14 @@ pub(super) struct Step<'a, B: Backend> {
 }
 
 /// The gradients of the wanted inputs, given that of the output.
-pub(super) fn backward<B: Backend>(
-    step: &Step<'_, B>,
-    grad: FloatTensor<B>,
-) -> Vec<Option<FloatTensor<B>>> {
+pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
     let shape = |index: usize| dims::<B>(&step.inputs[index]);
     match step.op {
         Op::MatMul => matmul::<B>(step, grad),
         Op::Binary(kind) => binary::<B>(step, *kind, grad),
         Op::Conv(spec) => conv::<B>(step, spec, grad),
         Op::Concat(axis) => concat::<B>(step, *axis, grad),
-        Op::Unary(kind) => vec![Some(unary::<B>(
-            *kind,
-            step.inputs[0].clone(),
-            step.output.clone(),
-            grad,
-        ))],
+        Op::Unary(kind) => vec![Some(unary::<B>(*kind, step.inputs[0].clone(), step.output.clone(), grad))],
         Op::Softmax(axis) => {
             let product = B::float_mul(grad.clone(), step.output.clone());
             let centred = B::float_sub(grad, B::float_sum_dim(product, *axis));
@@ -112,11 +104,7 @@ fn matmul<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<Fl
     vec![left_grad, right_grad]
 }
 
-fn binary<B: Backend>(
-    step: &Step<'_, B>,
-    kind: Binary,
-    grad: FloatTensor<B>,
-) -> Vec<Option<FloatTensor<B>>> {
+fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
     let rank = dims::<B>(&grad).len();
     let input = |index: usize| lift::<B>(step.inputs[index].clone(), rank);
     let fit = |grad, index: usize| reduce_to::<B>(grad, &dims::<B>(&step.inputs[index]));
@@ -151,11 +139,9 @@ fn conv<B: Backend>(
 ) -> Vec<Option<FloatTensor<B>>> {
     let (x, weight) = (&step.inputs[0], &step.inputs[1]);
     let mut grads = vec![
-        step.wanted[0]
-            .then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
-        step.wanted[1].then(|| {
-            B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))
-        }),
+        step.wanted[0].then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
+        step.wanted[1]
+            .then(|| B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
     ];
     if step.inputs.len() > 2 {
         grads.push(step.wanted[2].then(|| {
@@ -169,11 +155,7 @@ fn conv<B: Backend>(
     grads
 }
 
-fn concat<B: Backend>(
-    step: &Step<'_, B>,
-    axis: usize,
-    grad: FloatTensor<B>,
-) -> Vec<Option<FloatTensor<B>>> {
+fn concat<B: Backend>(step: &Step<'_, B>, axis: usize, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
     let mut start = 0;
     step.inputs
         .iter()
@@ -206,8 +188,7 @@ fn unary<B: Backend>(
 ) -> FloatTensor<B> {
     let scaled = |tensor, factor: f64| B::float_mul_scalar(tensor, factor.into());
     let square = |tensor: FloatTensor<B>| B::float_mul(tensor.clone(), tensor);
-    let one_minus =
-        |tensor| B::float_add_scalar(B::float_mul_scalar(tensor, (-1.0).into()), 1.0.into());
+    let one_minus = |tensor| B::float_add_scalar(B::float_mul_scalar(tensor, (-1.0).into()), 1.0.into());
     match kind {
         Unary::Relu => B::relu_backward(y, grad),
         Unary::LeakyRelu(slope) => {

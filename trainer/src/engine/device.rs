@@ -69,9 +69,7 @@ impl From<Device> for String {
 pub(super) fn open(device: Device, graph: &Graph) -> Result<Box<dyn Compute>, EngineError> {
     let graph = Arc::new(graph.clone());
     match device {
-        Device::Cpu => Ok(Box::new(Interpreter::<Flex, f32>::new(
-            graph, FlexDevice, device,
-        ))),
+        Device::Cpu => Ok(Box::new(Interpreter::<Flex, f32>::new(graph, FlexDevice, device))),
         Device::Cuda(ordinal) => cuda::open(ordinal, device, graph),
     }
 }
@@ -87,8 +85,7 @@ mod cuda {
     ) -> Result<Box<dyn Compute>, EngineError> {
         Err(EngineError::Device {
             device,
-            reason: "this build has no CUDA (build with --features cuda, or use device = \"cpu\")"
-                .to_owned(),
+            reason: "this build has no CUDA (build with --features cuda, or use device = \"cpu\")".to_owned(),
         })
     }
 }
@@ -110,8 +107,7 @@ mod cuda {
         let refuse = |reason: String| EngineError::Device { device, reason };
         if !driver_present() {
             return Err(refuse(
-                "the NVIDIA driver (libcuda.so.1) is not installed here (use device = \"cpu\")"
-                    .to_owned(),
+                "the NVIDIA driver (libcuda.so.1) is not installed here (use device = \"cpu\")".to_owned(),
             ));
         }
         // The backend panics where the driver refuses; the first transfer finds out.

@@ -5,11 +5,7 @@ use millrace_bundle::onnx::ModelProto;
 use super::ParamLayout;
 
 /// Weights go to `raw_data` (little-endian), so that equal weights encode to equal bytes.
-pub(super) fn with_weights(
-    model: &ModelProto,
-    layout: &ParamLayout,
-    weights: &[f32],
-) -> ModelProto {
+pub(super) fn with_weights(model: &ModelProto, layout: &ParamLayout, weights: &[f32]) -> ModelProto {
     let mut model = model.clone();
     let mut params = layout.params.iter().peekable();
     for tensor in model.graph.iter_mut().flat_map(|g| &mut g.initializer) {

@@ -16,11 +16,7 @@ pub(super) const GELU_CUBIC: f64 = 0.044_715;
 pub(super) type Forward<B> = (FloatTensor<B>, Option<IntTensor<B>>);
 
 /// Computes one operation; `shape` is the shape of its output.
-pub(super) fn forward<B: Backend>(
-    op: &Op,
-    inputs: &[FloatTensor<B>],
-    shape: &[usize],
-) -> Forward<B> {
+pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[usize]) -> Forward<B> {
     let input = |index: usize| inputs[index].clone();
     let output = match op {
         Op::MatMul => B::float_matmul(input(0), input(1)),
@@ -49,22 +45,13 @@ pub(super) fn forward<B: Backend>(
             );
             return (found.output, Some(found.indices));
         }
-        Op::AveragePool(spec) => B::avg_pool2d(
-            input(0),
-            spec.kernel,
-            spec.strides,
-            spec.padding,
-            spec.count_include_pad,
-            false,
-        ),
+        Op::AveragePool(spec) => {
+            B::avg_pool2d(input(0), spec.kernel, spec.strides, spec.padding, spec.count_include_pad, false)
+        }
         Op::Pad(before, _) => {
             let x = input(0);
             let inner = inside(&dims::<B>(&x), *before);
-            let zeros = B::float_zeros(
-                Shape::from(shape.to_vec()),
-                &B::float_device(&x),
-                x.dtype().into(),
-            );
+            let zeros = B::float_zeros(Shape::from(shape.to_vec()), &B::float_device(&x), x.dtype().into());
             B::float_slice_assign(zeros, &inner, x)
         }
         Op::Reshape => reshape::<B>(input(0), shape),
@@ -72,10 +59,7 @@ pub(super) fn forward<B: Backend>(
         Op::Concat(axis) => B::float_cat(inputs.to_vec(), *axis),
         Op::Sum(axes) => reshape::<B>(fold::<B>(input(0), axes), shape),
         Op::Mean(axes) => {
-            let count: usize = axes
-                .iter()
-                .map(|axis| dims::<B>(&inputs[0])[*axis])
-                .product();
+            let count: usize = axes.iter().map(|axis| dims::<B>(&inputs[0])[*axis]).product();
             let sum = fold::<B>(input(0), axes);
             let mean = B::float_mul_scalar(sum, (1.0 / count as f64).into());
             reshape::<B>(mean, shape)
@@ -91,25 +75,18 @@ pub(super) fn options(spec: &ConvSpec) -> ConvOptions<2> {
 /// Where a value lies inside its zero padding.
 pub(super) fn inside(shape: &[usize], before: [usize; 2]) -> Vec<Slice> {
     let offsets = [0, 0, before[0], before[1]];
-    shape
-        .iter()
-        .zip(offsets)
-        .map(|(size, offset)| Slice::from(offset..offset + size))
-        .collect()
+    shape.iter().zip(offsets).map(|(size, offset)| Slice::from(offset..offset + size)).collect()
 }
 
 fn fold<B: Backend>(tensor: FloatTensor<B>, axes: &[usize]) -> FloatTensor<B> {
-    axes.iter()
-        .fold(tensor, |tensor, axis| B::float_sum_dim(tensor, *axis))
+    axes.iter().fold(tensor, |tensor, axis| B::float_sum_dim(tensor, *axis))
 }
 
 /// tanh(√(2/π) · (x + 0.044715 x³))
 pub(super) fn gelu_tanh<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let square = B::float_mul(x.clone(), x.clone());
-    let factor = B::float_add_scalar(
-        B::float_mul_scalar(square, (GELU_SCALE * GELU_CUBIC).into()),
-        GELU_SCALE.into(),
-    );
+    let factor =
+        B::float_add_scalar(B::float_mul_scalar(square, (GELU_SCALE * GELU_CUBIC).into()), GELU_SCALE.into());
     B::float_tanh(B::float_mul(factor, x))
 }
 

@@ -51,52 +51,34 @@ pub(super) fn check_labels(
             }
             let outside = |label: &i64| usize::try_from(*label).map_or(true, |l| l >= width);
             match classes.iter().position(outside) {
-                Some(row) => Err(EngineError::Label {
-                    row,
-                    label: classes[row],
-                    classes: width,
-                }),
+                Some(row) => Err(EngineError::Label { row, label: classes[row], classes: width }),
                 None => Ok(()),
             }
         }
         (Loss::Mse, Labels::Value(values)) => {
             if rows.checked_mul(width) != Some(values.len()) {
-                return refuse(format!(
-                    "{rows} rows of {width} outputs with {} label values",
-                    values.len()
-                ));
+                return refuse(format!("{rows} rows of {width} outputs with {} label values", values.len()));
             }
             match values.iter().position(|value| !value.is_finite()) {
-                Some(index) => refuse(format!(
-                    "the label of row {} is {}",
-                    index / width.max(1),
-                    values[index]
-                )),
+                Some(index) => {
+                    refuse(format!("the label of row {} is {}", index / width.max(1), values[index]))
+                }
                 None => Ok(()),
             }
         }
-        (Loss::CrossEntropy, Labels::Value(_)) => refuse(
-            "cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into(),
-        ),
-        (Loss::Mse, Labels::Class(_)) => refuse(
-            "mse needs float labels, the labels are integers (loss = \"cross_entropy\"?)".into(),
-        ),
+        (Loss::CrossEntropy, Labels::Value(_)) => {
+            refuse("cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into())
+        }
+        (Loss::Mse, Labels::Class(_)) => {
+            refuse("mse needs float labels, the labels are integers (loss = \"cross_entropy\"?)".into())
+        }
     }
 }
 
 /// Judges an output whose labels were checked; fails on the first row with a loss that is not finite.
-pub(super) fn judge(
-    loss: Loss,
-    logits: &[f32],
-    labels: &Labels,
-    rows: usize,
-) -> Result<Judged, EngineError> {
+pub(super) fn judge(loss: Loss, logits: &[f32], labels: &Labels, rows: usize) -> Result<Judged, EngineError> {
     let width = logits.len() / rows.max(1);
-    let mut judged = Judged {
-        loss_sum: 0.0,
-        correct: 0,
-        slope: Vec::with_capacity(logits.len()),
-    };
+    let mut judged = Judged { loss_sum: 0.0, correct: 0, slope: Vec::with_capacity(logits.len()) };
     for (row, outputs) in logits.chunks_exact(width.max(1)).enumerate() {
         let value = match labels {
             Labels::Class(classes) => {

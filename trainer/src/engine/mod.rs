@@ -179,11 +179,7 @@ impl ParamLayout {
             .map(|spec| {
                 let range = start..start + spec.elements();
                 start = range.end;
-                Param {
-                    name: spec.name.clone(),
-                    shape: spec.shape.clone(),
-                    range,
-                }
+                Param { name: spec.name.clone(), shape: spec.shape.clone(), range }
             })
             .collect();
         ParamLayout { params }
@@ -196,10 +192,7 @@ impl ParamLayout {
 
     /// The parameter that holds element `index` of the flat vector.
     pub fn name_of(&self, index: usize) -> Option<&str> {
-        self.params
-            .iter()
-            .find(|p| p.range.contains(&index))
-            .map(|p| p.name.as_str())
+        self.params.iter().find(|p| p.range.contains(&index)).map(|p| p.name.as_str())
     }
 }
 
@@ -236,15 +229,7 @@ impl Engine {
         let weights = graph.initial_weights(model)?;
         let mut compute = device::open(device, &graph)?;
         compute.set_weights(&weights)?;
-        Ok(Engine {
-            model: model.clone(),
-            graph,
-            layout,
-            loss,
-            device,
-            weights,
-            compute,
-        })
+        Ok(Engine { model: model.clone(), graph, layout, loss, device, weights, compute })
     }
 
     /// Where each parameter lies in the flat vector.
@@ -286,10 +271,7 @@ impl Engine {
     pub fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError> {
         self.update(|current| {
             if weights.len() != current.len() {
-                return Err(EngineError::Weights {
-                    expected: current.len(),
-                    found: weights.len(),
-                });
+                return Err(EngineError::Weights { expected: current.len(), found: weights.len() });
             }
             current.copy_from_slice(weights);
             Ok(())
@@ -323,21 +305,14 @@ impl Engine {
             });
         }
         let mut judged = None;
-        let grad = self
-            .compute
-            .gradients(&shard.inputs, shard.rows, &mut |logits| {
-                let found = loss::judge(self.loss, logits, &shard.labels, shard.rows)?;
-                let slope = found.slope;
-                judged = Some((found.loss_sum, found.correct));
-                Ok(slope)
-            })?;
+        let grad = self.compute.gradients(&shard.inputs, shard.rows, &mut |logits| {
+            let found = loss::judge(self.loss, logits, &shard.labels, shard.rows)?;
+            let slope = found.slope;
+            judged = Some((found.loss_sum, found.correct));
+            Ok(slope)
+        })?;
         let (loss_sum, correct) = judged.unwrap_or_default();
-        Ok(ShardGradients {
-            loss_sum,
-            correct,
-            rows: shard.rows,
-            grad,
-        })
+        Ok(ShardGradients { loss_sum, correct, rows: shard.rows, grad })
     }
 
     /// The model's output for `rows` rows of `input_width` values: `rows · output_width`, row-major.

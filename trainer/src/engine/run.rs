@@ -58,20 +58,11 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 _ => None,
             })
             .collect();
-        Interpreter {
-            graph,
-            device,
-            label,
-            held,
-            elements: PhantomData,
-        }
+        Interpreter { graph, device, label, held, elements: PhantomData }
     }
 
     fn failed(&self, reason: impl Into<String>) -> EngineError {
-        EngineError::Execution {
-            device: self.label,
-            reason: reason.into(),
-        }
+        EngineError::Execution { device: self.label, reason: reason.into() }
     }
 
     pub(super) fn hold(&mut self, weights: &[E]) -> Result<(), EngineError> {
@@ -82,10 +73,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             start += param.elements();
         }
         if start != weights.len() {
-            return Err(EngineError::Weights {
-                expected: start,
-                found: weights.len(),
-            });
+            return Err(EngineError::Weights { expected: start, found: weights.len() });
         }
         for (value, held) in self.graph.values().iter().zip(&mut self.held) {
             if let Source::Param(index) = value.source {
@@ -205,10 +193,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             }
         }
         if flat.len() != total {
-            return Err(self.failed(format!(
-                "{} gradient elements for {total} weights",
-                flat.len()
-            )));
+            return Err(self.failed(format!("{} gradient elements for {total} weights", flat.len())));
         }
         Ok(flat)
     }

@@ -19,9 +19,7 @@ pub(super) fn download<B: Backend, E: Element>(
     let data = try_read_sync(B::float_into_data(tensor))
         .ok_or("the device did not answer")?
         .map_err(|error| error.to_string())?;
-    let slice = data
-        .as_slice::<E>()
-        .map_err(|error| format!("unexpected element type: {error:?}"))?;
+    let slice = data.as_slice::<E>().map_err(|error| format!("unexpected element type: {error:?}"))?;
     into.extend_from_slice(slice);
     Ok(())
 }

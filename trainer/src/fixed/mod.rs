@@ -93,9 +93,7 @@ impl FixedError {
     /// The flat index of the offending element, for naming its parameter.
     pub fn index(&self) -> Option<usize> {
         match self {
-            FixedError::NonFinite { index, .. } | FixedError::OutOfRange { index, .. } => {
-                Some(*index)
-            }
+            FixedError::NonFinite { index, .. } | FixedError::OutOfRange { index, .. } => Some(*index),
             _ => None,
         }
     }
@@ -111,19 +109,10 @@ pub struct Scale {
 impl Scale {
     /// A scale of `2^-fraction_bits` (1 to 52) for sums of at most `contributions` values.
     pub fn new(fraction_bits: u32, contributions: u32) -> Result<Scale, FixedError> {
-        if !(1..=52).contains(&fraction_bits)
-            || contributions == 0
-            || contributions > CONTRIBUTIONS_MAX
-        {
-            return Err(FixedError::Scale {
-                fraction_bits,
-                contributions,
-            });
+        if !(1..=52).contains(&fraction_bits) || contributions == 0 || contributions > CONTRIBUTIONS_MAX {
+            return Err(FixedError::Scale { fraction_bits, contributions });
         }
-        Ok(Scale {
-            fraction_bits,
-            contributions,
-        })
+        Ok(Scale { fraction_bits, contributions })
     }
 
     /// Largest magnitude one contribution may have.
@@ -149,18 +138,13 @@ impl Scale {
     /// must be thrown away.
     pub fn add(&self, values: &[f32], sum: &mut [i64]) -> Result<(), FixedError> {
         if values.len() != sum.len() {
-            return Err(FixedError::Length {
-                expected: sum.len(),
-                found: values.len(),
-            });
+            return Err(FixedError::Length { expected: sum.len(), found: values.len() });
         }
         let (factor, limit) = (self.factor(), self.limit_fixed());
         let mut bad = false;
         for (slots, values) in sum.chunks_mut(BLOCK).zip(values.chunks(BLOCK)) {
             // No early exit, so that this loop vectorises too.
-            let far = values.iter().fold(false, |far, value| {
-                far | beyond(f64::from(*value) * factor, NEAR)
-            });
+            let far = values.iter().fold(false, |far, value| far | beyond(f64::from(*value) * factor, NEAR));
             if !far {
                 for (slot, value) in slots.iter_mut().zip(values) {
                     *slot = slot.wrapping_add(round_near(f64::from(*value) * factor));
@@ -171,11 +155,7 @@ impl Scale {
                 let scaled = f64::from(*value) * factor;
                 bad |= beyond(scaled, limit);
                 // From 2^51 on, a 24-bit mantissa times a power of two is a whole number already.
-                let whole = if beyond(scaled, NEAR) {
-                    scaled as i64
-                } else {
-                    round_near(scaled)
-                };
+                let whole = if beyond(scaled, NEAR) { scaled as i64 } else { round_near(scaled) };
                 *slot = slot.wrapping_add(whole);
             }
         }
@@ -195,24 +175,13 @@ impl Scale {
     #[cold]
     fn offender(&self, values: &[f32]) -> FixedError {
         let limit = self.limit();
-        let found = values
-            .iter()
-            .enumerate()
-            .find(|(_, value)| beyond(f64::from(**value), limit));
+        let found = values.iter().enumerate().find(|(_, value)| beyond(f64::from(**value), limit));
         match found {
-            Some((index, value)) if value.is_finite() => FixedError::OutOfRange {
-                index,
-                value: *value,
-                limit,
-            },
-            Some((index, value)) => FixedError::NonFinite {
-                index,
-                value: *value,
-            },
-            None => FixedError::Length {
-                expected: values.len(),
-                found: values.len(),
-            },
+            Some((index, value)) if value.is_finite() => {
+                FixedError::OutOfRange { index, value: *value, limit }
+            }
+            Some((index, value)) => FixedError::NonFinite { index, value: *value },
+            None => FixedError::Length { expected: values.len(), found: values.len() },
         }
     }
 
@@ -221,10 +190,7 @@ impl Scale {
     /// One rounding to f64, one division, one rounding to f32: the same bits on every worker.
     pub fn mean_into(&self, sum: &[i64], divisor: u64, out: &mut [f32]) -> Result<(), FixedError> {
         if sum.len() != out.len() {
-            return Err(FixedError::Length {
-                expected: out.len(),
-                found: sum.len(),
-            });
+            return Err(FixedError::Length { expected: out.len(), found: sum.len() });
         }
         let scale = self.factor() * divisor.max(1) as f64;
         for (target, value) in out.iter_mut().zip(sum) {
@@ -251,10 +217,7 @@ fn beyond(value: f64, limit: f64) -> bool {
 /// Exact while both together hold at most the contributions of their [`Scale`].
 pub fn merge(sum: &mut [i64], other: &[i64]) -> Result<(), FixedError> {
     if sum.len() != other.len() {
-        return Err(FixedError::Length {
-            expected: sum.len(),
-            found: other.len(),
-        });
+        return Err(FixedError::Length { expected: sum.len(), found: other.len() });
     }
     for (slot, value) in sum.iter_mut().zip(other) {
         *slot = slot.wrapping_add(*value);
@@ -284,10 +247,7 @@ impl Wide {
     /// The sum of two, exact for up to [`CONTRIBUTIONS_MAX`] contributions.
     #[must_use]
     pub fn merge(self, other: Wide) -> Wide {
-        Wide([
-            self.0[0].wrapping_add(other.0[0]),
-            self.0[1].wrapping_add(other.0[1]),
-        ])
+        Wide([self.0[0].wrapping_add(other.0[0]), self.0[1].wrapping_add(other.0[1])])
     }
 
     /// The value as a float: the same bits on every worker.

@@ -90,15 +90,9 @@ fn values_out_of_range_and_not_finite_are_named() {
     assert!(matches!(error, FixedError::OutOfRange { .. }), "{error}");
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let error = scale.encode(&[1.0, 2.0, value]).unwrap_err();
-        assert!(
-            matches!(error, FixedError::NonFinite { index: 2, .. }),
-            "{error}"
-        );
+        assert!(matches!(error, FixedError::NonFinite { index: 2, .. }), "{error}");
     }
-    assert!(matches!(
-        Wide::encode(f64::NAN),
-        Err(FixedError::Loss { .. })
-    ));
+    assert!(matches!(Wide::encode(f64::NAN), Err(FixedError::Loss { .. })));
     assert!(matches!(Wide::encode(1e13), Err(FixedError::Loss { .. })));
 }
 
@@ -117,15 +111,7 @@ fn unusable_scales_and_lengths_are_refused() {
 fn rounding_does_not_depend_on_the_neighbours() {
     let scale = Scale::new(40, 12).unwrap();
     let unit = 2f32.powi(-40);
-    let small = [
-        unit,
-        1.5 * unit,
-        2.5 * unit,
-        -1.5 * unit,
-        0.5 * unit,
-        1.0,
-        -4000.125,
-    ];
+    let small = [unit, 1.5 * unit, 2.5 * unit, -1.5 * unit, 0.5 * unit, 1.0, -4000.125];
     let alone = scale.encode(&small).unwrap();
     assert_eq!(alone[..5], [1, 2, 2, -2, 0]);
     let mut mixed = small.to_vec();

@@ -64,9 +64,7 @@ pub(super) fn gelu(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
         None | Some("none") => Unary::Gelu,
         Some("tanh") => Unary::GeluTanh,
         Some(other) => {
-            return Err(call
-                .site
-                .form(format!("approximate = {other:?} is not known")));
+            return Err(call.site.form(format!("approximate = {other:?} is not known")));
         }
     };
     unary(b, call, kind)
@@ -109,11 +107,8 @@ pub(super) fn reduce(
     let input = call.float(b, 0)?;
     let dims = b.dims(input).to_vec();
     let keep = call.int("keepdims", 1)? != 0;
-    let (given, inputs) = if b.opset >= axes_are_input_from {
-        (call.ints_input(b, 1)?, 2)
-    } else {
-        (call.ints("axes")?, 1)
-    };
+    let (given, inputs) =
+        if b.opset >= axes_are_input_from { (call.ints_input(b, 1)?, 2) } else { (call.ints("axes")?, 1) };
     let none_is_identity = call.int("noop_with_empty_axes", 0)? != 0;
     call.finish(inputs)?;
     let axes = match given.filter(|axes| !axes.is_empty()) {
@@ -155,19 +150,13 @@ pub(super) fn global_average_pool(b: &mut Builder, call: Call<'_>) -> Result<Val
     call.finish(1)?;
     let rank = b.dims(input).len();
     if rank < 3 {
-        return Err(call.site.shape(format!(
-            "{} has no dimension to pool",
-            shape::display(b.dims(input))
-        )));
+        return Err(call.site.shape(format!("{} has no dimension to pool", shape::display(b.dims(input)))));
     }
     fold(b, &call, Op::Mean, input, (2..rank).collect(), true)
 }
 
 /// (x − mean) / √(variance + ε) · scale + bias over the trailing dimensions, as primitive operations.
-pub(super) fn layer_normalization(
-    b: &mut Builder,
-    mut call: Call<'_>,
-) -> Result<ValueId, GraphError> {
+pub(super) fn layer_normalization(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let (input, scale) = (call.float(b, 0)?, call.float(b, 1)?);
     let bias = call.float_optional(b, 2)?;
     let given = call.int("axis", -1)?;

@@ -30,34 +30,19 @@ impl Site {
     }
 
     pub(super) fn unsupported(&self) -> GraphError {
-        GraphError::UnsupportedOperator {
-            op: self.op.clone(),
-            node: self.node.clone(),
-        }
+        GraphError::UnsupportedOperator { op: self.op.clone(), node: self.node.clone() }
     }
 
     pub(super) fn form(&self, reason: impl Into<String>) -> GraphError {
-        GraphError::UnsupportedForm {
-            op: self.op.clone(),
-            node: self.node.clone(),
-            reason: reason.into(),
-        }
+        GraphError::UnsupportedForm { op: self.op.clone(), node: self.node.clone(), reason: reason.into() }
     }
 
     pub(super) fn shape(&self, reason: impl Into<String>) -> GraphError {
-        GraphError::Shape {
-            op: self.op.clone(),
-            node: self.node.clone(),
-            reason: reason.into(),
-        }
+        GraphError::Shape { op: self.op.clone(), node: self.node.clone(), reason: reason.into() }
     }
 
     pub(super) fn mixes_rows(&self, reason: impl Into<String>) -> GraphError {
-        GraphError::MixesRows {
-            op: self.op.clone(),
-            node: self.node.clone(),
-            reason: reason.into(),
-        }
+        GraphError::MixesRows { op: self.op.clone(), node: self.node.clone(), reason: reason.into() }
     }
 }
 
@@ -116,11 +101,7 @@ impl Builder {
                 limit: VALUES_MAX,
             });
         }
-        self.values.push(Value {
-            dims,
-            source,
-            trained,
-        });
+        self.values.push(Value { dims, source, trained });
         Ok(self.values.len() - 1)
     }
 
@@ -134,11 +115,7 @@ impl Builder {
     ) -> Result<ValueId, GraphError> {
         let trained = inputs.iter().any(|input| self.values[*input].trained);
         let output = self.value(dims, Source::Node, trained, site)?;
-        self.nodes.push(Node {
-            op,
-            inputs: inputs.to_vec(),
-            output,
-        });
+        self.nodes.push(Node { op, inputs: inputs.to_vec(), output });
         Ok(output)
     }
 
@@ -165,11 +142,7 @@ pub(super) struct Call<'a> {
 
 impl<'a> Call<'a> {
     pub(super) fn new(node: &'a NodeProto) -> Call<'a> {
-        Call {
-            site: Site::of(node),
-            node,
-            asked: Vec::new(),
-        }
+        Call { site: Site::of(node), node, asked: Vec::new() }
     }
 
     pub(super) fn input_count(&self) -> usize {
@@ -185,9 +158,9 @@ impl<'a> Call<'a> {
     pub(super) fn float(&self, builder: &Builder, index: usize) -> Result<ValueId, GraphError> {
         match self.named(builder, index) {
             Some(Named::Float(value)) => Ok(*value),
-            Some(Named::Ints(_)) => Err(self.site.form(format!(
-                "input {index} holds integers, a float tensor is needed"
-            ))),
+            Some(Named::Ints(_)) => {
+                Err(self.site.form(format!("input {index} holds integers, a float tensor is needed")))
+            }
             None => Err(self.site.form(format!("input {index} is missing"))),
         }
     }
@@ -205,18 +178,14 @@ impl<'a> Call<'a> {
     }
 
     /// The constant integers at an optional input position.
-    pub(super) fn ints_input(
-        &self,
-        builder: &Builder,
-        index: usize,
-    ) -> Result<Option<Vec<i64>>, GraphError> {
+    pub(super) fn ints_input(&self, builder: &Builder, index: usize) -> Result<Option<Vec<i64>>, GraphError> {
         match self.named(builder, index) {
             Some(Named::Ints(sizes)) => {
                 let values = sizes.iter().map(|size| match size {
                     Size::Plain(value) => Ok(*value),
-                    Size::Rows(_) => Err(self
-                        .site
-                        .form(format!("input {index} depends on the number of rows"))),
+                    Size::Rows(_) => {
+                        Err(self.site.form(format!("input {index} depends on the number of rows")))
+                    }
                 });
                 values.collect::<Result<_, _>>().map(Some)
             }
@@ -273,14 +242,8 @@ impl<'a> Call<'a> {
         Ok(found.map_or(default, |a| a.i()))
     }
 
-    pub(super) fn float_attribute(
-        &mut self,
-        name: &'static str,
-        default: f32,
-    ) -> Result<f32, GraphError> {
-        let value = self
-            .attribute(name, AttributeType::Float)?
-            .map_or(default, |a| a.f());
+    pub(super) fn float_attribute(&mut self, name: &'static str, default: f32) -> Result<f32, GraphError> {
+        let value = self.attribute(name, AttributeType::Float)?.map_or(default, |a| a.f());
         if !value.is_finite() {
             return Err(self.site.form(format!("attribute {name} is {value}")));
         }
@@ -301,9 +264,7 @@ impl<'a> Call<'a> {
     pub(super) fn only(&mut self, name: &'static str, value: i64) -> Result<(), GraphError> {
         match self.int(name, value)? {
             found if found == value => Ok(()),
-            found => Err(self
-                .site
-                .form(format!("{name} = {found} is not supported, only {value}"))),
+            found => Err(self.site.form(format!("{name} = {found} is not supported, only {value}"))),
         }
     }
 
@@ -311,16 +272,13 @@ impl<'a> Call<'a> {
     pub(super) fn finish(&self, inputs_max: usize) -> Result<(), GraphError> {
         for attribute in &self.node.attribute {
             if !self.asked.iter().any(|name| *name == attribute.name()) {
-                return Err(self
-                    .site
-                    .form(format!("attribute {:?} is not supported", attribute.name())));
+                return Err(self.site.form(format!("attribute {:?} is not supported", attribute.name())));
             }
         }
         if self.input_count() > inputs_max {
-            return Err(self.site.form(format!(
-                "{} inputs, at most {inputs_max} are supported",
-                self.input_count()
-            )));
+            return Err(self
+                .site
+                .form(format!("{} inputs, at most {inputs_max} are supported", self.input_count())));
         }
         if self.node.output.iter().skip(1).any(|name| !name.is_empty()) {
             return Err(self.site.form("only the first output is supported"));

@@ -10,19 +10,13 @@ pub(super) fn matmul(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphEr
     product(b, &call, left, right)
 }
 
-fn product(
-    b: &mut Builder,
-    call: &Call<'_>,
-    left: ValueId,
-    right: ValueId,
-) -> Result<ValueId, GraphError> {
+fn product(b: &mut Builder, call: &Call<'_>, left: ValueId, right: ValueId) -> Result<ValueId, GraphError> {
     let (l, r) = (b.dims(left).to_vec(), b.dims(right).to_vec());
     let shapes = || format!("{} and {}", shape::display(&l), shape::display(&r));
     if l.len() < 2 || r.len() < 2 {
-        return Err(call.site.form(format!(
-            "{}: vectors are not supported, give them two dimensions",
-            shapes()
-        )));
+        return Err(call
+            .site
+            .form(format!("{}: vectors are not supported, give them two dimensions", shapes())));
     }
     let (inner, outer) = (l[l.len() - 1], r[r.len() - 2]);
     if inner != outer {
@@ -49,11 +43,7 @@ fn product(
     let rank = l.len().max(r.len());
     let left = b.reshape(left, lift(&l, rank), &call.site)?;
     let right = b.reshape(right, lift(&r, rank), &call.site)?;
-    let mut dims = shape::broadcast(
-        &b.dims(left)[..rank - 2],
-        &b.dims(right)[..rank - 2],
-        &call.site,
-    )?;
+    let mut dims = shape::broadcast(&b.dims(left)[..rank - 2], &b.dims(right)[..rank - 2], &call.site)?;
     dims.extend([m, n]);
     b.push(Op::MatMul, &[left, right], dims, &call.site)
 }
@@ -75,9 +65,7 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     for (side, turn) in [&mut left, &mut right].into_iter().zip(turns) {
         let dims = b.dims(*side).to_vec();
         let [rows, columns] = dims[..] else {
-            return Err(call
-                .site
-                .shape(format!("{} is not a matrix", shape::display(&dims))));
+            return Err(call.site.shape(format!("{} is not a matrix", shape::display(&dims))));
         };
         if turn {
             let op = Op::Permute(vec![1, 0]);
@@ -105,9 +93,7 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
 
 pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
-    let target = call
-        .sizes_input(b, 1)?
-        .ok_or_else(|| call.site.form("the target shape is not constant"))?;
+    let target = call.sizes_input(b, 1)?.ok_or_else(|| call.site.form("the target shape is not constant"))?;
     call.only("allowzero", 0)?;
     call.finish(2)?;
     let from = b.dims(input).to_vec();
@@ -118,10 +104,7 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
             Size::Rows(factor) => Ok(Some(Dim::Rows(factor))),
             Size::Plain(-1) => Ok(None),
             Size::Plain(0) => from.get(axis).copied().map(Some).ok_or_else(|| {
-                call.site.shape(format!(
-                    "0 at axis {axis} copies nothing of {}",
-                    shape::display(&from)
-                ))
+                call.site.shape(format!("0 at axis {axis} copies nothing of {}", shape::display(&from)))
             }),
             Size::Plain(size) => usize::try_from(size)
                 .map(|size| Some(Dim::Fixed(size)))
@@ -138,11 +121,8 @@ pub(super) fn flatten(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
     call.finish(1)?;
     let from = b.dims(input).to_vec();
     // Flatten may cut behind the last axis.
-    let axis = if given == from.len() as i64 {
-        from.len()
-    } else {
-        shape::axis(given, from.len(), &call.site)?
-    };
+    let axis =
+        if given == from.len() as i64 { from.len() } else { shape::axis(given, from.len(), &call.site)? };
     let (outer, inner) = from.split_at(axis);
     let to = if shape::rows_axis(outer).is_some() {
         [None, Some(Dim::Fixed(shape::check(inner, &call.site)?))]
@@ -160,19 +140,12 @@ pub(super) fn squeeze(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
     let from = b.dims(input).to_vec();
     let axes = match given {
         Some(given) => shape::axes(&given, from.len(), &call.site)?,
-        None => (0..from.len())
-            .filter(|axis| from[*axis] == Dim::Fixed(1))
-            .collect(),
+        None => (0..from.len()).filter(|axis| from[*axis] == Dim::Fixed(1)).collect(),
     };
     if let Some(axis) = axes.iter().find(|axis| from[**axis] != Dim::Fixed(1)) {
-        return Err(call
-            .site
-            .shape(format!("axis {axis} of {} is not 1", shape::display(&from))));
+        return Err(call.site.shape(format!("axis {axis} of {} is not 1", shape::display(&from))));
     }
-    let dims = (0..from.len())
-        .filter(|axis| !axes.contains(axis))
-        .map(|axis| from[axis])
-        .collect();
+    let dims = (0..from.len()).filter(|axis| !axes.contains(axis)).map(|axis| from[axis]).collect();
     b.reshape(input, dims, &call.site)
 }
 
@@ -189,24 +162,14 @@ pub(super) fn unsqueeze(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
     let axes = shape::axes(&given, rank, &call.site)?;
     let mut rest = from.into_iter();
     let dims = (0..rank)
-        .map(|axis| {
-            if axes.contains(&axis) {
-                Dim::Fixed(1)
-            } else {
-                rest.next().unwrap_or(Dim::Fixed(1))
-            }
-        })
+        .map(|axis| if axes.contains(&axis) { Dim::Fixed(1) } else { rest.next().unwrap_or(Dim::Fixed(1)) })
         .collect();
     b.reshape(input, dims, &call.site)
 }
 
 /// Axes from the attribute (before opset 13) or the second input, and the number of inputs.
 fn axes_of(b: &Builder, call: &mut Call<'_>) -> Result<(Option<Vec<i64>>, usize), GraphError> {
-    if b.opset >= 13 {
-        Ok((call.ints_input(b, 1)?, 2))
-    } else {
-        Ok((call.ints("axes")?, 1))
-    }
+    if b.opset >= 13 { Ok((call.ints_input(b, 1)?, 2)) } else { Ok((call.ints("axes")?, 1)) }
 }
 
 pub(super) fn transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
@@ -219,15 +182,11 @@ pub(super) fn transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
         Some(given) => {
             let sorted = shape::axes(&given, from.len(), &call.site)?;
             if sorted.len() != from.len() {
-                return Err(call.site.shape(format!(
-                    "perm {given:?} does not name every axis of {}",
-                    shape::display(&from)
-                )));
+                return Err(call
+                    .site
+                    .shape(format!("perm {given:?} does not name every axis of {}", shape::display(&from))));
             }
-            given
-                .iter()
-                .map(|axis| shape::axis(*axis, from.len(), &call.site))
-                .collect::<Result<_, _>>()?
+            given.iter().map(|axis| shape::axis(*axis, from.len(), &call.site)).collect::<Result<_, _>>()?
         }
     };
     if order.iter().copied().eq(0..from.len()) {
@@ -239,9 +198,7 @@ pub(super) fn transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
 
 pub(super) fn concat(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let count = call.input_count();
-    let inputs = (0..count)
-        .map(|index| call.float(b, index))
-        .collect::<Result<Vec<_>, _>>()?;
+    let inputs = (0..count).map(|index| call.float(b, index)).collect::<Result<Vec<_>, _>>()?;
     let given = call.int("axis", 0)?;
     call.finish(count)?;
     let Some(first) = inputs.first() else {
@@ -255,8 +212,7 @@ pub(super) fn concat(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     let mut total = 0usize;
     for input in &inputs {
         let other = b.dims(*input);
-        let fits =
-            other.len() == dims.len() && (0..dims.len()).all(|a| a == axis || other[a] == dims[a]);
+        let fits = other.len() == dims.len() && (0..dims.len()).all(|a| a == axis || other[a] == dims[a]);
         let Some(Dim::Fixed(size)) = other.get(axis).copied().filter(|_| fits) else {
             return Err(call.site.shape(format!(
                 "{} and {} do not join at axis {axis}",

@@ -259,11 +259,7 @@ impl Graph {
 
     /// Elements of the largest value for a batch of one row.
     pub fn elements_per_row_max(&self) -> usize {
-        self.values
-            .iter()
-            .map(|value| shape::elements_at(&value.dims, 1))
-            .max()
-            .unwrap_or(0)
+        self.values.iter().map(|value| shape::elements_at(&value.dims, 1)).max().unwrap_or(0)
     }
 
     /// The parameters of `model`, which this graph was read from, as one flat vector.

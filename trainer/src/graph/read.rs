@@ -2,14 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 
-use millrace_bundle::onnx::{
-    GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType,
-};
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
 use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
 use super::{
-    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape, sizes,
-    spatial, tensor,
+    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape, sizes, spatial,
+    tensor,
     wiring::{input, makers, order, output},
 };
 
@@ -60,26 +58,17 @@ const OPSET_MIN: i64 = 7;
 const OPSET_MAX: i64 = 25;
 
 pub(super) fn malformed(reason: impl Into<String>) -> GraphError {
-    GraphError::Malformed {
-        reason: reason.into(),
-    }
+    GraphError::Malformed { reason: reason.into() }
 }
 
 pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     let opset = opset(model)?;
-    let proto = model
-        .graph
-        .as_ref()
-        .ok_or_else(|| malformed("it holds no graph"))?;
+    let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
         return Err(malformed("sparse initializers are not supported"));
     }
     if proto.node.len() > VALUES_MAX {
-        return Err(GraphError::Limit {
-            what: "nodes",
-            found: proto.node.len(),
-            limit: VALUES_MAX,
-        });
+        return Err(GraphError::Limit { what: "nodes", found: proto.node.len(), limit: VALUES_MAX });
     }
     let initializers = initializers(proto)?;
     let (input, input_dims) = input(proto, &initializers)?;
@@ -87,21 +76,11 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     let makers = makers(proto, input, &initializers)?;
     let order = order(proto, output, &makers, input, &initializers)?;
 
-    let mut b = Builder {
-        opset,
-        ..Builder::default()
-    };
-    let site = Site {
-        op: "input".to_owned(),
-        node: input.to_owned(),
-    };
+    let mut b = Builder { opset, ..Builder::default() };
+    let site = Site { op: "input".to_owned(), node: input.to_owned() };
     let input_id = b.value(input_dims, Source::Input, false, &site)?;
     b.names.insert(input.to_owned(), Named::Float(input_id));
-    let read_names: HashSet<&str> = order
-        .iter()
-        .flat_map(|node| &node.input)
-        .map(String::as_str)
-        .collect();
+    let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
             let named = initializer(&mut b, tensor)?;
@@ -116,9 +95,7 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     let output_id = match b.names.get(output) {
         Some(Named::Float(value)) => *value,
         _ => {
-            return Err(malformed(format!(
-                "output {output:?} is not a float tensor"
-            )));
+            return Err(malformed(format!("output {output:?} is not a float tensor")));
         }
     };
     finish(b, proto, input_id, output_id, input, output, &makers)
@@ -147,9 +124,7 @@ fn finish(
         ));
     }
     // Parameters were numbered as they were found, which is the order of the initializers.
-    let ends_in_softmax = makers
-        .get(output)
-        .is_some_and(|index| proto.node[*index].op_type() == "Softmax");
+    let ends_in_softmax = makers.get(output).is_some_and(|index| proto.node[*index].op_type() == "Softmax");
     Ok(Graph {
         values: std::mem::take(&mut b.values),
         nodes: b.nodes,
@@ -172,9 +147,7 @@ fn opset(model: &ModelProto) -> Result<i64, GraphError> {
     if (OPSET_MIN..=OPSET_MAX).contains(&version) {
         Ok(version)
     } else {
-        Err(malformed(format!(
-            "it uses operator set {version}, {OPSET_MIN} to {OPSET_MAX} are supported"
-        )))
+        Err(malformed(format!("it uses operator set {version}, {OPSET_MIN} to {OPSET_MAX} are supported")))
     }
 }
 
@@ -182,20 +155,14 @@ fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
     let mut names = HashSet::new();
     for tensor in &proto.initializer {
         if tensor.name().is_empty() || !names.insert(tensor.name()) {
-            return Err(malformed(format!(
-                "initializer {:?} has no name or appears twice",
-                tensor.name()
-            )));
+            return Err(malformed(format!("initializer {:?} has no name or appears twice", tensor.name())));
         }
     }
     Ok(names)
 }
 
 fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphError> {
-    let site = Site {
-        op: "initializer".to_owned(),
-        node: tensor.name().to_owned(),
-    };
+    let site = Site { op: "initializer".to_owned(), node: tensor.name().to_owned() };
     if tensor::is_int(tensor) {
         return Ok(Named::ints(&tensor::ints(tensor)?));
     }
@@ -206,10 +173,7 @@ fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphErro
         b.value(dims, Source::Constant(elements), false, &site)?
     } else {
         let value = b.value(dims, Source::Param(b.params.len()), true, &site)?;
-        b.params.push(ParamSpec {
-            name: tensor.name().to_owned(),
-            shape,
-        });
+        b.params.push(ParamSpec { name: tensor.name().to_owned(), shape });
         value
     };
     Ok(Named::Float(value))
@@ -222,19 +186,14 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
     };
     let (shape, elements) = match (attribute.name(), attribute.r#type()) {
         ("value", AttributeType::Tensor) => {
-            let tensor = attribute
-                .t
-                .as_ref()
-                .ok_or_else(|| site.form("its tensor is missing"))?;
+            let tensor = attribute.t.as_ref().ok_or_else(|| site.form("its tensor is missing"))?;
             if tensor::is_int(tensor) {
                 return Ok(Named::ints(&tensor::ints(tensor)?));
             }
             (tensor::dims(tensor)?, tensor::floats(tensor)?)
         }
         ("value_float", AttributeType::Float) => (vec![], vec![attribute.f()]),
-        ("value_floats", AttributeType::Floats) => {
-            (vec![attribute.floats.len()], attribute.floats.clone())
-        }
+        ("value_floats", AttributeType::Floats) => (vec![attribute.floats.len()], attribute.floats.clone()),
         ("value_int", AttributeType::Int) => return Ok(Named::ints(&[attribute.i()])),
         ("value_ints", AttributeType::Ints) => return Ok(Named::ints(&attribute.ints)),
         (name, _) => return Err(site.form(format!("attribute {name:?} is not supported"))),
@@ -261,11 +220,7 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
         "Identity" => {
             call.finish(1)?;
             let name = node.input.first().map(String::as_str).unwrap_or_default();
-            return b
-                .names
-                .get(name)
-                .cloned()
-                .ok_or_else(|| call.site.form("input 0 is missing"));
+            return b.names.get(name).cloned().ok_or_else(|| call.site.form("input 0 is missing"));
         }
         "Add" => arithmetic::binary(b, call, Binary::Add)?,
         "Sub" => arithmetic::binary(b, call, Binary::Sub)?,

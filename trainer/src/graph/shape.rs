@@ -61,10 +61,7 @@ pub(super) fn rows_axis(dims: &[Dim]) -> Option<usize> {
 /// Elements per row of the batch, refusing shapes beyond the limits or with two row dimensions.
 pub(super) fn check(dims: &[Dim], site: &Site) -> Result<usize, GraphError> {
     if dims.len() > RANK_MAX {
-        return Err(site.shape(format!(
-            "{} dimensions, the limit is {RANK_MAX}",
-            dims.len()
-        )));
+        return Err(site.shape(format!("{} dimensions, the limit is {RANK_MAX}", dims.len())));
     }
     if dims.iter().filter(|dim| dim.is_rows()).count() > 1 {
         return Err(site.mixes_rows(format!("its output {} pairs rows with rows", display(dims))));
@@ -75,15 +72,9 @@ pub(super) fn check(dims: &[Dim], site: &Site) -> Result<usize, GraphError> {
         if size == 0 {
             return Err(site.shape(format!("{} is empty", display(dims))));
         }
-        total = total
-            .checked_mul(size)
-            .filter(|total| *total <= ELEMENTS_MAX)
-            .ok_or_else(|| {
-                site.shape(format!(
-                    "{} has more than {ELEMENTS_MAX} elements per row",
-                    display(dims)
-                ))
-            })?;
+        total = total.checked_mul(size).filter(|total| *total <= ELEMENTS_MAX).ok_or_else(|| {
+            site.shape(format!("{} has more than {ELEMENTS_MAX} elements per row", display(dims)))
+        })?;
     }
     Ok(total)
 }
@@ -92,30 +83,20 @@ pub(super) fn check(dims: &[Dim], site: &Site) -> Result<usize, GraphError> {
 pub(super) fn broadcast(a: &[Dim], b: &[Dim], site: &Site) -> Result<Vec<Dim>, GraphError> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], axis: usize| {
-        (axis + dims.len())
-            .checked_sub(rank)
-            .map_or(Dim::Fixed(1), |axis| dims[axis])
+        (axis + dims.len()).checked_sub(rank).map_or(Dim::Fixed(1), |axis| dims[axis])
     };
     (0..rank)
         .map(|axis| match (at(a, axis), at(b, axis)) {
             (x, y) if x == y => Ok(x),
             (Dim::Fixed(1), other) | (other, Dim::Fixed(1)) => Ok(other),
-            _ => Err(site.shape(format!(
-                "{} and {} do not broadcast",
-                display(a),
-                display(b)
-            ))),
+            _ => Err(site.shape(format!("{} and {} do not broadcast", display(a), display(b)))),
         })
         .collect()
 }
 
 /// An axis given by a model, counted from the end when negative.
 pub(super) fn axis(value: i64, rank: usize, site: &Site) -> Result<usize, GraphError> {
-    let signed = if value < 0 {
-        value.checked_add(rank as i64)
-    } else {
-        Some(value)
-    };
+    let signed = if value < 0 { value.checked_add(rank as i64) } else { Some(value) };
     signed
         .and_then(|axis| usize::try_from(axis).ok())
         .filter(|axis| *axis < rank)
@@ -124,10 +105,7 @@ pub(super) fn axis(value: i64, rank: usize, site: &Site) -> Result<usize, GraphE
 
 /// Distinct axes given by a model, in ascending order.
 pub(super) fn axes(values: &[i64], rank: usize, site: &Site) -> Result<Vec<usize>, GraphError> {
-    let mut found = values
-        .iter()
-        .map(|value| axis(*value, rank, site))
-        .collect::<Result<Vec<_>, _>>()?;
+    let mut found = values.iter().map(|value| axis(*value, rank, site)).collect::<Result<Vec<_>, _>>()?;
     found.sort_unstable();
     if found.windows(2).any(|pair| pair[0] == pair[1]) {
         return Err(site.shape(format!("axes {values:?} name one axis twice")));
@@ -136,20 +114,14 @@ pub(super) fn axes(values: &[i64], rank: usize, site: &Site) -> Result<Vec<usize
 }
 
 /// The target of a reshape: one dimension may be open, and rows stay outermost.
-pub(super) fn reshape(
-    from: &[Dim],
-    to: &[Option<Dim>],
-    site: &Site,
-) -> Result<Vec<Dim>, GraphError> {
+pub(super) fn reshape(from: &[Dim], to: &[Option<Dim>], site: &Site) -> Result<Vec<Dim>, GraphError> {
     let per_row = check(from, site)?;
     let open = to.iter().filter(|dim| dim.is_none()).count();
     let known: Vec<Dim> = to.iter().copied().flatten().collect();
     let known_elements = check(&known, site)?;
     let target = |dims: &[Option<Dim>]| {
-        let parts: Vec<String> = dims
-            .iter()
-            .map(|dim| dim.map_or_else(|| "-1".to_owned(), |dim| dim.to_string()))
-            .collect();
+        let parts: Vec<String> =
+            dims.iter().map(|dim| dim.map_or_else(|| "-1".to_owned(), |dim| dim.to_string())).collect();
         format!("[{}]", parts.join(", "))
     };
     let mismatch = || {
@@ -165,11 +137,7 @@ pub(super) fn reshape(
         0 if per_row == known_elements && has_rows == rows_known => known,
         1 if per_row % known_elements == 0 && (has_rows || !rows_known) => {
             let rest = per_row / known_elements;
-            let filler = if has_rows && !rows_known {
-                Dim::Rows(rest)
-            } else {
-                Dim::Fixed(rest)
-            };
+            let filler = if has_rows && !rows_known { Dim::Rows(rest) } else { Dim::Fixed(rest) };
             to.iter().map(|dim| dim.unwrap_or(filler)).collect()
         }
         _ => return Err(mismatch()),

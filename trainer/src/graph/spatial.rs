@@ -19,21 +19,16 @@ struct Window {
 }
 
 /// Rows, channels and the two spatial sizes of a value; whether it had only one.
-fn spatial(
-    b: &mut Builder,
-    site: &Site,
-    value: ValueId,
-) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
+fn spatial(b: &mut Builder, site: &Site, value: ValueId) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
     let mut dims = b.dims(value).to_vec();
     let line = dims.len() == 3;
     if line {
         dims.push(Dim::Fixed(1));
     }
     let [rows, channels, height, width] = dims[..] else {
-        return Err(site.form(format!(
-            "{} must have one or two spatial dimensions",
-            shape::display(b.dims(value))
-        )));
+        return Err(
+            site.form(format!("{} must have one or two spatial dimensions", shape::display(b.dims(value))))
+        );
     };
     for dim in [channels, height, width] {
         if matches!(dim, Dim::Rows(_)) {
@@ -60,10 +55,7 @@ fn sizes(
     let found = given
         .iter()
         .map(|size| {
-            usize::try_from(*size)
-                .ok()
-                .filter(|size| (least..=WINDOW_MAX).contains(size))
-                .ok_or_else(bad)
+            usize::try_from(*size).ok().filter(|size| (least..=WINDOW_MAX).contains(size)).ok_or_else(bad)
         })
         .collect::<Result<Vec<_>, _>>()?;
     match (line, &found[..]) {
@@ -104,36 +96,21 @@ fn window(
                 ((out - 1) * strides[a] + reach[a]).saturating_sub(size[a])
             });
             let (less, more) = (total.map(|t| t / 2), total.map(|t| t.div_ceil(2)));
-            if mode == "SAME_UPPER" {
-                (less, more)
-            } else {
-                (more, less)
-            }
+            if mode == "SAME_UPPER" { (less, more) } else { (more, less) }
         }
         (mode, _) => {
-            return Err(call
-                .site
-                .form(format!("auto_pad = {mode:?} with pads, or unknown")));
+            return Err(call.site.form(format!("auto_pad = {mode:?} with pads, or unknown")));
         }
     };
     let mut out = [0; 2];
     for a in 0..2 {
         let padded = size[a] + before[a] + after[a];
         let steps = padded.checked_sub(reach[a]).ok_or_else(|| {
-            call.site.shape(format!(
-                "a window of {} does not fit a padded size of {padded}",
-                reach[a]
-            ))
+            call.site.shape(format!("a window of {} does not fit a padded size of {padded}", reach[a]))
         })?;
         out[a] = steps / strides[a] + 1;
     }
-    Ok(Window {
-        strides,
-        dilations,
-        before,
-        after,
-        out,
-    })
+    Ok(Window { strides, dilations, before, after, out })
 }
 
 fn fixed(dim: Dim) -> usize {
@@ -141,12 +118,7 @@ fn fixed(dim: Dim) -> usize {
 }
 
 /// Gives the output of a line back its three dimensions.
-fn restore(
-    b: &mut Builder,
-    site: &Site,
-    value: ValueId,
-    line: bool,
-) -> Result<ValueId, GraphError> {
+fn restore(b: &mut Builder, site: &Site, value: ValueId, line: bool) -> Result<ValueId, GraphError> {
     let mut dims = b.dims(value).to_vec();
     if line {
         dims.pop();
@@ -181,10 +153,7 @@ pub(super) fn conv(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     let kernel = [kernel_height, kernel_width];
     let stated = call.ints("kernel_shape")?;
     if stated.is_some() && sizes(&site, "kernel_shape", stated, line, 1, 1)? != kernel {
-        return Err(site.shape(format!(
-            "kernel_shape differs from the weights {}",
-            shape::display(&given)
-        )));
+        return Err(site.shape(format!("kernel_shape differs from the weights {}", shape::display(&given))));
     }
     let w = window(&mut call, [fixed(height), fixed(width)], kernel, line)?;
     call.finish(3)?;
@@ -198,25 +167,14 @@ pub(super) fn conv(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     let mut inputs = vec![input, weight];
     if let Some(bias) = bias {
         if b.dims(bias) != [Dim::Fixed(out_channels)] {
-            return Err(site.shape(format!(
-                "bias {} for {out_channels} channels",
-                shape::display(b.dims(bias))
-            )));
+            return Err(
+                site.shape(format!("bias {} for {out_channels} channels", shape::display(b.dims(bias))))
+            );
         }
         inputs.push(bias);
     }
-    let spec = ConvSpec {
-        strides: w.strides,
-        padding,
-        dilations: w.dilations,
-        groups,
-    };
-    let dims = vec![
-        rows,
-        Dim::Fixed(out_channels),
-        Dim::Fixed(w.out[0]),
-        Dim::Fixed(w.out[1]),
-    ];
+    let spec = ConvSpec { strides: w.strides, padding, dilations: w.dilations, groups };
+    let dims = vec![rows, Dim::Fixed(out_channels), Dim::Fixed(w.out[0]), Dim::Fixed(w.out[1])];
     let out = b.push(Op::Conv(spec), &inputs, dims, &site)?;
     restore(b, &site, out, line)
 }
@@ -229,9 +187,7 @@ pub(super) fn pool(
     let input = call.float(b, 0)?;
     let site = call.site.clone();
     let (input, [rows, channels, height, width], line) = spatial(b, &site, input)?;
-    let kernel = call
-        .ints("kernel_shape")?
-        .ok_or_else(|| site.form("kernel_shape is missing"))?;
+    let kernel = call.ints("kernel_shape")?.ok_or_else(|| site.form("kernel_shape is missing"))?;
     let kernel = sizes(&site, "kernel_shape", Some(kernel), line, 1, 1)?;
     let average = site.op == "AveragePool";
     let count_include_pad = average && call.int("count_include_pad", 0)? != 0;
@@ -242,28 +198,17 @@ pub(super) fn pool(
     let w = window(&mut call, [fixed(height), fixed(width)], kernel, line)?;
     call.finish(1)?;
     if w.before != w.after {
-        return Err(site.form(format!(
-            "padding differs between sides ({:?} and {:?})",
-            w.before, w.after
-        )));
+        return Err(site.form(format!("padding differs between sides ({:?} and {:?})", w.before, w.after)));
     }
     // A window that lies in the padding alone would have no largest element.
     if (0..2).any(|a| w.before[a] * 2 > kernel[a]) {
-        return Err(site.form(format!(
-            "pads {:?} exceed half of the window {kernel:?}",
-            w.before
-        )));
+        return Err(site.form(format!("pads {:?} exceed half of the window {kernel:?}", w.before)));
     }
     if average && w.dilations != [1, 1] {
         return Err(site.form("dilations of an average are not supported"));
     }
-    let spec = PoolSpec {
-        kernel,
-        strides: w.strides,
-        padding: w.before,
-        dilations: w.dilations,
-        count_include_pad,
-    };
+    let spec =
+        PoolSpec { kernel, strides: w.strides, padding: w.before, dilations: w.dilations, count_include_pad };
     let dims = vec![rows, channels, Dim::Fixed(w.out[0]), Dim::Fixed(w.out[1])];
     let out = b.push(op(spec), &[input], dims, &site)?;
     restore(b, &site, out, line)

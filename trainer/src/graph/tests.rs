@@ -26,11 +26,7 @@ fn spoiled(spoil: impl FnOnce(&mut ModelProto)) -> ModelProto {
     model
 }
 
-fn one_op(
-    op: &str,
-    row: &[i64],
-    attributes: Vec<millrace_bundle::onnx::AttributeProto>,
-) -> ModelProto {
+fn one_op(op: &str, row: &[i64], attributes: Vec<millrace_bundle::onnx::AttributeProto>) -> ModelProto {
     let mut probe = Probe::new(17, row);
     let w = probe.param(row);
     let scaled = probe.node("Mul", &["x", &w], vec![]);
@@ -43,78 +39,36 @@ fn a_plain_model_is_read() {
     let graph = Graph::read(&spoiled(|_| {})).unwrap();
     assert_eq!((graph.input_width(), graph.output_width()), (4, 3));
     assert_eq!(graph.params().len(), 1);
-    assert_eq!(
-        graph.values()[graph.output()].dims,
-        [Dim::Rows(1), Dim::Fixed(3)]
-    );
+    assert_eq!(graph.values()[graph.output()].dims, [Dim::Rows(1), Dim::Fixed(3)]);
 }
 
 #[test]
 fn unsupported_operators_are_named_with_the_way_out() {
-    let error = refused(
-        &one_op("HardSwish", &[4], vec![]),
-        "uses operator HardSwish",
-    );
+    let error = refused(&one_op("HardSwish", &[4], vec![]), "uses operator HardSwish");
     assert!(matches!(error, GraphError::UnsupportedOperator { .. }));
     assert!(error.to_string().contains("MatMul"));
     let mut model = one_op("Relu", &[4], vec![]);
     model.graph.as_mut().unwrap().node[1].domain = Some("com.microsoft".into());
     refused(&model, "com.microsoft.Relu");
-    refused(
-        &one_op("BatchNormalization", &[4], vec![]),
-        "cannot be trained",
-    );
+    refused(&one_op("BatchNormalization", &[4], vec![]), "cannot be trained");
     refused(&one_op("Dropout", &[4], vec![]), "cannot be trained");
 }
 
 #[test]
 fn unknown_attributes_and_extra_tensors_are_refused() {
     refused(&one_op("Relu", &[4], vec![int("twist", 1)]), "\"twist\"");
-    refused(
-        &one_op("Softmax", &[4], vec![ints("axis", &[1])]),
-        "attribute axis is INTS",
-    );
+    refused(&one_op("Softmax", &[4], vec![ints("axis", &[1])]), "attribute axis is INTS");
     let kernel = ints("kernel_shape", &[2, 2]);
+    refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), int("ceil_mode", 1)]), "ceil_mode = 1");
     refused(
-        &one_op(
-            "MaxPool",
-            &[1, 4, 4],
-            vec![kernel.clone(), int("ceil_mode", 1)],
-        ),
-        "ceil_mode = 1",
-    );
-    refused(
-        &one_op(
-            "MaxPool",
-            &[1, 4, 4],
-            vec![kernel.clone(), ints("pads", &[0, 0, 1, 1])],
-        ),
+        &one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("pads", &[0, 0, 1, 1])]),
         "differs between sides",
     );
-    refused(
-        &one_op(
-            "MaxPool",
-            &[1, 4, 4],
-            vec![kernel.clone(), ints("pads", &[2, 2, 2, 2])],
-        ),
-        "exceed half",
-    );
-    refused(
-        &one_op(
-            "MaxPool",
-            &[1, 4, 4],
-            vec![kernel.clone(), ints("strides", &[0, 1])],
-        ),
-        "strides",
-    );
-    refused(
-        &one_op("MaxPool", &[1, 4, 4], vec![ints("kernel_shape", &[9, 2])]),
-        "does not fit",
-    );
+    refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("pads", &[2, 2, 2, 2])]), "exceed half");
+    refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("strides", &[0, 1])]), "strides");
+    refused(&one_op("MaxPool", &[1, 4, 4], vec![ints("kernel_shape", &[9, 2])]), "does not fit");
     let mut model = one_op("MaxPool", &[1, 4, 4], vec![kernel]);
-    model.graph.as_mut().unwrap().node[1]
-        .output
-        .push("indices".into());
+    model.graph.as_mut().unwrap().node[1].output.push("indices".into());
     refused(&model, "only the first output");
 }
 
@@ -129,11 +83,7 @@ fn operations_across_rows_are_refused() {
         let scaled = probe.node("Mul", &["x", &w], vec![]);
         let turned = probe.node("Transpose", &[&scaled], vec![]);
         let right = if other == "turned" { &turned } else { &scaled };
-        let attributes = if op == "Concat" {
-            vec![int("axis", 0)]
-        } else {
-            vec![]
-        };
+        let attributes = if op == "Concat" { vec![int("axis", 0)] } else { vec![] };
         let out = probe.node(op, &[&scaled, right], attributes);
         refused(&probe.finish(&out), "mixes rows");
     }
@@ -183,44 +133,17 @@ fn broken_wiring_is_refused() {
     });
     assert!(matches!(Graph::read(&cycle), Err(GraphError::Cycle { .. })));
     let missing = spoiled(|m| m.graph.as_mut().unwrap().node[0].input[0] = "nowhere".into());
-    assert!(matches!(
-        Graph::read(&missing),
-        Err(GraphError::MissingInput { .. })
-    ));
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().node[0].input[1].clear()),
-        "input 1 is missing",
-    );
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().node[0].input.clear()),
-        "input 0 is missing",
-    );
+    assert!(matches!(Graph::read(&missing), Err(GraphError::MissingInput { .. })));
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().node[0].input[1].clear()), "input 1 is missing");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().node[0].input.clear()), "input 0 is missing");
     refused(&spoiled(|m| m.graph = None), "holds no graph");
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().output.clear()),
-        "0 outputs",
-    );
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().output.push(info("w0", None))),
-        "2 outputs",
-    );
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().output[0].name = Some("x".into())),
-        "no node makes",
-    );
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().input.push(info("y", Some(&[1])))),
-        "2 inputs",
-    );
-    refused(
-        &spoiled(|m| m.graph.as_mut().unwrap().node[0].output[0] = "x".into()),
-        "made twice",
-    );
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().output.clear()), "0 outputs");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().output.push(info("w0", None))), "2 outputs");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().output[0].name = Some("x".into())), "no node makes");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().input.push(info("y", Some(&[1])))), "2 inputs");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().node[0].output[0] = "x".into()), "made twice");
     refused(&spoiled(|m| m.opset_import.clear()), "no version");
-    refused(
-        &spoiled(|m| m.opset_import[0].version = Some(99)),
-        "operator set 99",
-    );
+    refused(&spoiled(|m| m.opset_import[0].version = Some(99)), "operator set 99");
     let nothing = spoiled(|m| {
         let graph = m.graph.as_mut().unwrap();
         graph.node[0].op_type = Some("Relu".into());
@@ -254,74 +177,42 @@ fn initializers_must_match_their_dimensions() {
         "need 12 elements, its data holds 11",
     );
     refused(&spoiled(|m| weight(m).dims = vec![4, i64::MAX]), "exceed");
-    refused(
-        &spoiled(|m| weight(m).dims = vec![i64::MAX, i64::MAX]),
-        "exceed",
-    );
+    refused(&spoiled(|m| weight(m).dims = vec![i64::MAX, i64::MAX]), "exceed");
     refused(&spoiled(|m| weight(m).dims = vec![4, -3]), "negative");
     refused(&spoiled(|m| weight(m).dims = vec![0, 3]), "");
     refused(&spoiled(|m| weight(m).dims = vec![1; 12]), "12 dimensions");
-    refused(
-        &spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47])),
-        "torn",
-    );
-    refused(
-        &spoiled(|m| weight(m).raw_data = Some(vec![0u8; 44])),
-        "holds 11",
-    );
-    refused(
-        &spoiled(|m| weight(m).float_data[5] = f32::NAN),
-        "element 5 is NaN",
-    );
+    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47])), "torn");
+    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 44])), "holds 11");
+    refused(&spoiled(|m| weight(m).float_data[5] = f32::NAN), "element 5 is NaN");
     refused(&spoiled(|m| weight(m).data_type = Some(11)), "DOUBLE");
-    refused(
-        &spoiled(|m| weight(m).data_type = Some(12345)),
-        "type 12345",
-    );
+    refused(&spoiled(|m| weight(m).data_type = Some(12345)), "type 12345");
     refused(&spoiled(|m| weight(m).name = None), "no name");
     let external = spoiled(|m| {
         let tensor = weight(m);
         tensor.data_location = Some(tensor_proto::DataLocation::External as i32);
-        tensor.external_data.push(StringStringEntryProto {
-            key: Some("location".into()),
-            value: Some("/etc/passwd".into()),
-        });
+        tensor
+            .external_data
+            .push(StringStringEntryProto { key: Some("location".into()), value: Some("/etc/passwd".into()) });
     });
     refused(&external, "another file");
 }
 
 #[test]
 fn shapes_that_do_not_fit_are_refused() {
-    refused(
-        &spoiled(|m| weight(m).dims = vec![3, 4]),
-        "[rows, 4] and [3, 4] do not multiply",
-    );
+    refused(&spoiled(|m| weight(m).dims = vec![3, 4]), "[rows, 4] and [3, 4] do not multiply");
     refused(&spoiled(|m| weight(m).dims = vec![12]), "vectors");
     fn input(model: &mut ModelProto, axis: usize, value: tensor_shape_proto::dimension::Value) {
         let info = &mut model.graph.as_mut().unwrap().input[0];
-        let Some(type_proto::Value::TensorType(tensor)) = &mut info.r#type.as_mut().unwrap().value
-        else {
+        let Some(type_proto::Value::TensorType(tensor)) = &mut info.r#type.as_mut().unwrap().value else {
             unreachable!()
         };
         tensor.shape.as_mut().unwrap().dim[axis].value = Some(value);
     }
     use tensor_shape_proto::dimension::Value;
-    refused(
-        &spoiled(|m| input(m, 0, Value::DimValue(8))),
-        "fixed batch of 8",
-    );
-    refused(
-        &spoiled(|m| input(m, 1, Value::DimParam("n".into()))),
-        "only the first may be",
-    );
-    refused(
-        &spoiled(|m| input(m, 1, Value::DimValue(-4))),
-        "dimension of -4",
-    );
-    refused(
-        &spoiled(|m| input(m, 1, Value::DimValue(i64::MAX))),
-        "more than",
-    );
+    refused(&spoiled(|m| input(m, 0, Value::DimValue(8))), "fixed batch of 8");
+    refused(&spoiled(|m| input(m, 1, Value::DimParam("n".into()))), "only the first may be");
+    refused(&spoiled(|m| input(m, 1, Value::DimValue(-4))), "dimension of -4");
+    refused(&spoiled(|m| input(m, 1, Value::DimValue(i64::MAX))), "more than");
     let mut probe = Probe::new(17, &[1 << 20]);
     let w = probe.param_of(&[1, 1 << 20], vec![0.0; 1 << 20]);
     let turned = probe.node("Transpose", &[&w], vec![]);
@@ -346,10 +237,7 @@ fn a_deep_chain_does_not_exhaust_the_stack() {
     for _ in 0..20_000 {
         value = probe.node("Tanh", &[&value], vec![]);
     }
-    assert_eq!(
-        Graph::read(&probe.finish(&value)).unwrap().nodes().len(),
-        20_001
-    );
+    assert_eq!(Graph::read(&probe.finish(&value)).unwrap().nodes().len(), 20_001);
 }
 
 proptest! {

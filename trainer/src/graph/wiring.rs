@@ -15,21 +15,14 @@ pub(super) fn input<'a>(
     proto: &'a GraphProto,
     initializers: &HashSet<&str>,
 ) -> Result<(&'a str, Vec<Dim>), GraphError> {
-    let found: Vec<&ValueInfoProto> = proto
-        .input
-        .iter()
-        .filter(|info| !initializers.contains(info.name()))
-        .collect();
+    let found: Vec<&ValueInfoProto> =
+        proto.input.iter().filter(|info| !initializers.contains(info.name())).collect();
     let [info] = found[..] else {
         let names: Vec<&str> = found.iter().map(|info| info.name()).collect();
-        return Err(malformed(format!(
-            "it has {} inputs {names:?}, exactly one is supported",
-            names.len()
-        )));
+        return Err(malformed(format!("it has {} inputs {names:?}, exactly one is supported", names.len())));
     };
     let name = info.name();
-    let Some(type_proto::Value::TensorType(tensor)) =
-        info.r#type.as_ref().and_then(|t| t.value.as_ref())
+    let Some(type_proto::Value::TensorType(tensor)) = info.r#type.as_ref().and_then(|t| t.value.as_ref())
     else {
         return Err(malformed(format!("input {name:?} is not a tensor")));
     };
@@ -39,10 +32,7 @@ pub(super) fn input<'a>(
             tensor::type_name(tensor.elem_type())
         )));
     }
-    let shape = tensor
-        .shape
-        .as_ref()
-        .ok_or_else(|| malformed(format!("input {name:?} has no shape")))?;
+    let shape = tensor.shape.as_ref().ok_or_else(|| malformed(format!("input {name:?} has no shape")))?;
     let mut dims = Vec::with_capacity(shape.dim.len().min(shape::RANK_MAX + 1));
     for (axis, dim) in shape.dim.iter().enumerate().take(shape::RANK_MAX + 1) {
         use tensor_shape_proto::dimension::Value;
@@ -56,9 +46,7 @@ pub(super) fn input<'a>(
             (_, Some(Value::DimValue(size))) => match usize::try_from(*size) {
                 Ok(size) if size > 0 => Dim::Fixed(size),
                 _ => {
-                    return Err(malformed(format!(
-                        "input {name:?} has a dimension of {size}"
-                    )));
+                    return Err(malformed(format!("input {name:?} has a dimension of {size}")));
                 }
             },
             (axis, _) => {
@@ -79,10 +67,7 @@ pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {
         [info] => Ok(info.name()),
         several => {
             let names: Vec<&str> = several.iter().map(|info| info.name()).collect();
-            Err(malformed(format!(
-                "it has {} outputs {names:?}, exactly one is supported",
-                names.len()
-            )))
+            Err(malformed(format!("it has {} outputs {names:?}, exactly one is supported", names.len())))
         }
     }
 }
@@ -140,10 +125,7 @@ pub(super) fn order<'a>(
         }
         let site = || Site::of(node).node;
         let Some(maker) = makers.get(name.as_str()) else {
-            return Err(GraphError::MissingInput {
-                node: site(),
-                input: name.clone(),
-            });
+            return Err(GraphError::MissingInput { node: site(), input: name.clone() });
         };
         match marks[*maker] {
             Mark::Done => {}

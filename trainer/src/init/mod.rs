@@ -128,20 +128,8 @@ impl ModelSpec {
 }
 
 /// An MLP without input scaling: [`MlpSpec`] has every setting.
-pub fn mlp(
-    inputs: usize,
-    hidden: &[usize],
-    classes: usize,
-    seed: u64,
-) -> Result<ModelProto, InitError> {
-    MlpSpec {
-        inputs,
-        hidden: hidden.to_vec(),
-        classes,
-        scale: 1.0,
-        seed,
-    }
-    .build()
+pub fn mlp(inputs: usize, hidden: &[usize], classes: usize, seed: u64) -> Result<ModelProto, InitError> {
+    MlpSpec { inputs, hidden: hidden.to_vec(), classes, scale: 1.0, seed }.build()
 }
 
 /// A CNN with two convolutions and no hidden layer: [`CnnSpec`] has every setting.
@@ -166,15 +154,8 @@ pub fn cnn(
 }
 
 fn positive(setting: &'static str, values: &[usize]) -> Result<(), InitError> {
-    match values
-        .iter()
-        .find(|value| **value == 0 || **value > WEIGHTS_MAX)
-    {
-        Some(value) => Err(InitError::Setting {
-            setting,
-            value: value.to_string(),
-            expected: "1 to 2^30",
-        }),
+    match values.iter().find(|value| **value == 0 || **value > WEIGHTS_MAX) {
+        Some(value) => Err(InitError::Setting { setting, value: value.to_string(), expected: "1 to 2^30" }),
         None => Ok(()),
     }
 }
@@ -183,11 +164,7 @@ fn layers(setting: &'static str, count: usize) -> Result<(), InitError> {
     if count <= LAYERS_MAX {
         return Ok(());
     }
-    Err(InitError::Setting {
-        setting,
-        value: format!("{count} layers"),
-        expected: "at most 256 layers",
-    })
+    Err(InitError::Setting { setting, value: format!("{count} layers"), expected: "at most 256 layers" })
 }
 
 fn finite(scale: f32) -> Result<(), InitError> {

@@ -1,9 +1,8 @@
 //! Writing an ONNX graph node by node.
 
 use millrace_bundle::onnx::{
-    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto,
-    TensorShapeProto, TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto,
-    tensor_shape_proto, type_proto,
+    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
+    TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto, tensor_shape_proto, type_proto,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -38,10 +37,7 @@ impl Sketch {
     pub(super) fn finish(self) -> ModelProto {
         ModelProto {
             ir_version: Some(IR_VERSION),
-            opset_import: vec![OperatorSetIdProto {
-                domain: Some(String::new()),
-                version: Some(OPSET),
-            }],
+            opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(OPSET) }],
             producer_name: Some("millrace".to_owned()),
             producer_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
             graph: Some(self.graph),
@@ -49,13 +45,7 @@ impl Sketch {
         }
     }
 
-    fn node(
-        &mut self,
-        op: &str,
-        output: &str,
-        inputs: &[&str],
-        attribute: Vec<AttributeProto>,
-    ) -> String {
+    fn node(&mut self, op: &str, output: &str, inputs: &[&str], attribute: Vec<AttributeProto>) -> String {
         self.graph.node.push(NodeProto {
             input: inputs.iter().map(|name| (*name).to_owned()).collect(),
             output: vec![output.to_owned()],
@@ -135,12 +125,7 @@ impl Sketch {
     }
 
     /// The last layer, whose output is the model's.
-    pub(super) fn logits(
-        &mut self,
-        input: &str,
-        inputs: usize,
-        classes: usize,
-    ) -> Result<(), InitError> {
+    pub(super) fn logits(&mut self, input: &str, inputs: usize, classes: usize) -> Result<(), InitError> {
         let [weight, bias] = self.layer("head", &[inputs, classes], inputs, classes, 3.0)?;
         self.node("Gemm", "logits", &[input, &weight, &bias], vec![]);
         Ok(())
@@ -200,20 +185,14 @@ fn ints(name: &str, values: &[i64]) -> AttributeProto {
 /// A float tensor `[batch, width]`.
 fn tensor_info(name: &str, width: usize) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
-    let dim = |value| Dimension {
-        value: Some(value),
-        ..Dimension::default()
-    };
+    let dim = |value| Dimension { value: Some(value), ..Dimension::default() };
     ValueInfoProto {
         name: Some(name.to_owned()),
         r#type: Some(TypeProto {
             value: Some(type_proto::Value::TensorType(type_proto::Tensor {
                 elem_type: Some(tensor_proto::DataType::Float as i32),
                 shape: Some(TensorShapeProto {
-                    dim: vec![
-                        dim(Value::DimParam("batch".to_owned())),
-                        dim(Value::DimValue(width as i64)),
-                    ],
+                    dim: vec![dim(Value::DimParam("batch".to_owned())), dim(Value::DimValue(width as i64))],
                 }),
             })),
             ..TypeProto::default()

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use super::{JobFile, ModelSource};
 use crate::engine::{Device, Loss};
 
-const MINIMAL: &str = "name = \"j\"\ndataset = \"d@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
+const MINIMAL: &str =
+    "name = \"j\"\ndataset = \"d@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
 
 fn reason(text: &str) -> String {
     let line = JobFile::parse(text).unwrap_err().one_line();

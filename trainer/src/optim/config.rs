@@ -30,11 +30,7 @@ impl Schedule {
     pub fn factor(&self, step: u64) -> f64 {
         match *self {
             Schedule::Constant => 1.0,
-            Schedule::Cosine {
-                warmup_steps,
-                total_steps,
-                floor,
-            } => {
+            Schedule::Cosine { warmup_steps, total_steps, floor } => {
                 if step < warmup_steps {
                     return (step + 1) as f64 / warmup_steps as f64;
                 }
@@ -127,24 +123,11 @@ impl Default for OptimizerConfig {
 /// Refuses settings outside their bounds.
 pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
     let check = |setting, value: f64, expected, ok: bool| {
-        if ok && value.is_finite() {
-            Ok(())
-        } else {
-            Err(OptimError::Setting {
-                setting,
-                value,
-                expected,
-            })
-        }
+        if ok && value.is_finite() { Ok(()) } else { Err(OptimError::Setting { setting, value, expected }) }
     };
     let (rate, decay, clip, schedule) = match config {
         OptimizerConfig::Sgd(c) => {
-            check(
-                "momentum",
-                c.momentum,
-                "0 to below 1",
-                (0.0..1.0).contains(&c.momentum),
-            )?;
+            check("momentum", c.momentum, "0 to below 1", (0.0..1.0).contains(&c.momentum))?;
             check(
                 "nesterov",
                 f64::from(u8::from(c.nesterov)),
@@ -166,18 +149,8 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
     if let Some(norm) = clip {
         check("clip_norm", norm, "above 0", norm > 0.0)?;
     }
-    if let Schedule::Cosine {
-        warmup_steps,
-        total_steps,
-        floor,
-    } = schedule
-    {
-        check(
-            "schedule.floor",
-            floor,
-            "0 to 1",
-            (0.0..=1.0).contains(&floor),
-        )?;
+    if let Schedule::Cosine { warmup_steps, total_steps, floor } = schedule {
+        check("schedule.floor", floor, "0 to 1", (0.0..=1.0).contains(&floor))?;
         check(
             "schedule.total_steps",
             total_steps as f64,

@@ -98,11 +98,7 @@ impl Optimizer {
     pub fn apply(&mut self, weights: &mut [f32], grad: &[f32]) -> Result<(), OptimError> {
         for (what, found) in [("the weights", weights.len()), ("the gradient", grad.len())] {
             if found != self.parameters {
-                return Err(OptimError::Length {
-                    what: what.to_owned(),
-                    expected: self.parameters,
-                    found,
-                });
+                return Err(OptimError::Length { what: what.to_owned(), expected: self.parameters, found });
             }
         }
         let rate = self.learning_rate();
@@ -113,15 +109,7 @@ impl Optimizer {
             }
             OptimizerConfig::AdamW(config) => {
                 let clip = clip_factor(grad, config.clip_norm);
-                adamw(
-                    config,
-                    rate,
-                    clip,
-                    self.step,
-                    weights,
-                    grad,
-                    &mut self.slots,
-                );
+                adamw(config, rate, clip, self.step, weights, grad, &mut self.slots);
             }
         }
         self.step += 1;
@@ -145,22 +133,13 @@ impl Optimizer {
     /// Fails, changing nothing, when slots are missing, unknown or of the wrong length.
     pub fn load_state(&mut self, state: OptimizerState) -> Result<(), OptimError> {
         let expected = slot_names(&self.config);
-        if !state
-            .slots
-            .iter()
-            .map(|(name, _)| name.as_str())
-            .eq(expected.iter().copied())
-        {
+        if !state.slots.iter().map(|(name, _)| name.as_str()).eq(expected.iter().copied()) {
             return Err(OptimError::State {
                 expected: expected.to_vec(),
                 found: state.slots.into_iter().map(|(name, _)| name).collect(),
             });
         }
-        if let Some((name, slot)) = state
-            .slots
-            .iter()
-            .find(|(_, slot)| slot.len() != self.parameters)
-        {
+        if let Some((name, slot)) = state.slots.iter().find(|(_, slot)| slot.len() != self.parameters) {
             return Err(OptimError::Length {
                 what: format!("the state {name}"),
                 expected: self.parameters,
@@ -184,31 +163,12 @@ fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
 /// The factor that brings the gradient to `clip_norm`, summed in f64 and in index order.
 fn clip_factor(grad: &[f32], clip_norm: Option<f64>) -> f32 {
     let Some(limit) = clip_norm else { return 1.0 };
-    let norm = grad
-        .iter()
-        .map(|g| f64::from(*g) * f64::from(*g))
-        .sum::<f64>()
-        .sqrt();
-    if norm > limit {
-        (limit / norm) as f32
-    } else {
-        1.0
-    }
+    let norm = grad.iter().map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();
+    if norm > limit { (limit / norm) as f32 } else { 1.0 }
 }
 
-fn sgd(
-    config: &SgdConfig,
-    rate: f64,
-    clip: f32,
-    weights: &mut [f32],
-    grad: &[f32],
-    slots: &mut [Vec<f32>],
-) {
-    let (rate, decay, momentum) = (
-        rate as f32,
-        config.weight_decay as f32,
-        config.momentum as f32,
-    );
+fn sgd(config: &SgdConfig, rate: f64, clip: f32, weights: &mut [f32], grad: &[f32], slots: &mut [Vec<f32>]) {
+    let (rate, decay, momentum) = (rate as f32, config.weight_decay as f32, config.momentum as f32);
     match slots.first_mut() {
         None => {
             for (w, g) in weights.iter_mut().zip(grad) {
@@ -219,11 +179,7 @@ fn sgd(
             for ((w, g), v) in weights.iter_mut().zip(grad).zip(velocity.iter_mut()) {
                 let g = g * clip + decay * *w;
                 *v = momentum * *v + g;
-                let direction = if config.nesterov {
-                    g + momentum * *v
-                } else {
-                    *v
-                };
+                let direction = if config.nesterov { g + momentum * *v } else { *v };
                 *w -= rate * direction;
             }
         }
@@ -248,12 +204,7 @@ fn adamw(
     let epsilon = config.epsilon as f32;
     let (a1, a2) = (b1 as f32, b2 as f32);
     let (c1, c2) = ((1.0 - b1) as f32, (1.0 - b2) as f32);
-    for (((w, g), m), v) in weights
-        .iter_mut()
-        .zip(grad)
-        .zip(first.iter_mut())
-        .zip(second.iter_mut())
-    {
+    for (((w, g), m), v) in weights.iter_mut().zip(grad).zip(first.iter_mut()).zip(second.iter_mut()) {
         let g = g * clip;
         *m = a1 * *m + c1 * g;
         *v = a2 * *v + c2 * g * g;

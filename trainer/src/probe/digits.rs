@@ -13,19 +13,13 @@ pub(crate) fn load(file: &str) -> ShardBatch {
         inputs.extend(pixels.iter().map(|p| p.as_f64().unwrap() as f32));
         labels.push(record["label"].as_i64().unwrap());
     }
-    ShardBatch {
-        rows: labels.len(),
-        inputs,
-        labels: Labels::Class(labels),
-    }
+    ShardBatch { rows: labels.len(), inputs, labels: Labels::Class(labels) }
 }
 
 /// The rows of `data` named by `rows`, in that order.
 pub(crate) fn select(data: &ShardBatch, rows: &[usize]) -> ShardBatch {
     let width = data.inputs.len() / data.rows;
-    let Labels::Class(labels) = &data.labels else {
-        panic!("the digits have classes")
-    };
+    let Labels::Class(labels) = &data.labels else { panic!("the digits have classes") };
     ShardBatch {
         rows: rows.len(),
         inputs: rows

@@ -5,9 +5,8 @@ pub(crate) mod digits;
 mod operators;
 
 use millrace_bundle::onnx::{
-    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto,
-    TensorShapeProto, TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto,
-    tensor_shape_proto, type_proto,
+    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
+    TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto, tensor_shape_proto, type_proto,
 };
 use prost::Message;
 use rand_chacha::ChaCha8Rng;
@@ -18,9 +17,7 @@ pub(crate) use operators::all as every_operator;
 /// Numbers uniform in (−1, 1), the same for the same seed.
 pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    (0..count)
-        .map(|_| f64::from(random.next_u32() >> 8) as f32 / 8_388_608.0 - 1.0)
-        .collect()
+    (0..count).map(|_| f64::from(random.next_u32() >> 8) as f32 / 8_388_608.0 - 1.0).collect()
 }
 
 pub(crate) fn int(name: &str, value: i64) -> AttributeProto {
@@ -130,12 +127,7 @@ impl Probe {
         self.node("Constant", &[], vec![value])
     }
 
-    pub(crate) fn node(
-        &mut self,
-        op: &str,
-        inputs: &[&str],
-        attribute: Vec<AttributeProto>,
-    ) -> String {
+    pub(crate) fn node(&mut self, op: &str, inputs: &[&str], attribute: Vec<AttributeProto>) -> String {
         let output = format!("t{}", self.graph.node.len());
         self.graph.node.push(NodeProto {
             input: inputs.iter().map(|i| (*i).to_owned()).collect(),
@@ -151,10 +143,7 @@ impl Probe {
         self.graph.output = vec![info(output, None)];
         ModelProto {
             ir_version: Some(8),
-            opset_import: vec![OperatorSetIdProto {
-                domain: Some(String::new()),
-                version: Some(self.opset),
-            }],
+            opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(self.opset) }],
             graph: Some(self.graph),
             ..Default::default()
         }
@@ -170,10 +159,7 @@ pub(crate) fn info(name: &str, row: Option<&[i64]>) -> ValueInfoProto {
         TensorShapeProto {
             dim: std::iter::once(batch)
                 .chain(sizes)
-                .map(|value| Dimension {
-                    value: Some(value),
-                    ..Default::default()
-                })
+                .map(|value| Dimension { value: Some(value), ..Default::default() })
                 .collect(),
         }
     });
@@ -222,13 +208,8 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let tensor =
-        ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
-    let outputs = session
-        .run(ort::inputs![tensor])
-        .map_err(|e| e.to_string())?;
-    let (_, data) = outputs[0]
-        .try_extract_tensor::<f32>()
-        .map_err(|e| e.to_string())?;
+    let tensor = ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
+    let outputs = session.run(ort::inputs![tensor]).map_err(|e| e.to_string())?;
+    let (_, data) = outputs[0].try_extract_tensor::<f32>().map_err(|e| e.to_string())?;
     Ok(data.to_vec())
 }

@@ -9,7 +9,8 @@ use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
 
 fn layout() -> ParamLayout {
-    let param = |name: &str, shape: &[usize], range| Param { name: name.into(), shape: shape.to_vec(), range };
+    let param =
+        |name: &str, shape: &[usize], range| Param { name: name.into(), shape: shape.to_vec(), range };
     ParamLayout { params: vec![param("w", &[2, 3], 0..6), param("b", &[3], 6..9)] }
 }
 

@@ -45,7 +45,9 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
             partition: match shared.store.partition(&topic.topic, asked.partition) {
                 None => Err(Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, "no such partition")),
                 // There is one leader epoch, 0, for ever.
-                Some(_) if asked.current_leader_epoch > 0 => Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch")),
+                Some(_) if asked.current_leader_epoch > 0 => {
+                    Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch"))
+                }
                 Some(partition) => Ok(partition),
             },
         });
@@ -74,19 +76,27 @@ async fn wait_for(
     let deadline = Instant::now() + wait;
     let all = || wanted.iter().flat_map(|(_, partitions)| partitions);
     // Subscribed before the first look, so that nothing is missed in between.
-    let mut watches: Vec<watch::Receiver<i64>> =
-        all().filter_map(|wanted| wanted.partition.as_ref().ok()).map(|partition| partition.watch()).collect();
+    let mut watches: Vec<watch::Receiver<i64>> = all()
+        .filter_map(|wanted| wanted.partition.as_ref().ok())
+        .map(|partition| partition.watch())
+        .collect();
     loop {
         for watch in &mut watches {
             watch.mark_unchanged();
         }
         let (mut ready, mut wrong) = (0usize, false);
         for wanted in all() {
-            let bytes = wanted.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
-                partition.bytes_from(wanted.offset, bytes_max as u64)
-            });
+            let bytes = wanted
+                .partition
+                .as_ref()
+                .map_err(Refused::clone)
+                .and_then(|partition| partition.bytes_from(wanted.offset, bytes_max as u64));
             match bytes {
-                Ok(bytes) => ready = ready.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX).min(wanted.bytes_max.max(1))),
+                Ok(bytes) => {
+                    ready = ready.saturating_add(
+                        usize::try_from(bytes).unwrap_or(usize::MAX).min(wanted.bytes_max.max(1)),
+                    )
+                }
                 Err(_) => wrong = true,
             }
         }

@@ -34,7 +34,10 @@ pub(super) fn answer(context: &Context<'_>, request: MetadataRequest) -> Reply {
             if !seen.insert(name.clone()) {
                 continue;
             }
-            if store.partition_count(&name).is_none() && config.auto_create_topics && request.allow_auto_topic_creation {
+            if store.partition_count(&name).is_none()
+                && config.auto_create_topics
+                && request.allow_auto_topic_creation
+            {
                 let created = tokio::task::block_in_place(|| store.create(&name, config.partitions_default));
                 match created {
                     // Somebody else may have been faster.

@@ -87,12 +87,15 @@ pub(crate) async fn answer(
         Some((key, low, high)) if (*low..=*high).contains(&version) => *key,
         // The one request that must be answered in any version: a client learns from it what to use.
         Some((ApiKey::ApiVersions, ..)) => {
-            return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION)) {
+            return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
+            {
                 Ok(frame) => Reply::Frame { frame, permit: None },
                 Err(reason) => Reply::Close(reason),
             };
         }
-        Some((key, ..)) => return Reply::Close(format!("{key:?} in version {version}, which was not advertised")),
+        Some((key, ..)) => {
+            return Reply::Close(format!("{key:?} in version {version}, which was not advertised"));
+        }
         None => return Reply::Close(format!("request kind {key}, which was not advertised")),
     };
     if let Err(error) = RequestHeader::decode(&mut frame, key.request_header_version(version)) {
@@ -132,13 +135,20 @@ pub(crate) async fn answer(
     }
 }
 
-fn encode<R: Encodable>(key: ApiKey, version: i16, correlation_id: i32, response: &R) -> Result<Bytes, String> {
+fn encode<R: Encodable>(
+    key: ApiKey,
+    version: i16,
+    correlation_id: i32,
+    response: &R,
+) -> Result<Bytes, String> {
     let header = ResponseHeader::default().with_correlation_id(correlation_id);
     let body_bytes = response.compute_size(version).map_err(|error| error.to_string())?;
     let mut frame = BytesMut::with_capacity(body_bytes + 16);
     frame.put_i32(0);
     header.encode(&mut frame, key.response_header_version(version)).map_err(|error| error.to_string())?;
-    response.encode(&mut frame, version).map_err(|error| format!("cannot encode a {key:?} answer: {error}"))?;
+    response
+        .encode(&mut frame, version)
+        .map_err(|error| format!("cannot encode a {key:?} answer: {error}"))?;
     let length = i32::try_from(frame.len() - 4).map_err(|_| "an answer beyond 2 GiB".to_string())?;
     frame[..4].copy_from_slice(&length.to_be_bytes());
     Ok(frame.freeze())
@@ -155,11 +165,18 @@ fn producer_id(context: &Context<'_>, request: InitProducerIdRequest) -> Reply {
     let response = InitProducerIdResponse::default();
     if request.transactional_id.is_some() {
         // Clients ask for a transaction coordinator first and stop there, so this is a stray one.
-        return context.reply(&response.with_error_code(code::INVALID_REQUEST).with_producer_id((-1).into()).with_producer_epoch(-1));
+        return context.reply(
+            &response
+                .with_error_code(code::INVALID_REQUEST)
+                .with_producer_id((-1).into())
+                .with_producer_epoch(-1),
+        );
     }
     let id = tokio::task::block_in_place(|| context.shared.store.new_producer_id());
     context.reply(&match id {
         Ok(id) => response.with_producer_id(id.into()).with_producer_epoch(0),
-        Err(refused) => response.with_error_code(refused.code).with_producer_id((-1).into()).with_producer_epoch(-1),
+        Err(refused) => {
+            response.with_error_code(refused.code).with_producer_id((-1).into()).with_producer_epoch(-1)
+        }
     })
 }

@@ -1,6 +1,8 @@
 //! ListOffsets: the first, the next, or the first at a time.
 
-use kafka_protocol::messages::list_offsets_response::{ListOffsetsPartitionResponse, ListOffsetsTopicResponse};
+use kafka_protocol::messages::list_offsets_response::{
+    ListOffsetsPartitionResponse, ListOffsetsTopicResponse,
+};
 use kafka_protocol::messages::{ListOffsetsRequest, ListOffsetsResponse};
 
 use super::{Context, Reply};
@@ -17,7 +19,9 @@ pub(super) fn answer(context: &Context<'_>, request: ListOffsetsRequest) -> Repl
             let partition = context.shared.store.partition(&topic.name, asked.partition_index);
             let found = match &partition {
                 None => Err(Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, "no such partition")),
-                Some(_) if asked.current_leader_epoch > 0 => Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch")),
+                Some(_) if asked.current_leader_epoch > 0 => {
+                    Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch"))
+                }
                 Some(partition) => find(partition, asked.timestamp),
             };
             let answer = ListOffsetsPartitionResponse::default().with_partition_index(asked.partition_index);

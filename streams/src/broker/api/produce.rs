@@ -11,7 +11,11 @@ use super::{Context, Reply};
 use crate::broker::code;
 use crate::broker::log::{Partition, Refused};
 
-pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held: Option<OwnedSemaphorePermit>) -> Reply {
+pub(super) async fn answer(
+    context: &Context<'_>,
+    request: ProduceRequest,
+    held: Option<OwnedSemaphorePermit>,
+) -> Reply {
     let acks = request.acks;
     let whole = if !(-1..=1).contains(&acks) {
         Some(Refused::new(code::INVALID_REQUIRED_ACKS, "acks must be -1, 0 or 1"))
@@ -37,12 +41,15 @@ pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held:
             partitions.push(result(data.index, &appended, &topic.name, context.version));
             failed = failed.or(appended.err());
         }
-        topics.push(TopicProduceResponse::default().with_name(topic.name).with_partition_responses(partitions));
+        topics
+            .push(TopicProduceResponse::default().with_name(topic.name).with_partition_responses(partitions));
     }
     drop(held);
     match (acks, failed) {
         // Closing is the only way to tell a producer that does not listen.
-        (0, Some(refused)) => Reply::Close(format!("a produce request without acknowledgement failed: {}", refused.reason)),
+        (0, Some(refused)) => {
+            Reply::Close(format!("a produce request without acknowledgement failed: {}", refused.reason))
+        }
         (0, None) => Reply::Nothing,
         _ => context.reply(&ProduceResponse::default().with_responses(topics)),
     }
@@ -54,13 +61,25 @@ async fn append(partition: &Arc<Partition>, records: &[u8]) -> Result<(i64, i64)
     Ok((base_offset, partition.start_offset()))
 }
 
-fn result(index: i32, appended: &Result<(i64, i64), Refused>, topic: &str, version: i16) -> PartitionProduceResponse {
+fn result(
+    index: i32,
+    appended: &Result<(i64, i64), Refused>,
+    topic: &str,
+    version: i16,
+) -> PartitionProduceResponse {
     let response = PartitionProduceResponse::default().with_index(index).with_log_append_time_ms(-1);
     match appended {
         Ok((base_offset, start)) => response.with_base_offset(*base_offset).with_log_start_offset(*start),
         Err(refused) => {
-            tracing::debug!(topic, partition = index, code = refused.code, reason = refused.reason, "refused a batch");
-            let response = response.with_error_code(refused.code).with_base_offset(-1).with_log_start_offset(-1);
+            tracing::debug!(
+                topic,
+                partition = index,
+                code = refused.code,
+                reason = refused.reason,
+                "refused a batch"
+            );
+            let response =
+                response.with_error_code(refused.code).with_base_offset(-1).with_log_start_offset(-1);
             if version >= 8 {
                 response.with_error_message(Some(StrBytes::from_string(refused.reason.clone())))
             } else {

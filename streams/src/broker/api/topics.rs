@@ -3,7 +3,9 @@
 use kafka_protocol::messages::create_topics_request::CreatableTopic;
 use kafka_protocol::messages::create_topics_response::CreatableTopicResult;
 use kafka_protocol::messages::delete_topics_response::DeletableTopicResult;
-use kafka_protocol::messages::{CreateTopicsRequest, CreateTopicsResponse, DeleteTopicsRequest, DeleteTopicsResponse};
+use kafka_protocol::messages::{
+    CreateTopicsRequest, CreateTopicsResponse, DeleteTopicsRequest, DeleteTopicsResponse,
+};
 use kafka_protocol::protocol::StrBytes;
 
 use super::{Context, Reply};
@@ -36,11 +38,17 @@ fn partitions_of(context: &Context<'_>, topic: &CreatableTopic) -> Result<i32, R
     if let Some(config) = topic.configs.first() {
         return Err(Refused::new(
             code::INVALID_CONFIG,
-            format!("the embedded broker keeps all records and has no topic settings, {} among them", config.name.as_str()),
+            format!(
+                "the embedded broker keeps all records and has no topic settings, {} among them",
+                config.name.as_str()
+            ),
         ));
     }
     if !topic.assignments.is_empty() {
-        let here = topic.assignments.iter().all(|assignment| assignment.broker_ids.iter().all(|broker| broker.0 == 0));
+        let here = topic
+            .assignments
+            .iter()
+            .all(|assignment| assignment.broker_ids.iter().all(|broker| broker.0 == 0));
         if !here || topic.num_partitions != -1 {
             return Err(Refused::new(code::INVALID_REPLICA_ASSIGNMENT, "there is one broker, 0"));
         }

@@ -131,7 +131,8 @@ pub(crate) fn check_produced(bytes: &[u8]) -> Result<Header, Malformed> {
     // Compressed records pass through unopened; their consumers check them.
     if !header.is_compressed() {
         let mut walk = Records::new(&header, bytes);
-        let dense = (0..header.count).all(|delta| walk.next().is_some_and(|record| record.offset_delta == delta));
+        let dense =
+            (0..header.count).all(|delta| walk.next().is_some_and(|record| record.offset_delta == delta));
         if !dense || !walk.rest.is_empty() {
             return Err(Malformed::Records);
         }

@@ -76,7 +76,11 @@ impl Partition {
         if records.len() > self.batch_bytes_max {
             return Err(Refused::new(
                 code::MESSAGE_TOO_LARGE,
-                format!("the batch has {} bytes, streams.broker.message_bytes_max is {}", records.len(), self.batch_bytes_max),
+                format!(
+                    "the batch has {} bytes, streams.broker.message_bytes_max is {}",
+                    records.len(),
+                    self.batch_bytes_max
+                ),
             ));
         }
         let header = batch::check_produced(records).map_err(|malformed| {
@@ -199,7 +203,10 @@ impl Partition {
         if (low..=high).contains(&offset) {
             Ok(high)
         } else {
-            Err(Refused::new(code::OFFSET_OUT_OF_RANGE, format!("offset {offset} is outside of {low}..={high}")))
+            Err(Refused::new(
+                code::OFFSET_OUT_OF_RANGE,
+                format!("offset {offset} is outside of {low}..={high}"),
+            ))
         }
     }
 

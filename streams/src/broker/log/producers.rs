@@ -87,9 +87,15 @@ impl Producers {
         if first == advance(newest.last, 1) {
             Verdict::Append
         } else if !is_after(last, newest.last) {
-            Verdict::Refuse(code::DUPLICATE_SEQUENCE_NUMBER, "the batch is in the log, further back than can be told")
+            Verdict::Refuse(
+                code::DUPLICATE_SEQUENCE_NUMBER,
+                "the batch is in the log, further back than can be told",
+            )
         } else {
-            Verdict::Refuse(code::OUT_OF_ORDER_SEQUENCE_NUMBER, "an earlier batch of this producer is missing")
+            Verdict::Refuse(
+                code::OUT_OF_ORDER_SEQUENCE_NUMBER,
+                "an earlier batch of this producer is missing",
+            )
         }
     }
 
@@ -101,10 +107,10 @@ impl Producers {
         if self.by_id.len() >= PRODUCERS_MAX && !self.by_id.contains_key(&header.producer_id) {
             self.forget_half();
         }
-        let known = self
-            .by_id
-            .entry(header.producer_id)
-            .or_insert_with(|| Producer { epoch: header.producer_epoch, recent: VecDeque::with_capacity(RECENT) });
+        let known = self.by_id.entry(header.producer_id).or_insert_with(|| Producer {
+            epoch: header.producer_epoch,
+            recent: VecDeque::with_capacity(RECENT),
+        });
         if known.epoch != header.producer_epoch {
             known.epoch = header.producer_epoch;
             known.recent.clear();

@@ -37,7 +37,8 @@ impl<'a> Window<'a> {
         let want = want.min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
         let held = self.start..self.start + self.buffer.len() as u64;
         if !held.contains(&position) || held.end < position + want as u64 {
-            let size = want.max(BUFFER_BYTES).min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
+            let size =
+                want.max(BUFFER_BYTES).min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
             self.buffer.resize(size, 0);
             self.file.read_exact_at(&mut self.buffer, position)?;
             self.start = position;
@@ -103,7 +104,13 @@ pub(crate) fn continues_after(file: &File, bytes: u64, position: u64, expected: 
 ///
 /// # Errors
 /// [`Error::Corrupt`] when sound batches follow the damage.
-pub(crate) fn cut_torn_end(file: &File, path: &Path, bytes: u64, sound: &Sound, expected: i64) -> Result<u64> {
+pub(crate) fn cut_torn_end(
+    file: &File,
+    path: &Path,
+    bytes: u64,
+    sound: &Sound,
+    expected: i64,
+) -> Result<u64> {
     let Some(reason) = &sound.broken else { return Ok(0) };
     if continues_after(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))? {
         return Err(corrupt(path, sound.bytes, reason));

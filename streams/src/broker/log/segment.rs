@@ -179,7 +179,13 @@ fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
 impl Place {
     /// Reads whole batches that hold offsets in `from..until`, at most `bytes_max` together, but
     /// the first one whatever its size when `at_least_one`.
-    pub(crate) fn read(&self, from: i64, until: i64, bytes_max: usize, at_least_one: bool) -> io::Result<Vec<u8>> {
+    pub(crate) fn read(
+        &self,
+        from: i64,
+        until: i64,
+        bytes_max: usize,
+        at_least_one: bool,
+    ) -> io::Result<Vec<u8>> {
         let mut start = self.position;
         // What lies between the index entry and the batch is skipped in memory, so ask for it too.
         let ahead = INDEX_BYTES as usize + HEADER_BYTES;

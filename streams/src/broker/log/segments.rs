@@ -58,7 +58,8 @@ impl Segments {
         };
         for (index, &base) in bases.iter().enumerate() {
             if let Some(before) = log.list.last().filter(|before| before.next_offset != base) {
-                let reason = format!("it ends at offset {} but the next segment begins at {base}", before.next_offset);
+                let reason =
+                    format!("it ends at offset {} but the next segment begins at {base}", before.next_offset);
                 return Err(recovery::corrupt(before.path(), before.bytes, &reason));
             }
             let last = index + 1 == bases.len();
@@ -134,9 +135,10 @@ impl Segments {
             Verdict::Refuse(code, reason) => return Ok(Appended::Refused(code, reason)),
         }
         let end = self.end_offset();
-        let full = self.list.last().is_none_or(|last| {
-            last.bytes > 0 && last.bytes + produced.bytes as u64 > self.segment_bytes_max
-        });
+        let full = self
+            .list
+            .last()
+            .is_none_or(|last| last.bytes > 0 && last.bytes + produced.bytes as u64 > self.segment_bytes_max);
         if full {
             self.roll(end)?;
         }

@@ -53,8 +53,11 @@ pub(crate) fn batch((id, epoch, sequence): (i64, i16, i32), time: i64, values: &
 }
 
 fn single_without_producer(records: &[Record]) -> Vec<u8> {
-    let numbered: Vec<Record> =
-        records.iter().enumerate().map(|(i, r)| Record { producer_id: 0, producer_epoch: 0, sequence: i as i32, ..r.clone() }).collect();
+    let numbered: Vec<Record> = records
+        .iter()
+        .enumerate()
+        .map(|(i, r)| Record { producer_id: 0, producer_epoch: 0, sequence: i as i32, ..r.clone() })
+        .collect();
     let mut bytes = BytesMut::new();
     let options = RecordEncodeOptions { version: 2, compression: Compression::None };
     RecordBatchEncoder::encode(&mut bytes, &numbered, &options).unwrap();
@@ -304,7 +307,10 @@ fn duplicates_are_recognised_after_a_restart() {
     let dir = TempDir::new().unwrap();
     let mut log = Segments::open(dir.path(), 300).unwrap();
     for sequence in 0..8 {
-        assert_eq!(append(&mut log, &batch((3, 2, sequence), 0, &[b"v"])), Appended::New { base_offset: i64::from(sequence) });
+        assert_eq!(
+            append(&mut log, &batch((3, 2, sequence), 0, &[b"v"])),
+            Appended::New { base_offset: i64::from(sequence) }
+        );
     }
     drop(log);
     let mut log = Segments::open(dir.path(), 300).unwrap();

@@ -18,12 +18,7 @@ async fn ready(lookup: Lookup) -> Result<Arc<RecordBatch>> {
     }
 }
 
-fn immediately(
-    _: u32,
-) -> (
-    u64,
-    impl Future<Output = Result<RecordBatch>> + Send + 'static,
-) {
+fn immediately(_: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static) {
     (8_000, async { Ok(batch(1000)) })
 }
 
@@ -80,7 +75,9 @@ async fn the_limit_holds_and_the_least_recent_goes_first() {
         assert!(cache.bytes() <= 30_000, "{}", cache.bytes());
     }
     let kept: Vec<u32> = (0..5)
-        .filter(|&g| matches!(cache.table.lock().entries.get(&g), Some(e) if matches!(e.state, State::Ready(_))))
+        .filter(
+            |&g| matches!(cache.table.lock().entries.get(&g), Some(e) if matches!(e.state, State::Ready(_))),
+        )
         .collect();
     assert_eq!(kept, vec![0, 3, 4]);
 }

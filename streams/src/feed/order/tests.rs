@@ -4,22 +4,14 @@ use proptest::prelude::*;
 use super::*;
 
 fn order(rows: u64, lanes: u64, window: u64, per_lane: u64) -> Order {
-    Order {
-        seed: 7,
-        rows,
-        lanes,
-        window,
-        batch: lanes * per_lane,
-    }
+    Order { seed: 7, rows, lanes, window, batch: lanes * per_lane }
 }
 
 /// Virtual row and epoch of the places of the first `steps` batches, in the order of `t`.
 fn places(o: &Order, steps: u64) -> Vec<(u64, u64)> {
     let m = o.per_lane();
     (0..steps)
-        .flat_map(|step| {
-            (0..m).flat_map(move |j| (0..o.lanes).map(move |lane| (step, lane * m + j)))
-        })
+        .flat_map(|step| (0..m).flat_map(move |j| (0..o.lanes).map(move |lane| (step, lane * m + j))))
         .map(|(step, slot)| o.virtual_row(step, slot))
         .collect()
 }
@@ -35,9 +27,8 @@ fn an_epoch_is_a_contiguous_stretch_of_places() {
 #[test]
 fn windows_of_lanes_begin_one_after_the_other() {
     let o = order(4096, 8, 64, 1);
-    let mut begins: Vec<u64> = (0..8)
-        .map(|lane| (1..).find(|&p| o.window_at(lane, p).index == 1).unwrap())
-        .collect();
+    let mut begins: Vec<u64> =
+        (0..8).map(|lane| (1..).find(|&p| o.window_at(lane, p).index == 1).unwrap()).collect();
     begins.sort_unstable();
     assert!(begins.windows(2).all(|w| w[1] - w[0] == 8), "{begins:?}");
 }
@@ -60,10 +51,7 @@ fn layout_finds_the_places_of_a_range() {
         let place = layout.place_of(row);
         assert!(layout.starts[place] <= row && row < layout.starts[place + 1]);
         for rows in 1..=60 - row {
-            assert_eq!(
-                layout.places(row, rows),
-                place..layout.place_of(row + rows - 1) + 1
-            );
+            assert_eq!(layout.places(row, rows), place..layout.place_of(row + rows - 1) + 1);
         }
     }
 }

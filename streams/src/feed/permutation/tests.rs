@@ -9,8 +9,7 @@ fn golden_vectors_freeze_the_mapping() {
         let p = Permutation::new(n, key);
         (0..n.min(16)).map(|i| p.apply(i)).collect::<Vec<_>>()
     };
-    let golden: Vec<(u64, u64, Vec<u64>)> =
-        serde_json::from_str(include_str!("golden.json")).unwrap();
+    let golden: Vec<(u64, u64, Vec<u64>)> = serde_json::from_str(include_str!("golden.json")).unwrap();
     assert!(golden.len() >= 6);
     for (n, key, expected) in golden {
         assert_eq!(image(n, key), expected, "n={n} key={key}");
@@ -20,11 +19,8 @@ fn golden_vectors_freeze_the_mapping() {
     assert_eq!(derive_key(&[1, 2, 3]), GOLDEN_KEYS[2]);
 }
 
-const GOLDEN_KEYS: [u64; 3] = [
-    16_294_208_416_658_607_535,
-    6_755_974_106_381_971_767,
-    7_725_364_555_548_041_738,
-];
+const GOLDEN_KEYS: [u64; 3] =
+    [16_294_208_416_658_607_535, 6_755_974_106_381_971_767, 7_725_364_555_548_041_738];
 
 #[test]
 fn every_small_domain_is_permuted_whole() {
@@ -34,10 +30,7 @@ fn every_small_domain_is_permuted_whole() {
             let mut seen = vec![false; n as usize];
             for i in 0..n {
                 let j = p.apply(i);
-                assert!(
-                    !std::mem::replace(&mut seen[j as usize], true),
-                    "n={n} key={key} i={i}"
-                );
+                assert!(!std::mem::replace(&mut seen[j as usize], true), "n={n} key={key} i={i}");
                 assert_eq!(p.invert(j), i);
             }
         }
@@ -54,20 +47,12 @@ fn tiny_domains_reach_every_arrangement_about_equally() {
         let draws = 1000 * arrangements as u64;
         for key in 0..draws {
             let p = Permutation::new(n, derive_key(&[key]));
-            *counts
-                .entry((0..n).map(|i| p.apply(i)).collect())
-                .or_default() += 1;
+            *counts.entry((0..n).map(|i| p.apply(i)).collect()).or_default() += 1;
         }
         assert_eq!(counts.len(), arrangements, "n={n}");
-        let chi: f64 = counts
-            .values()
-            .map(|&c| (c as f64 - 1000.0).powi(2) / 1000.0)
-            .sum();
+        let chi: f64 = counts.values().map(|&c| (c as f64 - 1000.0).powi(2) / 1000.0).sum();
         let freedom = (arrangements - 1) as f64;
-        assert!(
-            chi < freedom + 7.0 * (2.0 * freedom).sqrt(),
-            "n={n} chi-square {chi} of {freedom}"
-        );
+        assert!(chi < freedom + 7.0 * (2.0 * freedom).sqrt(), "n={n} chi-square {chi} of {freedom}");
     }
 }
 
@@ -79,10 +64,7 @@ fn images_are_spread_and_uncorrelated() {
         let p = Permutation::new(n, key);
         let sum: u64 = (1..n).map(|i| p.apply(i).abs_diff(p.apply(i - 1))).sum();
         let mean = sum as f64 / (n - 1) as f64;
-        assert!(
-            (mean - n as f64 / 3.0).abs() < n as f64 * 0.02,
-            "key {key}: {mean}"
-        );
+        assert!((mean - n as f64 / 3.0).abs() < n as f64 * 0.02, "key {key}: {mean}");
     }
 }
 

@@ -39,22 +39,14 @@ impl Plan {
     pub fn slot_of(&self, epoch: u64, row: u64) -> Result<(u64, usize)> {
         if row >= self.rows() {
             let rows = self.rows();
-            return Err(FeedError::invalid(format!(
-                "row {row} of a dataset of {rows} rows"
-            )));
+            return Err(FeedError::invalid(format!("row {row} of a dataset of {rows} rows")));
         }
         if epoch >= PLACES_MAX / self.rows() {
-            return Err(FeedError::invalid(format!(
-                "epoch {epoch} is beyond the order"
-            )));
+            return Err(FeedError::invalid(format!("epoch {epoch} is beyond the order")));
         }
         let layout = self.layout(epoch);
         let group = self.group_of(row);
-        let place = layout
-            .groups
-            .iter()
-            .position(|&g| g as usize == group)
-            .unwrap_or(0);
+        let place = layout.groups.iter().position(|&g| g as usize == group).unwrap_or(0);
         let virtual_row = layout.starts[place] + row - self.bases[group];
         let (step, slot) = self.order.place_of(epoch, virtual_row);
         Ok((step, slot as usize))

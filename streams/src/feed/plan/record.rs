@@ -39,9 +39,7 @@ impl FromStr for PlanId {
     fn from_str(text: &str) -> Result<Self> {
         let mut bytes = [0; 32];
         hex::decode_to_slice(text, &mut bytes).map_err(|_| {
-            FeedError::invalid(format!(
-                "plan id {text:?}: 64 hexadecimal digits are expected"
-            ))
+            FeedError::invalid(format!("plan id {text:?}: 64 hexadecimal digits are expected"))
         })?;
         Ok(Self(bytes))
     }
@@ -55,9 +53,7 @@ impl Serialize for PlanId {
 
 impl<'de> Deserialize<'de> for PlanId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?
-            .parse()
-            .map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -145,14 +141,8 @@ impl TryFrom<PlanRecord> for Plan {
             )));
         }
         let lanes = u32::try_from(r.lanes).map_err(|_| unusable("too many lanes".into()))?;
-        let batch_rows =
-            usize::try_from(r.batch_rows).map_err(|_| unusable("too large batches".into()))?;
-        let options = PlanOptions {
-            lanes,
-            batch_rows,
-            window_rows: r.window_rows,
-            ..PlanOptions::default()
-        };
+        let batch_rows = usize::try_from(r.batch_rows).map_err(|_| unusable("too large batches".into()))?;
+        let options = PlanOptions { lanes, batch_rows, window_rows: r.window_rows, ..PlanOptions::default() };
         options.check().map_err(|e| unusable(e.to_string()))?;
         if !r.batch_rows.is_multiple_of(r.lanes) {
             return Err(unusable("its lanes do not divide its batch".into()));
@@ -170,10 +160,7 @@ impl TryFrom<PlanRecord> for Plan {
         };
         let plan = Plan::assemble(r.dataset, r.source, order);
         if plan.id != r.id {
-            return Err(unusable(format!(
-                "it says id {} but hashes to {}",
-                r.id, plan.id
-            )));
+            return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
         }
         Ok(plan)
     }

@@ -19,18 +19,8 @@ struct Sizes {
 
 impl Sizes {
     fn of(dataset: &Dataset) -> Self {
-        let mut s = Self {
-            rows: 0,
-            bytes: 0,
-            group_bytes_max: 0,
-            row_bytes_max: 1,
-        };
-        for group in dataset
-            .files()
-            .iter()
-            .flat_map(|f| &f.row_groups)
-            .filter(|g| g.rows > 0)
-        {
+        let mut s = Self { rows: 0, bytes: 0, group_bytes_max: 0, row_bytes_max: 1 };
+        for group in dataset.files().iter().flat_map(|f| &f.row_groups).filter(|g| g.rows > 0) {
             s.rows += group.rows;
             s.bytes = s.bytes.saturating_add(group.bytes);
             s.group_bytes_max = s.group_bytes_max.max(group.bytes);
@@ -43,18 +33,13 @@ impl Sizes {
     /// larger than their rows, and two lie across the ends.
     fn span_bytes(&self, window: u64) -> u64 {
         let inside = self.row_bytes_max.saturating_mul(window);
-        inside
-            .saturating_add(self.group_bytes_max.saturating_mul(2))
-            .min(self.bytes)
+        inside.saturating_add(self.group_bytes_max.saturating_mul(2)).min(self.bytes)
     }
 }
 
 pub(super) fn working_set_bytes(dataset: &Dataset, lanes: u64, window: u64) -> u64 {
     let sizes = Sizes::of(dataset);
-    sizes
-        .span_bytes(window)
-        .saturating_mul(lanes)
-        .min(sizes.bytes)
+    sizes.span_bytes(window).saturating_mul(lanes).min(sizes.bytes)
 }
 
 pub(super) fn lanes_and_window(dataset: &Dataset, options: &PlanOptions) -> (u64, u64) {
@@ -72,17 +57,11 @@ pub(super) fn lanes_and_window(dataset: &Dataset, options: &PlanOptions) -> (u64
     };
     let batch = options.batch_rows as u64;
     // A lane shorter than a window would shuffle less than it may.
-    let lanes_max = u64::from(options.lanes)
-        .min(sizes.rows / window_min)
-        .min(batch)
-        .max(1);
-    let chosen = (1..=lanes_max)
-        .rev()
-        .filter(|c| batch.is_multiple_of(*c))
-        .find_map(|c| {
-            let window = window_for(c)?;
-            (c == 1 || sizes.rows / c >= window).then_some((c, window))
-        });
+    let lanes_max = u64::from(options.lanes).min(sizes.rows / window_min).min(batch).max(1);
+    let chosen = (1..=lanes_max).rev().filter(|c| batch.is_multiple_of(*c)).find_map(|c| {
+        let window = window_for(c)?;
+        (c == 1 || sizes.rows / c >= window).then_some((c, window))
+    });
     let (lanes, window) = chosen.unwrap_or((1, window_min));
     // Windows of equal size: a short last one would be shuffled less than the others.
     let lane_rows = sizes.rows.div_ceil(lanes);

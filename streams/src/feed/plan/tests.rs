@@ -16,27 +16,14 @@ fn dataset(files: &[&[u64]]) -> Dataset {
             path: format!("train/part-{i}.parquet"),
             bytes: 1000 + i as u64,
             format: FileFormat::Parquet,
-            row_groups: groups
-                .iter()
-                .map(|&rows| RowGroup {
-                    rows,
-                    bytes: rows * 100,
-                })
-                .collect(),
+            row_groups: groups.iter().map(|&rows| RowGroup { rows, bytes: rows * 100 }).collect(),
         })
         .collect();
     Dataset::new("/train".into(), Arc::new(schema), files).unwrap()
 }
 
 fn options(seed: u64, batch_rows: usize, lanes: u32, window_rows: u64) -> PlanOptions {
-    PlanOptions {
-        source: "digits@v1".into(),
-        seed,
-        batch_rows,
-        lanes,
-        window_rows,
-        ..PlanOptions::default()
-    }
+    PlanOptions { source: "digits@v1".into(), seed, batch_rows, lanes, window_rows, ..PlanOptions::default() }
 }
 
 #[test]
@@ -57,11 +44,7 @@ fn golden_order_and_id_freeze_algorithm_version_1() {
         let plan = Plan::new(data, &options(g.seed, g.batch_rows, g.lanes, g.window_rows)).unwrap();
         assert_eq!(plan.id().to_string(), g.id);
         for (step, slot, row, epoch) in g.places {
-            assert_eq!(
-                plan.row_at(step, slot).unwrap(),
-                (row, epoch),
-                "step {step} slot {slot}"
-            );
+            assert_eq!(plan.row_at(step, slot).unwrap(), (row, epoch), "step {step} slot {slot}");
         }
     }
 }
@@ -84,11 +67,7 @@ fn every_part_of_the_plan_is_in_its_id() {
         change(&mut o);
         others.push(id((d, o)));
     }
-    for files in [
-        &[&[200u64, 100][..], &[300]][..],
-        &[&[100, 200, 300]],
-        &[&[100], &[200, 300]],
-    ] {
+    for files in [&[&[200u64, 100][..], &[300]][..], &[&[100, 200, 300]], &[&[100], &[200, 300]]] {
         others.push(id((dataset(files), base().1)));
     }
     assert!(!others.contains(&first));
@@ -112,16 +91,9 @@ fn lanes_divide_the_batch_and_windows_fill_lanes_evenly() {
     let plan = Plan::new(dataset(&[&million]), &PlanOptions::default()).unwrap();
     assert_eq!(plan.lanes(), 32);
     assert_eq!(plan.window_rows(), 15_625);
-    let odd = PlanOptions {
-        batch_rows: 90,
-        lanes: 64,
-        ..PlanOptions::default()
-    };
+    let odd = PlanOptions { batch_rows: 90, lanes: 64, ..PlanOptions::default() };
     assert_eq!(Plan::new(dataset(&[&million]), &odd).unwrap().lanes(), 45);
-    let prime = PlanOptions {
-        batch_rows: 97,
-        ..odd
-    };
+    let prime = PlanOptions { batch_rows: 97, ..odd };
     assert_eq!(Plan::new(dataset(&[&million]), &prime).unwrap().lanes(), 1);
 }
 
@@ -129,27 +101,14 @@ fn lanes_divide_the_batch_and_windows_fill_lanes_evenly() {
 fn working_set_bound_holds_by_giving_up_window_then_lanes() {
     let groups: Vec<u64> = vec![20_000; 500]; // 2 MB each, 1 GB together
     for limit_mib in [64u64, 128, 256, 512] {
-        let options = PlanOptions {
-            working_set_bytes_max: limit_mib << 20,
-            ..Default::default()
-        };
+        let options = PlanOptions { working_set_bytes_max: limit_mib << 20, ..Default::default() };
         let plan = Plan::new(dataset(&[&groups]), &options).unwrap();
-        assert!(
-            plan.working_set_bytes() <= limit_mib << 20,
-            "{limit_mib}: {plan:?}"
-        );
+        assert!(plan.working_set_bytes() <= limit_mib << 20, "{limit_mib}: {plan:?}");
         assert!(plan.window_rows() >= 2000);
-        assert!(
-            plan.lanes() >= limit_mib / 16,
-            "{limit_mib}: {} lanes",
-            plan.lanes()
-        );
+        assert!(plan.lanes() >= limit_mib / 16, "{limit_mib}: {} lanes", plan.lanes());
     }
     // Row groups that cannot fit leave one lane, which still works.
-    let options = PlanOptions {
-        working_set_bytes_max: 1 << 20,
-        ..Default::default()
-    };
+    let options = PlanOptions { working_set_bytes_max: 1 << 20, ..Default::default() };
     assert_eq!(Plan::new(dataset(&[&groups]), &options).unwrap().lanes(), 1);
 }
 
@@ -174,12 +133,7 @@ fn epochs_are_counted_exactly() {
     }
     assert_eq!(counts, [37; 3]);
     assert_eq!(plan.rows_of_epoch(1, 4..6), 11);
-    assert_eq!(
-        (0..30)
-            .map(|s| plan.rows_of_epoch(1, s..s + 1))
-            .sum::<u64>(),
-        37
-    );
+    assert_eq!((0..30).map(|s| plan.rows_of_epoch(1, s..s + 1)).sum::<u64>(), 37);
 }
 
 #[test]
@@ -212,22 +166,12 @@ fn stored_plans_are_checked() {
         ("\"rows\":15", "\"rows\":16", "hashes to"),
         ("\"lanes\":4", "\"lanes\":3", "do not divide"),
         ("\"lanes\":4", "\"lanes\":0", "lanes is 0"),
-        (
-            "\"rows\":15",
-            "\"rows\":99999999999",
-            "row group is too large",
-        ),
-        (
-            "\"algorithm_version\":1",
-            "\"algorithm_version\":9",
-            "version 9",
-        ),
+        ("\"rows\":15", "\"rows\":99999999999", "row group is too large"),
+        ("\"algorithm_version\":1", "\"algorithm_version\":9", "version 9"),
         ("\"seed\":3", "\"seed\":3,\"extra\":1", "unknown field"),
     ] {
         assert!(text.contains(from), "{from} in {text}");
-        let error = serde_json::from_str::<Plan>(&text.replace(from, to))
-            .unwrap_err()
-            .to_string();
+        let error = serde_json::from_str::<Plan>(&text.replace(from, to)).unwrap_err().to_string();
         assert!(error.contains(says), "{from} -> {to}: {error}");
     }
 }
@@ -254,14 +198,8 @@ fn bounds_are_enforced_with_the_name_of_the_option() {
 fn cursors_survive_json_and_refuse_strangers() {
     let plan = Plan::new(dataset(&[&[10]]), &options(0, 4, 1, 10)).unwrap();
     let text = serde_json::to_string(&plan.cursor(12)).unwrap();
-    assert_eq!(
-        text,
-        format!("{{\"plan_id\":\"{}\",\"step\":12}}", plan.id())
-    );
-    assert_eq!(
-        serde_json::from_str::<Cursor>(&text).unwrap(),
-        plan.cursor(12)
-    );
+    assert_eq!(text, format!("{{\"plan_id\":\"{}\",\"step\":12}}", plan.id()));
+    assert_eq!(serde_json::from_str::<Cursor>(&text).unwrap(), plan.cursor(12));
     assert!(serde_json::from_str::<Cursor>("{\"plan_id\":\"00\",\"step\":1}").is_err());
 }
 

@@ -7,12 +7,7 @@ use crate::init::ModelSpec;
 use crate::optim::{AdamWConfig, Optimizer, OptimizerConfig, SgdConfig};
 use crate::probe::{digits, numbers, run_reference, runtime};
 
-fn fit(
-    engine: &mut Engine,
-    optimizer: &OptimizerConfig,
-    batch: &ShardBatch,
-    steps: usize,
-) -> Vec<f64> {
+fn fit(engine: &mut Engine, optimizer: &OptimizerConfig, batch: &ShardBatch, steps: usize) -> Vec<f64> {
     let mut optimizer = Optimizer::new(optimizer, engine.layout().elements()).unwrap();
     (0..steps)
         .map(|_| {
@@ -34,17 +29,11 @@ fn softmax_regression_follows_the_curve_of_a_plain_loop() {
     // The same training written out in f64: one layer, full batch, plain gradient descent.
     let (width, classes, rows, rate) = (4, 3, 30, 0.5);
     let batch = clusters(rows, width, classes, 7);
-    let Labels::Class(labels) = &batch.labels else {
-        unreachable!()
-    };
+    let Labels::Class(labels) = &batch.labels else { unreachable!() };
     let model = crate::init::mlp(width, &[], classes, 9).unwrap();
     let mut engine = Engine::load(&model, Loss::CrossEntropy, Device::Cpu).unwrap();
     let start: Vec<f64> = engine.weights().iter().map(|w| f64::from(*w)).collect();
-    let config = SgdConfig {
-        learning_rate: rate,
-        momentum: 0.0,
-        ..SgdConfig::default()
-    };
+    let config = SgdConfig { learning_rate: rate, momentum: 0.0, ..SgdConfig::default() };
     let curve = fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, 40);
 
     let mut weights = start;
@@ -52,14 +41,10 @@ fn softmax_regression_follows_the_curve_of_a_plain_loop() {
         let mut grad = vec![0.0; weights.len()];
         let mut loss = 0.0;
         for (row, label) in labels.iter().enumerate() {
-            let x: Vec<f64> = (0..width)
-                .map(|i| f64::from(batch.inputs[row * width + i]))
-                .collect();
+            let x: Vec<f64> = (0..width).map(|i| f64::from(batch.inputs[row * width + i])).collect();
             let z: Vec<f64> = (0..classes)
                 .map(|c| {
-                    (0..width)
-                        .map(|i| x[i] * weights[i * classes + c])
-                        .sum::<f64>()
+                    (0..width).map(|i| x[i] * weights[i * classes + c]).sum::<f64>()
                         + weights[width * classes + c]
                 })
                 .collect();
@@ -74,11 +59,7 @@ fn softmax_regression_follows_the_curve_of_a_plain_loop() {
                 grad[width * classes + c] += slope;
             }
         }
-        assert!(
-            (found - loss / rows as f64).abs() < 1e-5,
-            "step {step}: {found} {}",
-            loss / rows as f64
-        );
+        assert!((found - loss / rows as f64).abs() < 1e-5, "step {step}: {found} {}", loss / rows as f64);
         for (w, g) in weights.iter_mut().zip(&grad) {
             *w -= rate * g / rows as f64;
         }
@@ -93,12 +74,7 @@ fn both_model_kinds_learn_their_clusters() {
         let mut engine = Engine::load(&model, Loss::CrossEntropy, Device::Cpu).unwrap();
         let mut batch = clusters(40, 144, 10, 8);
         batch.inputs.iter_mut().for_each(|x| *x *= 16.0);
-        let curve = fit(
-            &mut engine,
-            &OptimizerConfig::AdamW(AdamWConfig::default()),
-            &batch,
-            40,
-        );
+        let curve = fit(&mut engine, &OptimizerConfig::AdamW(AdamWConfig::default()), &batch, 40);
         assert!((curve[0] - 10f64.ln()).abs() < 1.0, "{curve:?}");
         assert!(curve[39] < 0.1, "{spec:?}: {curve:?}");
         let (loss, correct) = engine.evaluate(&batch).unwrap();
@@ -111,19 +87,9 @@ fn regression_by_squared_error_finds_the_line() {
     let model = crate::init::mlp(3, &[], 2, 1).unwrap();
     let mut engine = Engine::load(&model, Loss::Mse, Device::Cpu).unwrap();
     let inputs = numbers(150, 2);
-    let truth = inputs
-        .chunks(3)
-        .flat_map(|x| [x[0] - 2.0 * x[1] + 0.5, 3.0 * x[2]])
-        .collect();
-    let batch = ShardBatch {
-        rows: 50,
-        inputs,
-        labels: Labels::Value(truth),
-    };
-    let config = SgdConfig {
-        learning_rate: 0.3,
-        ..SgdConfig::default()
-    };
+    let truth = inputs.chunks(3).flat_map(|x| [x[0] - 2.0 * x[1] + 0.5, 3.0 * x[2]]).collect();
+    let batch = ShardBatch { rows: 50, inputs, labels: Labels::Value(truth) };
+    let config = SgdConfig { learning_rate: 0.3, ..SgdConfig::default() };
     let curve = fit(&mut engine, &OptimizerConfig::Sgd(config), &batch, 150);
     assert!(curve[149] < 1e-6, "{}", curve[149]);
     let expected = [1.0, 0.0, -2.0, 0.0, 0.0, 3.0, 0.5, 0.0];
@@ -133,11 +99,7 @@ fn regression_by_squared_error_finds_the_line() {
 }
 
 /// Trains on the digits in shards with exact sums, as a job does; returns the held-out accuracy.
-pub(super) fn train_digits(
-    spec: &ModelSpec,
-    optimizer: &OptimizerConfig,
-    epochs: usize,
-) -> (Engine, f64) {
+pub(super) fn train_digits(spec: &ModelSpec, optimizer: &OptimizerConfig, epochs: usize) -> (Engine, f64) {
     const SHARDS: usize = 12;
     const BATCH: usize = 96;
     let train = digits::load("digits.jsonl");
@@ -176,13 +138,7 @@ pub(super) fn train_digits(
 }
 
 pub(super) fn digits_mlp(seed: u64) -> ModelSpec {
-    ModelSpec::Mlp(crate::init::MlpSpec {
-        inputs: 64,
-        hidden: vec![64],
-        classes: 10,
-        scale: 0.0625,
-        seed,
-    })
+    ModelSpec::Mlp(crate::init::MlpSpec { inputs: 64, hidden: vec![64], classes: 10, scale: 0.0625, seed })
 }
 
 #[test]
@@ -192,18 +148,9 @@ fn the_digits_are_learned() {
     let Some(environment) = runtime() else { return };
     let held_out = digits::load("digits-test.jsonl");
     let found = engine.logits(&held_out.inputs, held_out.rows).unwrap();
-    let expected = run_reference(
-        environment,
-        &engine.export(),
-        &[64],
-        held_out.rows,
-        &held_out.inputs,
-    )
-    .unwrap();
+    let expected =
+        run_reference(environment, &engine.export(), &[64], held_out.rows, &held_out.inputs).unwrap();
     for (f, e) in found.iter().zip(&expected) {
-        assert!(
-            (f - e).abs() <= 1e-5 * (1.0 + e.abs()),
-            "{f} differs from {e}"
-        );
+        assert!((f - e).abs() <= 1e-5 * (1.0 + e.abs()), "{f} differs from {e}");
     }
 }

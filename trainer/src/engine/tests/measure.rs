@@ -13,8 +13,7 @@ fn measure_training() {
     for seed in 0..4 {
         for epochs in [15, 30, 60] {
             let start = std::time::Instant::now();
-            let (_, accuracy) =
-                train_digits(&digits_mlp(seed), &OptimizerConfig::default(), epochs);
+            let (_, accuracy) = train_digits(&digits_mlp(seed), &OptimizerConfig::default(), epochs);
             let seconds = start.elapsed().as_secs_f64();
             let rate = (epochs * 1437) as f64 / seconds;
             eprintln!(
@@ -32,12 +31,7 @@ fn measure_training() {
         measure(name, &model, widths[0], rows);
     }
     measure("cnn 8x8", &crate::init::cnn(8, 8, 1, 10, 1).unwrap(), 64, 8);
-    measure(
-        "cnn 28x28",
-        &crate::init::cnn(28, 28, 1, 10, 1).unwrap(),
-        784,
-        8,
-    );
+    measure("cnn 28x28", &crate::init::cnn(28, 28, 1, 10, 1).unwrap(), 784, 8);
 }
 
 fn measure(name: &str, model: &ModelProto, width: usize, rows: usize) {

@@ -22,12 +22,7 @@ const ROWS: usize = 3;
 /// An interpreter in f64, where finite differences are sharp.
 fn exact(model: &ModelProto) -> (Interpreter<Flex, f64>, Graph, Vec<f64>) {
     let graph = Graph::read(model).unwrap();
-    let weights: Vec<f64> = graph
-        .initial_weights(model)
-        .unwrap()
-        .into_iter()
-        .map(f64::from)
-        .collect();
+    let weights: Vec<f64> = graph.initial_weights(model).unwrap().into_iter().map(f64::from).collect();
     let mut interpreter = Interpreter::new(Arc::new(graph.clone()), FlexDevice, Device::Cpu);
     interpreter.hold(&weights).unwrap();
     (interpreter, graph, weights)
@@ -51,9 +46,7 @@ fn every_derivative_matches_finite_differences() {
             let outputs = interpreter.evaluate(inputs.clone(), ROWS).unwrap();
             outputs.iter().zip(&slope).map(|(o, s)| o * s).sum()
         };
-        let grad = interpreter
-            .differentiate(inputs.clone(), ROWS, &mut |_| Ok(slope.clone()))
-            .unwrap();
+        let grad = interpreter.differentiate(inputs.clone(), ROWS, &mut |_| Ok(slope.clone())).unwrap();
         assert!(grad.iter().any(|g| g.abs() > 1e-6), "{name}: no gradient");
         let step = 1e-5;
         for (index, found) in grad.iter().enumerate() {
@@ -70,14 +63,8 @@ fn every_derivative_matches_finite_differences() {
             );
         }
     }
-    let listed: BTreeSet<String> = SUPPORTED_OPERATORS
-        .iter()
-        .map(|op| (*op).to_owned())
-        .collect();
-    assert_eq!(
-        seen, listed,
-        "every supported operator has a probe, and no other"
-    );
+    let listed: BTreeSet<String> = SUPPORTED_OPERATORS.iter().map(|op| (*op).to_owned()).collect();
+    assert_eq!(seen, listed, "every supported operator has a probe, and no other");
 }
 
 #[test]
@@ -89,20 +76,15 @@ fn gradients_of_row_subsets_add_up() {
         let slope = wide(numbers(ROWS * outer, 16));
         let part = |from: usize, to: usize| {
             interpreter
-                .differentiate(
-                    inputs[from * inner..to * inner].to_vec(),
-                    to - from,
-                    &mut |_| Ok(slope[from * outer..to * outer].to_vec()),
-                )
+                .differentiate(inputs[from * inner..to * inner].to_vec(), to - from, &mut |_| {
+                    Ok(slope[from * outer..to * outer].to_vec())
+                })
                 .unwrap()
         };
         let (whole, first, rest) = (part(0, ROWS), part(0, 1), part(1, ROWS));
         for index in 0..whole.len() {
             let sum = first[index] + rest[index];
-            assert!(
-                (whole[index] - sum).abs() <= 1e-12 * (1.0 + sum.abs()),
-                "{name}"
-            );
+            assert!((whole[index] - sum).abs() <= 1e-12 * (1.0 + sum.abs()), "{name}");
         }
     }
 }
@@ -124,10 +106,7 @@ fn every_operator_equals_onnx_runtime() {
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found.len(), expected.len(), "{name}");
         for (f, e) in found.iter().zip(&expected) {
-            assert!(
-                (f - e).abs() <= 1e-5 * (1.0 + e.abs()),
-                "{name}: {f} differs from {e}"
-            );
+            assert!((f - e).abs() <= 1e-5 * (1.0 + e.abs()), "{name}: {f} differs from {e}");
         }
     }
 }
@@ -143,13 +122,7 @@ pub(super) fn specs() -> [ModelSpec; 2] {
         scale: 0.0625,
         seed: 4,
     };
-    let mlp = crate::init::MlpSpec {
-        inputs: 144,
-        hidden: vec![32, 16],
-        classes: 10,
-        scale: 0.0625,
-        seed: 3,
-    };
+    let mlp = crate::init::MlpSpec { inputs: 144, hidden: vec![32, 16], classes: 10, scale: 0.0625, seed: 3 };
     [ModelSpec::Mlp(mlp), ModelSpec::Cnn(cnn)]
 }
 
@@ -164,11 +137,7 @@ pub(super) fn clusters(rows: usize, width: usize, classes: usize, seed: u64) -> 
             centres[labels[row] as usize * width + column] + 0.5 * noise[index]
         })
         .collect();
-    ShardBatch {
-        rows,
-        inputs,
-        labels: Labels::Class(labels),
-    }
+    ShardBatch { rows, inputs, labels: Labels::Class(labels) }
 }
 
 #[test]
@@ -184,10 +153,7 @@ fn gradients_have_the_same_bits_for_any_number_of_threads() {
         let found: Vec<ShardGradients> = [1, 2, 4]
             .into_iter()
             .map(|threads| {
-                let pool = rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
-                    .build()
-                    .unwrap();
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 pool.install(|| engine.gradients(&batch).unwrap())
             })
             .collect();
@@ -213,21 +179,13 @@ fn an_export_loads_again_with_the_same_weights_and_bytes() {
         let again = Engine::load(&again, Loss::CrossEntropy, Device::Cpu).unwrap();
         assert_eq!(again.weights(), weights);
         let inputs = numbers(2 * 144, 2);
-        assert_eq!(
-            engine.logits(&inputs, 2).unwrap(),
-            again.logits(&inputs, 2).unwrap()
-        );
+        assert_eq!(engine.logits(&inputs, 2).unwrap(), again.logits(&inputs, 2).unwrap());
     }
 }
 
 #[test]
 fn the_layout_covers_the_flat_vector_and_names_its_elements() {
-    let engine = Engine::load(
-        &specs()[0].build().unwrap(),
-        Loss::CrossEntropy,
-        Device::Cpu,
-    )
-    .unwrap();
+    let engine = Engine::load(&specs()[0].build().unwrap(), Loss::CrossEntropy, Device::Cpu).unwrap();
     let layout = engine.layout();
     let mut next = 0;
     for param in &layout.params {
@@ -243,49 +201,28 @@ fn the_layout_covers_the_flat_vector_and_names_its_elements() {
 
 #[test]
 fn batches_and_weights_that_do_not_fit_are_refused() {
-    let mut engine = Engine::load(
-        &crate::init::mlp(4, &[], 3, 0).unwrap(),
-        Loss::CrossEntropy,
-        Device::Cpu,
-    )
-    .unwrap();
-    let batch = |rows: usize, inputs: usize, labels: Labels| ShardBatch {
-        rows,
-        inputs: vec![0.5; inputs],
-        labels,
-    };
+    let mut engine =
+        Engine::load(&crate::init::mlp(4, &[], 3, 0).unwrap(), Loss::CrossEntropy, Device::Cpu).unwrap();
+    let batch =
+        |rows: usize, inputs: usize, labels: Labels| ShardBatch { rows, inputs: vec![0.5; inputs], labels };
     for (shard, expected) in [
         (batch(2, 7, Labels::Class(vec![0, 1])), "2 rows of 4 values"),
         (batch(2, 8, Labels::Class(vec![0])), "2 rows with 1 labels"),
         (batch(2, 8, Labels::Class(vec![0, 3])), "label 3 in row 1"),
         (batch(2, 8, Labels::Class(vec![-1, 0])), "label -1 in row 0"),
         (batch(2, 8, Labels::Value(vec![0.0; 6])), "integer classes"),
-        (
-            batch(usize::MAX, 8, Labels::Class(vec![])),
-            "rows of 4 values",
-        ),
+        (batch(usize::MAX, 8, Labels::Class(vec![])), "rows of 4 values"),
     ] {
         let error = engine.gradients(&shard).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
-    assert!(matches!(
-        engine.set_weights(&[0.0; 3]),
-        Err(EngineError::Weights {
-            expected: 15,
-            found: 3
-        })
-    ));
-    let empty = engine
-        .gradients(&batch(0, 0, Labels::Class(vec![])))
-        .unwrap();
+    assert!(matches!(engine.set_weights(&[0.0; 3]), Err(EngineError::Weights { expected: 15, found: 3 })));
+    let empty = engine.gradients(&batch(0, 0, Labels::Class(vec![]))).unwrap();
     assert_eq!((empty.loss_sum, empty.grad), (0.0, vec![0.0; 15]));
     let mut shard = batch(2, 8, Labels::Class(vec![0, 1]));
     shard.inputs[5] = f32::NAN;
     let error = engine.gradients(&shard).unwrap_err();
-    assert!(
-        matches!(error, EngineError::NonFinite { row: 1, .. }),
-        "{error}"
-    );
+    assert!(matches!(error, EngineError::NonFinite { row: 1, .. }), "{error}");
     assert!(engine.logits(&[], 0).unwrap().is_empty());
 }
 
@@ -304,18 +241,11 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
 
 #[test]
 fn devices_have_names_and_a_missing_one_says_why() {
-    for (text, device) in [
-        ("cpu", Device::Cpu),
-        ("cuda", Device::Cuda(0)),
-        ("cuda:3", Device::Cuda(3)),
-    ] {
+    for (text, device) in [("cpu", Device::Cpu), ("cuda", Device::Cuda(0)), ("cuda:3", Device::Cuda(3))] {
         assert_eq!(text.parse::<Device>().unwrap(), device);
     }
     assert!("gpu".parse::<Device>().is_err());
-    assert_eq!(
-        serde_json::to_string(&Device::Cuda(1)).unwrap(),
-        "\"cuda:1\""
-    );
+    assert_eq!(serde_json::to_string(&Device::Cuda(1)).unwrap(), "\"cuda:1\"");
     #[cfg(not(feature = "cuda"))]
     {
         let model = crate::init::mlp(4, &[], 3, 0).unwrap();

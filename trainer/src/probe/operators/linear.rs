@@ -58,24 +58,15 @@ pub(super) fn products() -> Vec<Case> {
     }
     for (name, axis, dims) in [("last", -1, &[4][..]), ("two axes", 1, &[3, 4])] {
         for biased in [true, false] {
-            cases.push(case(
-                &format!("LayerNormalization {name} {biased}"),
-                17,
-                &[3, 4],
-                |p, x| {
-                    let w = p.param(&[4, 4]);
-                    let mixed = p.node("MatMul", &[x, &w], vec![]);
-                    let scale = p.param(dims);
-                    let bias = biased.then(|| p.param(dims));
-                    let mut inputs = vec![mixed.as_str(), &scale];
-                    inputs.extend(bias.as_deref());
-                    p.node(
-                        "LayerNormalization",
-                        &inputs,
-                        vec![int("axis", axis), float("epsilon", 1e-3)],
-                    )
-                },
-            ));
+            cases.push(case(&format!("LayerNormalization {name} {biased}"), 17, &[3, 4], |p, x| {
+                let w = p.param(&[4, 4]);
+                let mixed = p.node("MatMul", &[x, &w], vec![]);
+                let scale = p.param(dims);
+                let bias = biased.then(|| p.param(dims));
+                let mut inputs = vec![mixed.as_str(), &scale];
+                inputs.extend(bias.as_deref());
+                p.node("LayerNormalization", &inputs, vec![int("axis", axis), float("epsilon", 1e-3)])
+            }));
         }
     }
     cases
@@ -84,20 +75,8 @@ pub(super) fn products() -> Vec<Case> {
 pub(super) fn movement() -> Vec<Case> {
     let mut cases = vec![
         after_mul("Flatten", "Flatten", 17, &[2, 3, 2], vec![]),
-        after_mul(
-            "Transpose",
-            "Transpose",
-            17,
-            &[2, 3],
-            vec![ints("perm", &[0, 2, 1])],
-        ),
-        after_mul(
-            "ReduceMean attribute",
-            "ReduceMean",
-            13,
-            &[2, 3, 4],
-            vec![ints("axes", &[-1, 1])],
-        ),
+        after_mul("Transpose", "Transpose", 17, &[2, 3], vec![ints("perm", &[0, 2, 1])]),
+        after_mul("ReduceMean attribute", "ReduceMean", 13, &[2, 3, 4], vec![ints("axes", &[-1, 1])]),
         after_mul(
             "ReduceMean squeezed",
             "ReduceMean",
@@ -105,41 +84,11 @@ pub(super) fn movement() -> Vec<Case> {
             &[2, 3, 4],
             vec![ints("axes", &[2]), int("keepdims", 0)],
         ),
-        after_mul(
-            "ReduceSum attribute",
-            "ReduceSum",
-            11,
-            &[2, 3],
-            vec![ints("axes", &[1])],
-        ),
-        after_mul(
-            "Squeeze attribute",
-            "Squeeze",
-            11,
-            &[3, 1],
-            vec![ints("axes", &[2])],
-        ),
-        after_mul(
-            "Unsqueeze attribute",
-            "Unsqueeze",
-            11,
-            &[3],
-            vec![ints("axes", &[1, -1])],
-        ),
-        after_mul(
-            "GlobalAveragePool 2d",
-            "GlobalAveragePool",
-            17,
-            &[2, 3, 4],
-            vec![],
-        ),
-        after_mul(
-            "GlobalAveragePool 1d",
-            "GlobalAveragePool",
-            17,
-            &[2, 5],
-            vec![],
-        ),
+        after_mul("ReduceSum attribute", "ReduceSum", 11, &[2, 3], vec![ints("axes", &[1])]),
+        after_mul("Squeeze attribute", "Squeeze", 11, &[3, 1], vec![ints("axes", &[2])]),
+        after_mul("Unsqueeze attribute", "Unsqueeze", 11, &[3], vec![ints("axes", &[1, -1])]),
+        after_mul("GlobalAveragePool 2d", "GlobalAveragePool", 17, &[2, 3, 4], vec![]),
+        after_mul("GlobalAveragePool 1d", "GlobalAveragePool", 17, &[2, 5], vec![]),
     ];
     for (name, op, opset, extra, keep) in [
         ("ReduceMean input", "ReduceMean", 18, &[1, 2][..], 0),

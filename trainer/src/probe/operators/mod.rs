@@ -10,12 +10,7 @@ use super::{Probe, float, int, text};
 /// A name, a model, and the shape of one input row.
 pub(crate) type Case = (String, ModelProto, Vec<usize>);
 
-fn case(
-    name: &str,
-    opset: i64,
-    row: &[i64],
-    build: impl FnOnce(&mut Probe, &str) -> String,
-) -> Case {
+fn case(name: &str, opset: i64, row: &[i64], build: impl FnOnce(&mut Probe, &str) -> String) -> Case {
     let mut probe = Probe::new(opset, row);
     let output = build(&mut probe, "x");
     let row = row.iter().map(|size| *size as usize).collect();
@@ -23,13 +18,7 @@ fn case(
 }
 
 /// `op(x · w)`
-fn after_mul(
-    name: &str,
-    op: &'static str,
-    opset: i64,
-    row: &[i64],
-    attributes: Vec<AttributeProto>,
-) -> Case {
+fn after_mul(name: &str, op: &'static str, opset: i64, row: &[i64], attributes: Vec<AttributeProto>) -> Case {
     let weights = row.to_vec();
     case(name, opset, row, |p, x| {
         let w = p.param(&weights);
@@ -49,49 +38,16 @@ pub(crate) fn all() -> Vec<Case> {
 }
 
 fn elementwise() -> Vec<Case> {
-    let mut cases: Vec<Case> = [
-        "Relu",
-        "Sigmoid",
-        "Tanh",
-        "Erf",
-        "Exp",
-        "Neg",
-        "Softmax",
-        "LogSoftmax",
-        "Identity",
-    ]
-    .into_iter()
-    .map(|op| after_mul(op, op, 17, &[6], vec![]))
-    .collect();
-    cases.push(after_mul(
-        "LeakyRelu",
-        "LeakyRelu",
-        17,
-        &[6],
-        vec![float("alpha", 0.2)],
-    ));
+    let mut cases: Vec<Case> =
+        ["Relu", "Sigmoid", "Tanh", "Erf", "Exp", "Neg", "Softmax", "LogSoftmax", "Identity"]
+            .into_iter()
+            .map(|op| after_mul(op, op, 17, &[6], vec![]))
+            .collect();
+    cases.push(after_mul("LeakyRelu", "LeakyRelu", 17, &[6], vec![float("alpha", 0.2)]));
     cases.push(after_mul("Gelu", "Gelu", 20, &[6], vec![]));
-    cases.push(after_mul(
-        "Gelu tanh",
-        "Gelu",
-        20,
-        &[6],
-        vec![text("approximate", "tanh")],
-    ));
-    cases.push(after_mul(
-        "Softmax axis 1",
-        "Softmax",
-        13,
-        &[3, 4],
-        vec![int("axis", 1)],
-    ));
-    cases.push(after_mul(
-        "LogSoftmax axis -2",
-        "LogSoftmax",
-        13,
-        &[3, 4],
-        vec![int("axis", -2)],
-    ));
+    cases.push(after_mul("Gelu tanh", "Gelu", 20, &[6], vec![text("approximate", "tanh")]));
+    cases.push(after_mul("Softmax axis 1", "Softmax", 13, &[3, 4], vec![int("axis", 1)]));
+    cases.push(after_mul("LogSoftmax axis -2", "LogSoftmax", 13, &[3, 4], vec![int("axis", -2)]));
     cases.push(after_mul("Softmax before 13", "Softmax", 11, &[5], vec![]));
     for op in ["Log", "Sqrt"] {
         cases.push(case(op, 17, &[6], |p, x| {
@@ -118,28 +74,18 @@ fn elementwise() -> Vec<Case> {
                 p.node(op, &[&w, &away], vec![])
             }));
         }
-        for (side, dims) in [
-            ("left", &[][..]),
-            ("right", &[]),
-            ("left", &[4]),
-            ("right", &[1, 1]),
-        ] {
-            cases.push(case(
-                &format!("{op} constant {dims:?} {side}"),
-                13,
-                &[4],
-                |p, x| {
-                    let w = p.param(&[4]);
-                    let scaled = p.node("Mul", &[x, &w], vec![]);
-                    let away = p.node("Exp", &[&scaled], vec![]);
-                    let count = dims.iter().product::<i64>() as usize;
-                    let c = p.constant(dims, vec![1.5; count]);
-                    match side {
-                        "left" => p.node(op, &[&c, &away], vec![]),
-                        _ => p.node(op, &[&away, &c], vec![]),
-                    }
-                },
-            ));
+        for (side, dims) in [("left", &[][..]), ("right", &[]), ("left", &[4]), ("right", &[1, 1])] {
+            cases.push(case(&format!("{op} constant {dims:?} {side}"), 13, &[4], |p, x| {
+                let w = p.param(&[4]);
+                let scaled = p.node("Mul", &[x, &w], vec![]);
+                let away = p.node("Exp", &[&scaled], vec![]);
+                let count = dims.iter().product::<i64>() as usize;
+                let c = p.constant(dims, vec![1.5; count]);
+                match side {
+                    "left" => p.node(op, &[&c, &away], vec![]),
+                    _ => p.node(op, &[&away, &c], vec![]),
+                }
+            }));
         }
     }
     cases.push(case("Gelu written with Erf", 17, &[6], |p, x| {
