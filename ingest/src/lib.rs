@@ -1,6 +1,6 @@
 //! Topics into Parquet files of a volume, exactly once.
 //!
-//! What is here: [`run`] reads a topic from the offsets that a volume holds, decodes records into
+//! What is here: [`run()`] reads a topic from the offsets that a volume holds, decodes records into
 //! Arrow columns ([`decode`], [`schema`]), streams them into staged Parquet files, and publishes
 //! files and offsets in one metadata transaction. Records that do not decode become dead letters
 //! with the reason. [`offsets`] tells up to where a volume (or a snapshot of it) holds a topic.

@@ -1,13 +1,13 @@
 //! Elastic, deterministic training: ONNX in, ONNX out.
 //!
-//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train`]
+//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train()`]
 //! runs it: a coordinator in the calling process, worker processes around it that sum their
 //! gradients over a TCP ring, checkpoints in a volume, and in the end a model bundle.
 //!
 //! What is here:
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`fixed`], [`collective`]: sums that do not depend on who adds up what;
-//! - [`job`], [`train`], [`worker`], [`launch`]: jobs and the processes that run them.
+//! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them.
 //!
 //! What is not here: reading topics (train on a snapshot of what `ingest` landed), serving, and any
 //! data format but Arrow columns and ONNX.

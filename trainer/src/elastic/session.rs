@@ -97,7 +97,7 @@ pub(crate) struct Timing {
 impl Session {
     /// Greets the coordinator; returns the session and the assignment as JSON.
     ///
-    /// Heartbeats begin with [`Session::start`], once the assignment has said how often.
+    /// Heartbeats begin with [`Greeted::start`], once the assignment has said how often.
     pub(crate) fn connect(runtime: &Handle, place: &Place, ring: SocketAddr) -> Result<(Greeted, String)> {
         let lost = |reason: String| Error::CoordinatorLost { address: place.coordinator.clone(), reason };
         let (outgoing, messages) = mpsc::channel(64);

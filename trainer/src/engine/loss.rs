@@ -102,7 +102,7 @@ pub(super) fn judge(loss: Loss, logits: &[f32], labels: &Labels, rows: usize) ->
     Ok(judged)
 }
 
-/// log Σ e^z − z[label]; its slope is softmax(z) − one-hot(label).
+/// log Σ e^z − z_label; its slope is softmax(z) − one-hot(label).
 fn cross_entropy(outputs: &[f32], label: usize, judged: &mut Judged) -> f64 {
     let mut best = 0;
     for (class, value) in outputs.iter().enumerate() {
