@@ -1,7 +1,7 @@
 //! File data as objects: an object is written once, front to back, and never changes.
 //!
 //! Invariants:
-//!  - [`ObjectWriter::finish`] and [`ObjectPool::put`] return only when the object is durable (file
+//!  - [`ObjectWriter::finish`] returns only when the object is durable (file
 //!    and directory synced on a local store), so a pointer committed afterwards never dangles.
 //!  - Every read is verified against the checksums of the frames that it touches; what comes back
 //!    is what was written, or an error that names the object and the byte.
