@@ -106,14 +106,15 @@ fn bundle(error: &millrace_bundle::Error) -> Exit {
 }
 
 fn serving(error: &millrace_serving::Error) -> Exit {
-    use millrace_serving::Error as E;
+    use millrace_serving::{Error as E, InferError};
     match error {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
             Exit::Unavailable
         }
         E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
-        E::Config { .. } => Exit::Usage,
+        E::Config { .. } | E::Infer(InferError::Invalid { .. }) => Exit::Usage,
+        E::Infer(InferError::NotFound { .. }) => Exit::NotFound,
         _ => Exit::Failed,
     }
 }

@@ -13,15 +13,23 @@ use crate::output::count;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
-    let config = config(context, &args)?;
+    let mut config = config(context, &args)?;
     let serving = context.loaded.settings.serving.clone();
     let datafs = context.datafs()?;
     let spec = live(&args.volume);
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
     let repository = Repository::open(Source::volume(&view), &serving).await?;
+    let inference = Inference::new(repository.clone());
+    // Whatever the model calls its one input, --input feeds it. A model that a following pipe still
+    // waits for keeps the usual name.
+    if args.pipe.is_none()
+        && let Ok(model) = repository.get(&config.model, None)
+        && let [input] = &model.signature().inputs[..]
+    {
+        config.columns = BTreeMap::from([(input.name.clone(), args.input.clone())]);
+    }
     let session = context.topics().await?;
-    let deps =
-        Deps { kafka: session.kafka.clone(), inference: Inference::new(repository.clone()), progress: view };
+    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view };
     let until = if args.follow { Until::Forever } else { Until::CaughtUp };
     let spinner = context.out.progress("pipe", "", None);
     let polling = tokio::spawn({

@@ -116,6 +116,7 @@ fn names_that_do_not_exist_are_named() {
         &["ingest", "--topic", "nope", "--volume", "v"],
         &["ingest", "--job", "nope"],
         &["pipe", "--pipe", "nope", "--volume", "v"],
+        &["pipe", "--from", "t", "--to", "o", "--model", "nope", "--volume", "v"],
         &["produce", "t", "nope.jsonl"],
     ] {
         let (code, line) = home.fails(args);
