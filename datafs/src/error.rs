@@ -18,6 +18,12 @@ pub enum Error {
         /// What was looked for, with its kind: "volume digits", "train/part-0.parquet".
         what: String,
     },
+    /// The inode has no such extended attribute (ENODATA).
+    #[error("extended attribute {name} does not exist")]
+    NoAttribute {
+        /// Its name.
+        name: String,
+    },
     /// Something of that name is there already (EEXIST).
     #[error("{what} exists already")]
     Exists {

@@ -62,7 +62,10 @@ mod volume;
 pub use config::Config;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
-pub use fs::{Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, StatFs};
+pub use fs::{
+    Allocate, Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr,
+    StatFs, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
+};
 pub use gc::GcReport;
 pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};

@@ -10,12 +10,17 @@
 //! attributes and pages of snapshots for as long as it likes, of the live tree none that another
 //! process may have outdated. `close` makes changes visible, `fsync` makes them durable.
 //!
-//! Not here: what the file system *means* (that is the view), extended attributes, locks across
-//! mounts (locks hold among the processes that use one mount), `O_TMPFILE`.
+//! Locks (`flock`, `fcntl`) are the kernel's own: they hold among all processes that use one mount, and
+//! end with their holder. Whoever writes through a mount without the privilege to keep them loses the
+//! set-user-ID and set-group-ID bits of the file.
+//!
+//! Not here: what the file system *means* (that is the view), access control lists (EOPNOTSUPP), locks
+//! across mounts, `O_TMPFILE`.
 
 mod adapter;
 mod answer;
 mod convert;
+mod extended;
 mod fusermount;
 mod handles;
 mod point;
@@ -97,6 +102,7 @@ pub fn can_mount() -> Result<(), String> {
 pub(crate) fn errno(error: &Error) -> Errno {
     match error {
         Error::NotFound { .. } => Errno::ENOENT,
+        Error::NoAttribute { .. } => Errno::ENODATA,
         Error::Exists { .. } => Errno::EEXIST,
         Error::NotADirectory { .. } => Errno::ENOTDIR,
         Error::IsADirectory { .. } => Errno::EISDIR,

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod contents;
+mod extended;
 mod lifecycle;
 mod sharing;
 

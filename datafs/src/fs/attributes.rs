@@ -3,6 +3,7 @@
 use super::content;
 use super::file::{discard, flush_inode};
 use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
+use super::xattr::{drop_capabilities, without_privileges};
 use super::{content::FILE_BYTES_MAX, tree};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -93,6 +94,13 @@ impl View {
                 }
                 inode.size = size;
                 inode.mtime = now;
+            }
+            let new_owner = set.uid.is_some() || set.gid.is_some();
+            if (new_owner || set.drop_privileges) && !inode.is_directory() {
+                inode.mode = without_privileges(inode.mode);
+            }
+            if new_owner || set.size.is_some() {
+                drop_capabilities(writer, ino, &inode)?;
             }
             inode.mode = set.mode.map_or(inode.mode, |mode| mode & 0o7777);
             inode.uid = set.uid.unwrap_or(inode.uid);

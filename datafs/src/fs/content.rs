@@ -185,3 +185,69 @@ pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, size: u64) -> Result<(
     }
     Ok(())
 }
+
+/// Makes a range read as zeroes, and take no space. The caller sets the size.
+pub(crate) fn zero(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Result<()> {
+    cut_extents(writer, ino, start, end)?;
+    let Some(mut head) = writer.get(&keys::head(ino))? else { return Ok(()) };
+    if start >= end || start >= head.len() as u64 {
+        return Ok(());
+    }
+    if end < head.len() as u64 {
+        head[start as usize..end as usize].fill(0);
+    } else {
+        head.truncate(start as usize);
+    }
+    match head.as_slice() {
+        [] => writer.delete(&keys::head(ino)),
+        rest => writer.put(&keys::head(ino), rest),
+    }
+}
+
+/// The first extents that overlap a range, cut to it; at most `limit`.
+pub(crate) fn extents_within(
+    records: &mut dyn Records,
+    ino: u64,
+    start: u64,
+    end: u64,
+    limit: usize,
+) -> Result<Vec<Extent>> {
+    let mut found: Vec<Extent> = Vec::new();
+    let first = records.scan(&keys::extents(ino), &keys::extent(ino, start), Order::Descending, 1)?;
+    for (record, value) in first {
+        found.extend(slice(&parse(&record, &value)?, start, end));
+    }
+    let room = limit.saturating_sub(found.len());
+    let rest = records.scan(&keys::extent(ino, start), &keys::extent(ino, end), Order::Ascending, room)?;
+    for (record, value) in rest {
+        found.extend(slice(&parse(&record, &value)?, start, end));
+    }
+    Ok(found)
+}
+
+/// The first byte at or behind `offset` that is stored somewhere.
+pub(crate) fn find_data(records: &mut dyn Records, ino: u64, offset: u64) -> Result<Option<u64>> {
+    if records.get(&keys::head(ino))?.is_some_and(|head| offset < head.len() as u64) {
+        return Ok(Some(offset));
+    }
+    let next = extents_within(records, ino, offset, FILE_BYTES_MAX, 1)?;
+    Ok(next.first().map(|extent| extent.file_offset))
+}
+
+/// The first byte at or behind `offset` that is stored nowhere; it may be behind the end of the file.
+pub(crate) fn find_hole(records: &mut dyn Records, ino: u64, offset: u64) -> Result<u64> {
+    let head = records.get(&keys::head(ino))?.map_or(0, |head| head.len() as u64);
+    let mut hole = offset.max(head);
+    loop {
+        let page = extents_within(records, ino, hole, FILE_BYTES_MAX, PAGE)?;
+        for extent in &page {
+            if extent.file_offset > hole {
+                return Ok(hole);
+            }
+            hole = extent.end();
+        }
+        if page.len() < PAGE {
+            return Ok(hole);
+        }
+    }
+}

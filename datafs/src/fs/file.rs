@@ -11,6 +11,7 @@ use super::dirty::Dirty;
 use super::open_table::{OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
+use super::xattr::{drop_capabilities, without_privileges};
 use crate::data::ObjectError;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -85,6 +86,11 @@ impl OpenFile {
             live: node.is_live().then(|| view.shared.open.open(view.volume, node.ino)),
             fixed: OnceLock::new(),
         }
+    }
+
+    /// The view that it was opened in.
+    pub(super) fn view(&self) -> &View {
+        &self.view
     }
 
     /// The file.
@@ -192,6 +198,16 @@ impl OpenFile {
 
     /// Writes bytes at an offset (with `append`: at the end). Visible in this process at once.
     pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize> {
+        self.write_by(offset, data, true)
+    }
+
+    /// [`OpenFile::write_at`] by somebody without privilege: the file loses its set-user-ID and
+    /// set-group-ID bits as [`SetAttr::drop_privileges`] says.
+    pub fn write_at_unprivileged(&self, offset: u64, data: &[u8]) -> Result<usize> {
+        self.write_by(offset, data, false)
+    }
+
+    fn write_by(&self, offset: u64, data: &[u8], privileged: bool) -> Result<usize> {
         let open = self.live_for_writing()?;
         let shared = &self.view.shared;
         let mut dirty = open.dirty.lock();
@@ -199,7 +215,8 @@ impl OpenFile {
         if extents >= PIECES_MAX {
             flush_inode(&self.view, open, &mut dirty, Durability::Relaxed)?;
         }
-        let known_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
+        let unflushed = open.unflushed();
+        let known_end = unflushed.map_or(0, |unflushed| unflushed.end);
         let offset = if self.flags.append {
             let node = self.node;
             let inode = self.view.read(node, |reader| tree::inode(reader, node.ino))?;
@@ -225,7 +242,8 @@ impl OpenFile {
         dirty.write(offset, data);
         shared.unflushed_bytes.fetch_add(dirty.bytes() - before, Ordering::Relaxed);
         let mtime = Timestamp::now();
-        open.set_unflushed(Some(Unflushed { end: end.max(known_end), mtime }));
+        let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
+        open.set_unflushed(Some(Unflushed { end: end.max(known_end), mtime, drop_privileges }));
         Ok(data.len())
     }
 
@@ -312,6 +330,10 @@ pub(super) fn flush_inode(
         for (offset, run) in dirty.runs() {
             content::write_head(writer, ino, offset, run)?;
         }
+        if unflushed.drop_privileges {
+            inode.mode = without_privileges(inode.mode);
+        }
+        drop_capabilities(writer, ino, &inode)?;
         inode.size = inode.size.max(dirty.end());
         inode.mtime = unflushed.mtime;
         inode.ctime = Timestamp::now();

@@ -10,8 +10,10 @@
 //!    flush, and survives a power failure after an fsync that returned `Ok`;
 //!  - a file that is unlinked while it is open in this process stays readable until the last close.
 
+mod allocate;
 mod attributes;
 pub(crate) mod content;
+mod copy;
 mod directory;
 mod dirty;
 mod file;
@@ -22,9 +24,12 @@ pub(crate) mod path;
 mod rename;
 pub(crate) mod tree;
 pub(crate) mod types;
+pub(crate) mod xattr;
 
+pub use allocate::Allocate;
 pub use file::OpenFile;
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
+pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 
 #[cfg(test)]
 mod tests;

@@ -8,6 +8,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::dirty::Dirty;
 use super::types::Attr;
+use super::xattr::without_privileges;
 use crate::meta::inode::Timestamp;
 
 /// An inode of the live tree that is open.
@@ -29,6 +30,8 @@ pub(crate) struct Unflushed {
     pub(crate) end: u64,
     /// Time of the last write.
     pub(crate) mtime: Timestamp,
+    /// Somebody wrote who may not keep a program's privileges.
+    pub(crate) drop_privileges: bool,
 }
 
 impl OpenInode {
@@ -59,6 +62,9 @@ impl OpenInode {
             attr.blocks = attr.size.div_ceil(512);
             attr.mtime = unflushed.mtime.to_system();
             attr.ctime = attr.ctime.max(attr.mtime);
+            if unflushed.drop_privileges {
+                attr.mode = without_privileges(attr.mode);
+            }
         }
     }
 }

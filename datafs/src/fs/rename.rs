@@ -112,6 +112,48 @@ impl View {
     }
 }
 
+impl View {
+    /// Exchanges what two names, which both exist, stand for, in one step.
+    pub fn exchange(&self, parent: Node, name: &OsStr, other_parent: Node, other_name: &OsStr) -> Result<()> {
+        let one = Place { parent: self.writable(parent)?, name };
+        let other = Place { parent: self.writable(other_parent)?, name: other_name };
+        self.write(Durability::Relaxed, |writer| {
+            tree::check_entry(one.parent, one.name)?;
+            tree::check_entry(other.parent, other.name)?;
+            let at_one = tree::existing(writer, one.parent, one.name)?;
+            let at_other = tree::existing(writer, other.parent, other.name)?;
+            if at_one.ino == at_other.ino {
+                return Ok(());
+            }
+            let now = Timestamp::now();
+            let from_one = put_at(writer, at_one, other, now)?;
+            let from_other = put_at(writer, at_other, one, now)?;
+            let change = from_other - from_one;
+            for (ino, links) in [(one.parent, change), (other.parent, -change)] {
+                let links = if one.parent == other.parent { 0 } else { links };
+                let mut directory = tree::directory(writer, ino)?;
+                tree::touch_directory(&mut directory, links, now)?;
+                tree::put_inode(writer, ino, &directory)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Lets a name stand for an inode that had another name. Returns 1 for a directory, else 0.
+fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp) -> Result<i32> {
+    let mut inode = tree::inode(writer, moved.ino)?;
+    let directory = inode.is_directory();
+    if directory {
+        refuse_loop(writer, moved.ino, to.parent)?;
+        inode.parent = to.parent;
+    }
+    inode.ctime = now;
+    tree::put_inode(writer, moved.ino, &inode)?;
+    tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
+    Ok(i32::from(directory))
+}
+
 /// A directory cannot move into itself or below itself.
 fn refuse_loop(writer: &mut Writer<'_>, moved: u64, to: u64) -> Result<()> {
     let mut ancestor = to;

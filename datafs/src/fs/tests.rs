@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod edges;
+mod extended;
 mod model;
 mod reference;
 mod semantics;

@@ -118,6 +118,9 @@ pub struct SetAttr {
     pub atime: Option<SetTime>,
     /// Modification time.
     pub mtime: Option<SetTime>,
+    /// Takes the set-user-ID bit, and the set-group-ID bit of what the group may execute, from what is
+    /// no directory, as writing without privilege does. A change of the owner does so always.
+    pub drop_privileges: bool,
 }
 
 /// Owner of a new node.

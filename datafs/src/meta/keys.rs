@@ -22,6 +22,7 @@ const ATTRIBUTES: u8 = b'a';
 const HEAD: u8 = b'd';
 const EXTENT: u8 = b'e';
 const TARGET: u8 = b'l';
+const XATTR: u8 = b'x';
 const NODE: u8 = b'n';
 const APPLICATION: u8 = b'k';
 
@@ -206,6 +207,22 @@ pub(crate) fn target(ino: u64) -> Vec<u8> {
     table(NODE, &[&ino.to_be_bytes(), &[TARGET]])
 }
 
+/// Record key: an extended attribute.
+pub(crate) fn xattr(ino: u64, name: &[u8]) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[XATTR], name, &[0]])
+}
+
+/// Record keys of all extended attributes of an inode.
+pub(crate) fn xattrs(ino: u64) -> Vec<u8> {
+    table(NODE, &[&ino.to_be_bytes(), &[XATTR]])
+}
+
+/// The name of an extended attribute's record key.
+pub(crate) fn xattr_name(record: &[u8]) -> Option<&[u8]> {
+    let name = record.get(10..record.len().checked_sub(1)?)?;
+    (record[0] == NODE && record[9] == XATTR).then_some(name)
+}
+
 /// Record key: an extent.
 pub(crate) fn extent(ino: u64, file_offset: u64) -> Vec<u8> {
     table(NODE, &[&ino.to_be_bytes(), &[EXTENT], &file_offset.to_be_bytes()])
@@ -299,6 +316,9 @@ mod tests {
         assert!(is_attributes(&attributes(7)));
         // An entry whose name makes it as long as an extent key, and one of attributes.
         assert!(!is_extent(&child(7, b"")) && !is_attributes(&target(7)));
+        let key = xattr(7, b"user.aaa");
+        assert_eq!(xattr_name(&key), Some(&b"user.aaa"[..]));
+        assert!(!is_extent(&key) && !is_attributes(&key) && xattr_name(&attributes(7)).is_none());
         assert_eq!(application_name(&application("a/b")), Some("a/b"));
     }
 

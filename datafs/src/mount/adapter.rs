@@ -7,13 +7,15 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use fuser::{
-    BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
-    LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty,
-    ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, CopyFileRangeFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo,
+    InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
 use super::answer::Adapter;
-use super::convert::{kind_of_mode, open_flags, set_time};
+use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
+use super::extended::is_privileged;
 use super::handles::{Handle, Version};
 use crate::error::Error;
 use crate::fs::{Owner, SetAttr};
@@ -35,9 +37,18 @@ impl Filesystem for Adapter {
             let _ = config.set_max_readahead(most);
         }
         // Each is an improvement where the kernel has it, none is needed.
-        for wish in
-            [InitFlags::FUSE_ATOMIC_O_TRUNC, InitFlags::FUSE_PARALLEL_DIROPS, InitFlags::FUSE_CACHE_SYMLINKS]
-        {
+        for wish in [
+            InitFlags::FUSE_ATOMIC_O_TRUNC,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_CACHE_SYMLINKS,
+            // Else the kernel asks for an attribute before each write.
+            InitFlags::FUSE_HANDLE_KILLPRIV_V2,
+        ] {
+            let _ = config.add_capabilities(wish);
+        }
+        if self.handles.view.is_snapshot() {
+            // What comes with the names of the live tree would be outdated at once.
+            let wish = InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO;
             let _ = config.add_capabilities(wish);
         }
         if self.passthrough {
@@ -73,7 +84,7 @@ impl Filesystem for Adapter {
 
     fn setattr(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -97,6 +108,7 @@ impl Filesystem for Adapter {
             size,
             atime: atime.map(set_time),
             mtime: mtime.map(set_time),
+            drop_privileges: size.is_some() && !is_privileged(request),
         };
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
@@ -171,11 +183,14 @@ impl Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         let (parent, new_parent) = (self.node(parent), self.node(new_parent));
-        if flags.intersects(RenameFlags::RENAME_EXCHANGE | RenameFlags::RENAME_WHITEOUT) {
-            return reply.error(Errno::EINVAL);
-        }
-        let no_replace = flags.contains(RenameFlags::RENAME_NOREPLACE);
-        let renamed = self.handles.view.rename(parent, name, new_parent, new_name, no_replace);
+        let view = &self.handles.view;
+        let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
+            view.rename(parent, name, new_parent, new_name, !flags.is_empty())
+        } else if flags == RenameFlags::RENAME_EXCHANGE {
+            view.exchange(parent, name, new_parent, new_name)
+        } else {
+            Err(Error::Invalid("this way of renaming".into()))
+        };
         self.empty("rename", parent, renamed, reply);
     }
 
@@ -191,10 +206,15 @@ impl Filesystem for Adapter {
         self.entry("link", parent, self.handles.view.link(node, parent, new_name), reply);
     }
 
-    fn open(&self, _request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let node = self.node(ino);
+        let executes = is_execution(flags.0);
         let flags = open_flags(flags.0);
-        let opened = self.handles.view.open(node, flags).and_then(|file| Ok((file.attr()?, file)));
+        // The kernel finds out by itself only when it opens the file for writing.
+        if flags.truncate && self.handles.is_executed(node) {
+            return reply.error(Errno::ETXTBSY);
+        }
+        let opened = self.open_file(request, node, flags).and_then(|file| Ok((file.attr()?, file)));
         let (attr, file) = match opened {
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_on("open", node, &error)),
@@ -204,7 +224,7 @@ impl Filesystem for Adapter {
         // A file that is only read has nothing to tell when it is closed.
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write);
         let version = Version::from(&attr);
-        let handle = Handle { file, node, writes: flags.write, version };
+        let handle = Handle { file, node, writes: flags.write, executes, version };
         let (number, backing) = self
             .handles
             .insert(handle, |handle| self.backing(handle, attr.size, |image| reply.open_backing(image)));
@@ -234,7 +254,7 @@ impl Filesystem for Adapter {
         match created {
             Ok((attr, file)) => {
                 let version = Version::from(&attr);
-                let handle = Handle { file, node: attr.node, writes: flags.write, version };
+                let handle = Handle { file, node: attr.node, writes: flags.write, executes: false, version };
                 self.handles.may_keep_pages(&attr);
                 let (number, _) = self.handles.insert(handle, |_| None);
                 let lifetime = self.lifetime(attr.node);
@@ -270,12 +290,13 @@ impl Filesystem for Adapter {
         fh: FileHandle,
         offset: u64,
         data: &[u8],
-        _write_flags: WriteFlags,
+        write_flags: WriteFlags,
         _flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        match self.write_bytes(fh.0, offset, data) {
+        let privileged = !write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
+        match self.write_bytes(fh.0, offset, data, privileged) {
             Ok(written) => reply.written(written),
             Err(error) => reply.error(self.failed("write", self.node(ino), &error)),
         }
@@ -367,56 +388,86 @@ impl Filesystem for Adapter {
         }
     }
 
-    // Not offered. ENOSYS also keeps the kernel from asking again; it answers EOPNOTSUPP itself.
+    fn readdirplus(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
+        let node = self.node(ino);
+        match self.fill_directory_plus(node, offset, &mut reply) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(self.failed("readdirplus", node, &error)),
+        }
+    }
 
     fn setxattr(
         &self,
         _request: &Request,
-        _ino: INodeNo,
-        _name: &OsStr,
-        _value: &[u8],
-        _flags: i32,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        reply.error(Errno::ENOSYS);
+        self.set_xattr(self.node(ino), name, value, flags, reply);
     }
 
-    fn getxattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
-        reply.error(Errno::ENOSYS);
+    fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        self.get_xattr(self.node(ino), name, size, reply);
     }
 
-    fn listxattr(&self, _request: &Request, _ino: INodeNo, _size: u32, reply: ReplyXattr) {
-        reply.error(Errno::ENOSYS);
+    fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        self.list_xattrs(request, self.node(ino), size, reply);
     }
 
-    fn removexattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
-        reply.error(Errno::ENOSYS);
+    fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let node = self.node(ino);
+        self.empty("removexattr", node, self.handles.view.xattr_remove(node, name), reply);
     }
 
     fn fallocate(
         &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        _offset: u64,
-        _length: u64,
-        _mode: i32,
+        request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
         reply: ReplyEmpty,
     ) {
-        reply.error(Errno::ENOSYS);
+        let done = self.allocate(request, fh.0, (offset, length), mode);
+        self.empty("fallocate", self.node(ino), done, reply);
     }
 
     fn lseek(
         &self,
         _request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         _fh: FileHandle,
-        _offset: i64,
-        _whence: i32,
+        offset: i64,
+        whence: i32,
         reply: ReplyLseek,
     ) {
-        // The kernel then takes the whole file for data, which is allowed.
-        reply.error(Errno::ENOSYS);
+        self.seek(self.node(ino), offset, whence, reply);
+    }
+
+    fn copy_file_range(
+        &self,
+        request: &Request,
+        _ino_in: INodeNo,
+        fh_in: FileHandle,
+        offset_in: u64,
+        _ino_out: INodeNo,
+        fh_out: FileHandle,
+        offset_out: u64,
+        len: u64,
+        _flags: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        self.copy_range(request, (fh_in.0, offset_in), (fh_out.0, offset_out), len, reply);
     }
 }

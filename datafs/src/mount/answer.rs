@@ -20,7 +20,7 @@ const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 /// what they closed must be seen by the next open.
 const NOT_AT_ALL: Duration = Duration::ZERO;
 /// Entries that one call of the view lists for one request of the kernel.
-const ENTRIES_MAX: usize = 512;
+pub(super) const ENTRIES_MAX: usize = 512;
 /// Files below this size are not handed to the kernel: setting that up costs more than reading them.
 const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 
@@ -120,8 +120,12 @@ impl Adapter {
         self.handles.get(number)?.file.read_at(offset, size as usize)
     }
 
-    pub(super) fn write_bytes(&self, number: u64, offset: u64, data: &[u8]) -> Result<u32> {
-        let written = self.handles.get(number)?.file.write_at(offset, data)?;
+    pub(super) fn write_bytes(&self, number: u64, offset: u64, data: &[u8], privileged: bool) -> Result<u32> {
+        let handle = self.handles.get(number)?;
+        let written = match privileged {
+            true => handle.file.write_at(offset, data)?,
+            false => handle.file.write_at_unprivileged(offset, data)?,
+        };
         // At most WRITE_BYTES_MAX.
         Ok(written as u32)
     }

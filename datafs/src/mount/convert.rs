@@ -91,6 +91,12 @@ pub(super) fn open_flags(flags: i32) -> OpenFlags {
     }
 }
 
+/// Whether the kernel opens the file to run it; it says so in a bit that programs cannot set.
+pub(super) fn is_execution(flags: i32) -> bool {
+    const FMODE_EXEC: i32 = 0x20;
+    flags & FMODE_EXEC != 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,6 +17,8 @@ pub(super) struct Handle {
     pub(super) file: OpenFile,
     pub(super) node: Node,
     pub(super) writes: bool,
+    /// The kernel runs it as a program.
+    pub(super) executes: bool,
     /// The contents when it was opened.
     pub(super) version: Version,
 }
@@ -115,6 +117,11 @@ impl Handles {
                 nodes.remove(&handle.node);
             }
         }
+    }
+
+    /// Whether a node is open to be run as a program.
+    pub(super) fn is_executed(&self, node: Node) -> bool {
+        self.open.read().values().any(|handle| handle.executes && handle.node == node)
     }
 
     /// Makes what was written through a handle visible.

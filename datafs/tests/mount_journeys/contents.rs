@@ -1,11 +1,9 @@
 //! What a program can do with files and directories, and what says that it cannot.
 #![allow(clippy::unwrap_used)]
 
-use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsRawFd as _;
-use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::process::Command;
@@ -238,17 +236,6 @@ fn what_is_not_there_says_so() {
     let mount = home.mount("data");
     let path = mount.path().join("file");
     fs::write(&path, b"x").unwrap();
-    let c_path = CString::new(path.as_os_str().as_bytes()).unwrap();
-    // SAFETY: all pointers are to live, terminated strings and a buffer of the stated size.
-    let set =
-        unsafe { libc::setxattr(c_path.as_ptr(), c"user.key".as_ptr(), c"value".as_ptr().cast(), 5, 0) };
-    assert_eq!((set, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EOPNOTSUPP)));
-    let file = OpenOptions::new().write(true).open(&path).unwrap();
-    // SAFETY: the descriptor is open.
-    let allocated = unsafe {
-        libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 0, 1)
-    };
-    assert_eq!((allocated, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EOPNOTSUPP)));
     let unnamed = OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).open(mount.path());
     assert_eq!(errno(unnamed), libc::EOPNOTSUPP);
     assert_eq!(fs::read(&path).unwrap(), b"x");

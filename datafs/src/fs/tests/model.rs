@@ -10,7 +10,7 @@ use proptest::test_runner::Config as Cases;
 use super::reference::{Body, Fail, Inode, NAMES, Path, ROOT, Tree, kind_of};
 use super::*;
 use crate::error::Result;
-use crate::fs::{FileKind, Node, OpenFile, OpenFlags, SetAttr};
+use crate::fs::{Allocate, FileKind, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
 use crate::name::{Name, VolumeSpec};
 use crate::publish::Publish;
 
@@ -24,13 +24,17 @@ enum Op {
     Unlink(Path),
     Rmdir(Path),
     Rename(Path, Path, bool),
+    Exchange(Path, Path),
     Link(Path, Path),
+    Xattr(Path, u8, Option<u8>, u8),
     Chmod(Path, u32),
     Truncate(Path, u64),
     Open(usize, Path),
     Write(usize, u64, usize, u8),
     Read(usize, u64, usize),
     SetLen(usize, u64),
+    Allocate(usize, u64, u64, u8),
+    Copy(usize, u64, usize, u64, u64),
     Flush(usize, bool),
     Close(usize),
     Publish(Path, usize, u8),
@@ -57,14 +61,20 @@ fn op() -> impl Strategy<Value = Op> {
         3 => path().prop_map(Op::Unlink),
         2 => path().prop_map(Op::Rmdir),
         5 => (path(), path(), any::<bool>()).prop_map(|(a, b, n)| Op::Rename(a, b, n)),
+        2 => (path(), path()).prop_map(|(a, b)| Op::Exchange(a, b)),
         2 => (path(), path()).prop_map(|(a, b)| Op::Link(a, b)),
+        3 => (path(), 0u8..3, any::<Option<u8>>(), 0u8..3).prop_map(|(p, n, v, h)| Op::Xattr(p, n, v, h)),
         1 => (path(), 0u32..0o2000).prop_map(|(p, m)| Op::Chmod(p, m)),
         2 => (path(), offset.clone()).prop_map(|(p, s)| Op::Truncate(p, s)),
         8 => (0..SLOTS, path()).prop_map(|(s, p)| Op::Open(s, p)),
         10 => (0..SLOTS, offset.clone(), len.clone(), any::<u8>())
             .prop_map(|(s, o, l, b)| Op::Write(s, o, l, b)),
         4 => (0..SLOTS, offset.clone(), len.clone()).prop_map(|(s, o, l)| Op::Read(s, o, l)),
-        2 => (0..SLOTS, offset).prop_map(|(s, o)| Op::SetLen(s, o)),
+        1 => (0..SLOTS, 0u64..200_000).prop_map(|(s, o)| Op::SetLen(s, o)),
+        2 => (0..SLOTS, offset.clone()).prop_map(|(s, o)| Op::SetLen(s, o)),
+        3 => (0..SLOTS, offset.clone(), 1u64..9_000, 0u8..5).prop_map(|(s, o, l, h)| Op::Allocate(s, o, l, h)),
+        3 => (0..SLOTS, offset.clone(), 0..SLOTS, offset.clone(), 0u64..90_000)
+            .prop_map(|(s, o, t, to, l)| Op::Copy(s, o, t, to, l)),
         3 => (0..SLOTS, prop::bool::weighted(0.2)).prop_map(|(s, d)| Op::Flush(s, d)),
         3 => (0..SLOTS).prop_map(Op::Close),
         4 => (path(), len, any::<u8>()).prop_map(|(p, l, b)| Op::Publish(p, l, b)),
@@ -158,7 +168,9 @@ impl World {
         let ino = self.next;
         self.next += 1;
         let directory = matches!(body, Body::Directory(_));
-        self.tree.inodes.insert(ino, Inode { body, nlink: 1 + u32::from(directory), mode });
+        self.tree
+            .inodes
+            .insert(ino, Inode { body, nlink: 1 + u32::from(directory), mode, xattrs: BTreeMap::new() });
         self.tree.inodes.get_mut(&place.0).unwrap().nlink += u32::from(directory);
         self.tree.children_mut(place.0).insert(place.1.to_owned(), ino);
         ino
@@ -273,6 +285,39 @@ impl World {
                 let model = self.rename(from, to, *no_replace);
                 Self::compare(real, model);
             }
+            Op::Exchange(from, to) => {
+                let real = Self::place(&view, from).and_then(|(parent, name)| {
+                    let (other, other_name) = Self::place(&view, to)?;
+                    view.exchange(parent, name, other, other_name)
+                });
+                let model = self.exchange(from, to);
+                Self::compare(real, model);
+            }
+            Op::Xattr(path, name, value, how) => {
+                let name = format!("user.{name}");
+                let how = [SetXattr::Any, SetXattr::Create, SetXattr::Replace][usize::from(*how)];
+                let real = Self::walk(&view, path).and_then(|node| match value {
+                    Some(value) => view.xattr_set(node, name.as_ref(), &[*value; 9], how),
+                    None => view.xattr_remove(node, name.as_ref()),
+                });
+                let model = self.tree.find(path).and_then(|ino| {
+                    let inode = &self.tree.inodes[&ino];
+                    match (value, inode.xattrs.contains_key(&name), how) {
+                        (Some(_), _, _) if matches!(inode.body, Body::Symlink(_)) => Err(Fail::NotPermitted),
+                        (Some(_), true, SetXattr::Create) => Err(Fail::Exists),
+                        (Some(_), false, SetXattr::Replace) | (None, false, _) => Err(Fail::NoAttribute),
+                        _ => Ok(ino),
+                    }
+                });
+                Self::compare(real, model.map(drop));
+                if let Ok(ino) = model {
+                    let xattrs = &mut self.tree.inodes.get_mut(&ino).unwrap().xattrs;
+                    match value {
+                        Some(value) => xattrs.insert(name, vec![*value; 9]),
+                        None => xattrs.remove(&name),
+                    };
+                }
+            }
             Op::Link(from, to) => {
                 let real = Self::walk(&view, from).and_then(|node| {
                     let (parent, name) = Self::place(&view, to)?;
@@ -356,6 +401,27 @@ impl World {
                     self.tree.file_mut(*ino).1.resize(*size as usize, 0);
                     self.tree.flush(*ino);
                 }
+            }
+            Op::Allocate(slot, offset, len, how) => {
+                if let Some((ino, file)) = &self.slots[*slot] {
+                    use Allocate::{Extend, KeepSize, PunchHole, Zero, ZeroKeepSize};
+                    let how = [Extend, KeepSize, PunchHole, Zero, ZeroKeepSize][usize::from(*how)];
+                    let attr = self.view.allocate(file.node(), *offset, *len, how).unwrap();
+                    let current = self.tree.file_mut(*ino).1;
+                    let (start, end) = (*offset as usize, (*offset + *len) as usize);
+                    if matches!(how, Extend | Zero) && current.len() < end {
+                        current.resize(end, 0);
+                    }
+                    if matches!(how, PunchHole | Zero | ZeroKeepSize) {
+                        let size = current.len();
+                        current[start.min(size)..end.min(size)].fill(0);
+                    }
+                    assert_eq!(attr.size, current.len() as u64);
+                    self.tree.flush(*ino);
+                }
+            }
+            Op::Copy(slot, offset, to_slot, to_offset, len) => {
+                self.copy(*slot, *offset, *to_slot, *to_offset, *len)
             }
             Op::Flush(slot, durable) => {
                 if let Some((ino, file)) = &self.slots[*slot] {
@@ -458,6 +524,59 @@ impl World {
         Ok(())
     }
 
+    fn copy(&mut self, slot: usize, offset: u64, to_slot: usize, to_offset: u64, len: u64) {
+        let (Some((from, source)), Some((to, target))) = (&self.slots[slot], &self.slots[to_slot]) else {
+            return;
+        };
+        let bytes = self.tree.file_mut(*from).1.clone();
+        let start = bytes.len().min(offset as usize);
+        let bytes = &bytes[start..bytes.len().min(start + len as usize)];
+        let real = source.copy_to(offset, target, to_offset, len);
+        if from == to && offset.abs_diff(to_offset) < bytes.len() as u64 {
+            assert_eq!(kind_of(&real.unwrap_err()), Fail::Invalid);
+            return;
+        }
+        // So few extents are shared in one go, or so few bytes moved.
+        assert_eq!(real.unwrap(), bytes.len() as u64);
+        let current = self.tree.file_mut(*to).1;
+        if !bytes.is_empty() {
+            let end = to_offset as usize + bytes.len();
+            if current.len() < end {
+                current.resize(end, 0);
+            }
+            current[to_offset as usize..end].copy_from_slice(bytes);
+        }
+        // The real ones are flushed only where something is shared.
+        for slot in [slot, to_slot] {
+            if let Some((ino, file)) = &self.slots[slot] {
+                file.flush().unwrap();
+                self.tree.flush(*ino);
+            }
+        }
+    }
+
+    fn exchange(&mut self, from: &Path, to: &Path) -> Result<(), Fail> {
+        let (parent, name) = self.tree.place(from)?;
+        let (other, other_name) = self.tree.place(to)?;
+        let (ino, other_ino) = (self.tree.find(from)?, self.tree.find(to)?);
+        if ino == other_ino {
+            return Ok(());
+        }
+        for (moved, to) in [(ino, other), (other_ino, parent)] {
+            if self.tree.is_directory(moved) && self.tree.is_below(to, moved) {
+                return Err(Fail::Invalid);
+            }
+        }
+        self.tree.children_mut(parent).insert(name.to_owned(), other_ino);
+        self.tree.children_mut(other).insert(other_name.to_owned(), ino);
+        for (place, goes, comes) in [(parent, ino, other_ino), (other, other_ino, ino)] {
+            let (goes, comes) = (self.tree.is_directory(goes), self.tree.is_directory(comes));
+            let inode = self.tree.inodes.get_mut(&place).unwrap();
+            inode.nlink = inode.nlink + u32::from(comes) - u32::from(goes);
+        }
+        Ok(())
+    }
+
     fn publish(&mut self, view: &View, path: &Path, len: usize, byte: u8) {
         let text: Vec<&str> = path.iter().map(|part| NAMES[usize::from(*part)]).collect();
         let mut staged = view.stage().unwrap();
@@ -542,7 +661,26 @@ fn check_node(view: &View, node: Node, tree: &Tree, ino: u64) {
             assert_eq!(attr.size, current.len() as u64);
             let file = view.open(node, OpenFlags::READ).unwrap();
             assert_eq!(file.read_at(0, current.len() + 1).unwrap(), current);
+            check_holes(view, node, current);
         }
+    }
+    let xattrs: Vec<_> =
+        view.xattr_list(node).unwrap().into_iter().map(|n| n.into_string().unwrap()).collect();
+    assert!(xattrs.iter().eq(inode.xattrs.keys()));
+    for (name, value) in &inode.xattrs {
+        assert_eq!(view.xattr_get(node, name.as_ref()).unwrap(), *value);
+    }
+}
+
+/// Holes and data take turns, and a hole is all zeroes.
+fn check_holes(view: &View, node: Node, bytes: &[u8]) {
+    let mut at = 0;
+    while at < bytes.len() as u64 {
+        let data = view.seek_data(node, at).unwrap().unwrap_or(bytes.len() as u64);
+        assert!(bytes[at as usize..data as usize].iter().all(|byte| *byte == 0));
+        let Some(hole) = view.seek_hole(node, data).unwrap() else { break };
+        assert!(hole > data);
+        at = hole;
     }
 }
 

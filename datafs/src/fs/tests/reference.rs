@@ -20,6 +20,7 @@ pub(super) enum Fail {
     NotEmpty,
     Invalid,
     NotPermitted,
+    NoAttribute,
 }
 
 pub(super) fn kind_of(error: &Error) -> Fail {
@@ -31,6 +32,7 @@ pub(super) fn kind_of(error: &Error) -> Fail {
         Error::NotEmpty { .. } => Fail::NotEmpty,
         Error::Invalid(_) => Fail::Invalid,
         Error::NotPermitted { .. } => Fail::NotPermitted,
+        Error::NoAttribute { .. } => Fail::NoAttribute,
         other => panic!("unexpected error {other:?}"),
     }
 }
@@ -51,6 +53,7 @@ pub(super) struct Inode {
     pub(super) body: Body,
     pub(super) nlink: u32,
     pub(super) mode: u32,
+    pub(super) xattrs: BTreeMap<String, Vec<u8>>,
 }
 
 #[derive(Debug, Clone)]
@@ -61,7 +64,8 @@ pub(super) struct Tree {
 
 impl Tree {
     pub(super) fn new() -> Tree {
-        let root = Inode { body: Body::Directory(BTreeMap::new()), nlink: 2, mode: 0o755 };
+        let root =
+            Inode { body: Body::Directory(BTreeMap::new()), nlink: 2, mode: 0o755, xattrs: BTreeMap::new() };
         Tree { inodes: BTreeMap::from([(ROOT, root)]), keys: BTreeMap::new() }
     }
 

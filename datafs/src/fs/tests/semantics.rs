@@ -208,6 +208,7 @@ fn attributes_keep_nanoseconds() {
         atime: Some(SetTime::At(early)),
         mtime: Some(SetTime::At(time)),
         size: None,
+        drop_privileges: false,
     };
     let attr = view.setattr(node, &set).unwrap();
     assert_eq!((attr.mode, attr.uid, attr.gid), (0o7755, 1, 2));

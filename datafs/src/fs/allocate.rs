@@ -1,0 +1,124 @@
+//! Holes: making them, filling them, finding them.
+
+use super::content::{self, FILE_BYTES_MAX};
+use super::file::flush_inode;
+use super::tree;
+use super::types::{Attr, FileKind, Node};
+use crate::error::{Error, Result};
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::versioned::Reader;
+use crate::view::View;
+
+/// What [`View::allocate`] does with a range of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Allocate {
+    /// Extends the file to the end of the range when it is shorter. What is there stays.
+    Extend,
+    /// Changes nothing: holes are filled when they are written, space beyond the end is not reserved.
+    KeepSize,
+    /// The range reads as zeroes and takes no space; the size stays.
+    PunchHole,
+    /// The range reads as zeroes; the file is extended to its end when it is shorter.
+    Zero,
+    /// The range reads as zeroes as far as the file reaches; the size stays.
+    ZeroKeepSize,
+}
+
+impl View {
+    /// Does what `fallocate` does with `len` bytes from `offset` on. What this process has written to
+    /// the file is flushed first. Extending fails with [`Error::NoSpace`] when the store has less
+    /// space than the file grows by, but no space is set aside.
+    pub fn allocate(&self, node: Node, offset: u64, len: u64, how: Allocate) -> Result<Attr> {
+        let ino = self.writable(node)?;
+        if len == 0 {
+            return Err(Error::Invalid("an empty range cannot be allocated".into()));
+        }
+        let end = offset.checked_add(len).filter(|end| *end <= FILE_BYTES_MAX);
+        let end = end.ok_or(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX })?;
+        let open = self.shared.open.get(self.volume, ino);
+        // Held across the change, so that no write slips in between.
+        let mut dirty = open.as_ref().map(|open| open.dirty.lock());
+        if let (Some(open), Some(dirty)) = (&open, &mut dirty) {
+            flush_inode(self, open, dirty, Durability::Relaxed)?;
+        }
+        if how != Allocate::PunchHole {
+            self.check_space(node, end)?;
+        }
+        let inode = self.write(Durability::Relaxed, |writer| {
+            let mut inode = tree::inode(writer, ino)?;
+            check_file(ino, &inode)?;
+            match how {
+                Allocate::Extend | Allocate::KeepSize => {}
+                Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
+                    content::zero(writer, ino, offset, end)?;
+                }
+            }
+            if matches!(how, Allocate::Extend | Allocate::Zero) {
+                inode.size = inode.size.max(end);
+            }
+            if how != Allocate::KeepSize {
+                inode.mtime = Timestamp::now();
+                inode.ctime = inode.mtime;
+                tree::put_inode(writer, ino, &inode)?;
+            }
+            Ok(inode)
+        })?;
+        Ok(self.attr_of(node, &inode))
+    }
+
+    fn check_space(&self, node: Node, end: u64) -> Result<()> {
+        let size = self.read(node, |reader| Ok(tree::inode(reader, node.ino)?.size))?;
+        let space = self.shared.pool.space()?;
+        if end.saturating_sub(size) > space.available_bytes {
+            return Err(Error::NoSpace { place: "the object store".into() });
+        }
+        Ok(())
+    }
+
+    /// Where the first byte at or behind `offset` is that is not in a hole; `None` when there is none
+    /// or `offset` is at the end of the file or behind it. Flushes what this process has written.
+    pub fn seek_data(&self, node: Node, offset: u64) -> Result<Option<u64>> {
+        self.seek(node, |reader, inode| match offset < inode.size {
+            true => content::find_data(reader, node.ino, offset),
+            false => Ok(None),
+        })
+    }
+
+    /// Where the first hole at or behind `offset` begins, the end of the file counting as one; `None`
+    /// when `offset` is at the end of the file or behind it. Flushes what this process has written.
+    pub fn seek_hole(&self, node: Node, offset: u64) -> Result<Option<u64>> {
+        self.seek(node, |reader, inode| match offset < inode.size {
+            true => Ok(Some(content::find_hole(reader, node.ino, offset)?.min(inode.size))),
+            false => Ok(None),
+        })
+    }
+
+    fn seek(
+        &self,
+        node: Node,
+        find: impl Fn(&mut Reader<'_>, &Inode) -> Result<Option<u64>>,
+    ) -> Result<Option<u64>> {
+        if self.is_snapshots_dir(node) {
+            return Err(Error::IsADirectory { what: tree::SNAPSHOTS_NAME.into() });
+        }
+        if node.is_live()
+            && let Some(open) = self.shared.open.get(self.volume, node.ino)
+        {
+            flush_inode(self, &open, &mut open.dirty.lock(), Durability::Relaxed)?;
+        }
+        self.read(node, |reader| {
+            let inode = tree::inode(reader, node.ino)?;
+            check_file(node.ino, &inode)?;
+            find(reader, &inode)
+        })
+    }
+}
+
+fn check_file(ino: u64, inode: &Inode) -> Result<()> {
+    match inode.kind {
+        FileKind::File => Ok(()),
+        FileKind::Directory => Err(Error::IsADirectory { what: format!("inode {ino}") }),
+        _ => Err(Error::Invalid(format!("inode {ino} is no regular file"))),
+    }
+}

@@ -1,0 +1,186 @@
+//! Extended attributes: named values of an inode, each a versioned record of its own, so that
+//! snapshots keep them like everything else.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+
+use super::tree;
+use super::types::{FileKind, Node};
+use crate::error::{Error, Result};
+use crate::meta::engine::{Durability, Order};
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::versioned::{Records, Writer};
+use crate::view::View;
+
+/// Longest name of an extended attribute, in bytes, with its namespace (`user.`).
+pub const XATTR_NAME_BYTES_MAX: usize = 255;
+/// Longest value of an extended attribute, in bytes.
+pub const XATTR_VALUE_BYTES_MAX: usize = 65_536;
+/// Most bytes that the names of one inode's attributes take, each with a NUL byte behind it: what the
+/// kernel can list.
+pub const XATTR_NAMES_BYTES_MAX: usize = 65_536;
+/// Names that a scan takes at a time.
+const PAGE: usize = 64;
+/// The attribute that gives a program privileges; a change of the program takes them away.
+const CAPABILITY: &str = "security.capability";
+/// The set-user-ID bit of a mode.
+const SET_USER_ID: u32 = 0o4000;
+/// The set-group-ID bit of a mode, which means something where the group may execute.
+const SET_GROUP_ID: u32 = 0o2000;
+const GROUP_EXECUTES: u32 = 0o010;
+
+/// Whether an extended attribute may or must exist when it is set.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SetXattr {
+    /// Set it whether it exists or not.
+    #[default]
+    Any,
+    /// Fail with [`Error::Exists`] when it exists.
+    Create,
+    /// Fail with [`Error::NoAttribute`] when it does not exist.
+    Replace,
+}
+
+impl View {
+    /// Sets an extended attribute. Names begin with `user.` (files and directories only), `trusted.` or
+    /// `security.`; others, so also the access control lists in `system.`, are [`Error::Unsupported`].
+    /// Who may set which is checked by the kernel for a mount, and not for users of the library.
+    ///
+    /// # Errors
+    /// [`Error::NameTooLong`] and [`Error::TooLarge`] beyond [`XATTR_NAME_BYTES_MAX`] and
+    /// [`XATTR_VALUE_BYTES_MAX`], [`Error::NoSpace`] beyond [`XATTR_NAMES_BYTES_MAX`].
+    pub fn xattr_set(&self, node: Node, name: &OsStr, value: &[u8], how: SetXattr) -> Result<()> {
+        let ino = self.writable(node)?;
+        check_name(name)?;
+        if value.len() > XATTR_VALUE_BYTES_MAX {
+            let max = XATTR_VALUE_BYTES_MAX as u64;
+            return Err(Error::TooLarge { what: "extended attribute in bytes", max });
+        }
+        let record = keys::xattr(ino, name.as_bytes());
+        self.write(Durability::Relaxed, |writer| {
+            let mut inode = tree::inode(writer, ino)?;
+            let user = name.as_bytes().starts_with(b"user.");
+            if user && !matches!(inode.kind, FileKind::File | FileKind::Directory) {
+                return Err(Error::NotPermitted {
+                    operation: "a user attribute",
+                    what: format!("inode {ino}, which is neither file nor directory"),
+                });
+            }
+            match (writer.get(&record)?.is_some(), how) {
+                (true, SetXattr::Create) => return Err(Error::Exists { what: tree::display(name) }),
+                (false, SetXattr::Replace) => return Err(missing(name)),
+                (true, _) => {}
+                (false, _) => {
+                    let used: usize = names(writer, ino)?.iter().map(|name| name.len() + 1).sum();
+                    if used + name.len() + 1 > XATTR_NAMES_BYTES_MAX {
+                        return Err(Error::NoSpace { place: format!("the attributes of inode {ino}") });
+                    }
+                }
+            }
+            writer.put(&record, value)?;
+            inode.ctime = Timestamp::now();
+            tree::put_inode(writer, ino, &inode)
+        })
+    }
+
+    /// The value of an extended attribute; [`Error::NoAttribute`] when there is none of that name.
+    pub fn xattr_get(&self, node: Node, name: &OsStr) -> Result<Vec<u8>> {
+        check_name(name)?;
+        if self.is_snapshots_dir(node) {
+            return Err(missing(name));
+        }
+        self.read(node, |reader| match reader.get(&keys::xattr(node.ino, name.as_bytes()))? {
+            Some(value) => Ok(value),
+            None => {
+                tree::inode(reader, node.ino)?;
+                Err(missing(name))
+            }
+        })
+    }
+
+    /// The names of all extended attributes, in byte order.
+    pub fn xattr_list(&self, node: Node) -> Result<Vec<OsString>> {
+        if self.is_snapshots_dir(node) {
+            return Ok(Vec::new());
+        }
+        self.read(node, |reader| {
+            tree::inode(reader, node.ino)?;
+            names(reader, node.ino)
+        })
+    }
+
+    /// Removes an extended attribute; [`Error::NoAttribute`] when there is none of that name.
+    pub fn xattr_remove(&self, node: Node, name: &OsStr) -> Result<()> {
+        let ino = self.writable(node)?;
+        check_name(name)?;
+        let record = keys::xattr(ino, name.as_bytes());
+        self.write(Durability::Relaxed, |writer| {
+            let mut inode = tree::inode(writer, ino)?;
+            if writer.get(&record)?.is_none() {
+                return Err(missing(name));
+            }
+            writer.delete(&record)?;
+            inode.ctime = Timestamp::now();
+            tree::put_inode(writer, ino, &inode)
+        })
+    }
+}
+
+/// The mode of a file that is no directory, without the bits that give a program privileges.
+pub(crate) fn without_privileges(mode: u32) -> u32 {
+    let mode = mode & !SET_USER_ID;
+    if mode & GROUP_EXECUTES == 0 { mode } else { mode & !SET_GROUP_ID }
+}
+
+/// Takes the capabilities from a program that changes.
+pub(crate) fn drop_capabilities(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
+    if inode.kind == FileKind::File {
+        writer.delete(&keys::xattr(ino, CAPABILITY.as_bytes()))
+    } else {
+        Ok(())
+    }
+}
+
+fn missing(name: &OsStr) -> Error {
+    Error::NoAttribute { name: tree::display(name) }
+}
+
+fn check_name(name: &OsStr) -> Result<()> {
+    let bytes = name.as_bytes();
+    if bytes.len() > XATTR_NAME_BYTES_MAX {
+        return Err(Error::NameTooLong { bytes: bytes.len(), bytes_max: XATTR_NAME_BYTES_MAX });
+    }
+    let spaces: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
+    let Some(space) = spaces.into_iter().find(|space| bytes.starts_with(space)) else {
+        return Err(Error::Unsupported("an attribute outside of user., trusted. and security."));
+    };
+    if bytes.len() == space.len() || bytes.contains(&0) {
+        return Err(Error::InvalidName {
+            name: tree::display(name),
+            reason: "an attribute has a name behind its namespace, without NUL bytes",
+        });
+    }
+    Ok(())
+}
+
+fn names(records: &mut dyn Records, ino: u64) -> Result<Vec<OsString>> {
+    let mut start = keys::xattrs(ino);
+    let end = keys::after_prefix(&start);
+    let mut found = Vec::new();
+    loop {
+        let page = records.scan(&start, &end, Order::Ascending, PAGE)?;
+        for (record, _) in &page {
+            let name = keys::xattr_name(record)
+                .ok_or_else(|| Error::corrupt("extended attribute", "its key has no name"))?;
+            found.push(OsString::from_vec(name.to_vec()));
+        }
+        match page.into_iter().next_back() {
+            Some((last, _)) if found.len() % PAGE == 0 => {
+                start = last;
+                start.push(0);
+            }
+            _ => return Ok(found),
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! The kernel's less common requests: extended attributes, allocation, holes, copies, privileges.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+
+use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
+
+use super::answer::{Adapter, ENTRIES_MAX};
+use crate::error::{Error, Result};
+use crate::fs::{Allocate, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
+
+/// Copies of one request: the kernel's answer has 32 bits for their length.
+const COPY_BYTES_MAX: u64 = 1 << 30;
+
+/// Whether whoever asks keeps a program's privileges when he changes it.
+pub(super) fn is_privileged(request: &Request) -> bool {
+    request.uid() == 0
+}
+
+impl Adapter {
+    pub(super) fn set_xattr(&self, node: Node, name: &OsStr, value: &[u8], flags: i32, reply: ReplyEmpty) {
+        let how = match flags {
+            0 => SetXattr::Any,
+            libc::XATTR_CREATE => SetXattr::Create,
+            libc::XATTR_REPLACE => SetXattr::Replace,
+            _ => return reply.error(Errno::EINVAL),
+        };
+        self.empty("setxattr", node, self.handles.view.xattr_set(node, name, value, how), reply);
+    }
+
+    pub(super) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
+        match self.handles.view.xattr_get(node, name) {
+            Ok(value) => answer_xattr(&value, size, reply),
+            Err(Error::NoAttribute { .. }) => reply.error(Errno::ENODATA),
+            Err(Error::Unsupported(_)) => reply.error(Errno::EOPNOTSUPP),
+            Err(error) => reply.error(self.failed("getxattr", node, &error)),
+        }
+    }
+
+    /// Trusted attributes are shown to root only.
+    pub(super) fn list_xattrs(&self, request: &Request, node: Node, size: u32, reply: ReplyXattr) {
+        match self.handles.view.xattr_list(node) {
+            Ok(names) => {
+                let mut list = Vec::new();
+                for name in names.iter().map(|name| name.as_bytes()) {
+                    if request.uid() == 0 || !name.starts_with(b"trusted.") {
+                        list.extend_from_slice(name);
+                        list.push(0);
+                    }
+                }
+                answer_xattr(&list, size, reply);
+            }
+            Err(error) => reply.error(self.failed("listxattr", node, &error)),
+        }
+    }
+
+    pub(super) fn allocate(
+        &self,
+        request: &Request,
+        number: u64,
+        (offset, length): (u64, u64),
+        mode: i32,
+    ) -> Result<()> {
+        let handle = self.handles.get(number)?;
+        if !handle.writes {
+            return Err(Error::BadHandle("writing"));
+        }
+        let zero_keep = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let how = match mode {
+            0 => Allocate::Extend,
+            libc::FALLOC_FL_KEEP_SIZE => Allocate::KeepSize,
+            libc::FALLOC_FL_ZERO_RANGE => Allocate::Zero,
+            mode if mode == zero_keep => Allocate::ZeroKeepSize,
+            mode if mode == punch => Allocate::PunchHole,
+            _ => return Err(Error::Unsupported("this way of allocating")),
+        };
+        self.handles.view.allocate(handle.node, offset, length, how)?;
+        self.drop_privileges(request, handle.node)
+    }
+
+    pub(super) fn seek(&self, node: Node, offset: i64, whence: i32, reply: ReplyLseek) {
+        let Ok(from) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
+        let found = match whence {
+            libc::SEEK_DATA => self.handles.view.seek_data(node, from),
+            libc::SEEK_HOLE => self.handles.view.seek_hole(node, from),
+            _ => return reply.error(Errno::EINVAL),
+        };
+        match found.map(|found| found.and_then(|at| i64::try_from(at).ok())) {
+            Ok(Some(at)) => reply.offset(at),
+            Ok(None) => reply.error(Errno::ENXIO),
+            Err(error) => reply.error(self.failed("lseek", node, &error)),
+        }
+    }
+
+    pub(super) fn copy_range(
+        &self,
+        request: &Request,
+        (from, offset): (u64, u64),
+        (to, target_offset): (u64, u64),
+        len: u64,
+        reply: ReplyWrite,
+    ) {
+        let copy = || -> Result<(u64, Node)> {
+            let (source, target) = (self.handles.get(from)?, self.handles.get(to)?);
+            let copied = source.file.copy_to(offset, &target.file, target_offset, len.min(COPY_BYTES_MAX))?;
+            self.drop_privileges(request, target.node)?;
+            Ok((copied, target.node))
+        };
+        match copy() {
+            // At most COPY_BYTES_MAX.
+            Ok((copied, _)) => reply.written(copied as u32),
+            Err(error) => reply.error(self.failed("copy_file_range", self.handles.view.root(), &error)),
+        }
+    }
+
+    /// What the kernel leaves to us when somebody without privilege changes a program.
+    fn drop_privileges(&self, request: &Request, node: Node) -> Result<()> {
+        if is_privileged(request) || self.handles.view.getattr(node)?.mode & 0o6000 == 0 {
+            return Ok(());
+        }
+        let set = SetAttr { drop_privileges: true, ..SetAttr::default() };
+        self.handles.view.setattr(node, &set).map(drop)
+    }
+
+    /// Opens a file, cutting it for whoever may not keep its privileges.
+    pub(super) fn open_file(&self, request: &Request, node: Node, flags: OpenFlags) -> Result<OpenFile> {
+        if !flags.truncate {
+            return self.handles.view.open(node, flags);
+        }
+        let file = self.handles.view.open(node, OpenFlags { truncate: false, ..flags })?;
+        let drop_privileges = !is_privileged(request);
+        let set = SetAttr { size: Some(0), drop_privileges, ..SetAttr::default() };
+        self.handles.view.setattr(node, &set)?;
+        Ok(file)
+    }
+
+    /// A directory with the attributes of its entries, which the kernel may then keep.
+    pub(super) fn fill_directory_plus(
+        &self,
+        node: Node,
+        offset: u64,
+        reply: &mut ReplyDirectoryPlus,
+    ) -> Result<()> {
+        let mut cursor = offset;
+        loop {
+            let entries = self.handles.view.readdir_attrs(node, cursor, ENTRIES_MAX)?;
+            for (i, (entry, attr)) in entries.iter().enumerate() {
+                let ino = self.inodes.ino(entry.node);
+                // Of entries that share a cursor only the last may send the reader beyond it.
+                let shared = entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
+                let offset = if shared { cursor } else { entry.cursor };
+                let lifetime = self.lifetime(entry.node);
+                let attr = self.inodes.attr(attr);
+                if reply.add(ino, offset, &entry.name, &lifetime, &attr, Generation(0)) {
+                    return Ok(());
+                }
+                cursor = offset;
+            }
+            match entries.last() {
+                Some((last, _)) => cursor = last.cursor,
+                None => return Ok(()),
+            }
+        }
+    }
+}
+
+/// The size, or the bytes where they fit.
+fn answer_xattr(bytes: &[u8], size: u32, reply: ReplyXattr) {
+    // At most 64 KiB.
+    let len = bytes.len() as u32;
+    match size {
+        0 => reply.size(len),
+        size if size < len => reply.error(Errno::ERANGE),
+        _ => reply.data(bytes),
+    }
+}

@@ -1,0 +1,288 @@
+//! What programs use besides reading and writing: attributes, holes, copies, locks, exchanged names.
+#![allow(clippy::unwrap_used)]
+
+use std::ffi::{CStr, CString};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::{Home, errno, names, pattern};
+
+fn c(path: &Path) -> CString {
+    CString::new(path.as_os_str().as_bytes()).unwrap()
+}
+
+fn done(returned: libc::c_int) -> io::Result<()> {
+    if returned == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn set(path: &Path, name: &CStr, value: &[u8], flags: i32) -> io::Result<()> {
+    // SAFETY: the strings are terminated and the value has the stated length.
+    done(unsafe {
+        libc::setxattr(c(path).as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
+    })
+}
+
+fn get(path: &Path, name: &CStr, room: usize) -> io::Result<Vec<u8>> {
+    let mut value = vec![0; room];
+    // SAFETY: the strings are terminated and the buffer has the stated length.
+    let len = unsafe { libc::getxattr(c(path).as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), room) };
+    value.truncate(usize::try_from(len).map_err(|_| io::Error::last_os_error())?);
+    Ok(value)
+}
+
+fn list(path: &Path) -> Vec<u8> {
+    let mut names = vec![0; 1_000];
+    // SAFETY: the path is terminated and the buffer has the stated length.
+    let len = unsafe { libc::listxattr(c(path).as_ptr(), names.as_mut_ptr().cast(), names.len()) };
+    names.truncate(usize::try_from(len).unwrap());
+    names
+}
+
+fn remove(path: &Path, name: &CStr) -> io::Result<()> {
+    // SAFETY: the strings are terminated.
+    done(unsafe { libc::removexattr(c(path).as_ptr(), name.as_ptr()) })
+}
+
+#[test]
+fn files_carry_extended_attributes() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    fs::write(&path, b"x").unwrap();
+    assert_eq!(errno(get(&path, c"user.key", 10)), libc::ENODATA);
+    set(&path, c"user.key", b"value", libc::XATTR_CREATE).unwrap();
+    assert_eq!(errno(set(&path, c"user.key", b"", libc::XATTR_CREATE)), libc::EEXIST);
+    assert_eq!(errno(set(&path, c"user.none", b"", libc::XATTR_REPLACE)), libc::ENODATA);
+    assert_eq!(get(&path, c"user.key", 10).unwrap(), b"value");
+    assert_eq!(errno(get(&path, c"user.key", 4)), libc::ERANGE);
+    let large = pattern(65_536, 1);
+    set(&path, c"user.large", &large, 0).unwrap();
+    assert_eq!(get(&path, c"user.large", 65_536).unwrap(), large);
+    assert_eq!(list(&path), b"user.key\0user.large\0");
+    home.snapshot("s");
+    remove(&path, c"user.key").unwrap();
+    assert_eq!(errno(remove(&path, c"user.key")), libc::ENODATA);
+    assert_eq!(list(&path), b"user.large\0");
+    let kept = mount.path().join(".snapshots/s/file");
+    assert_eq!(get(&kept, c"user.key", 10).unwrap(), b"value");
+    assert_eq!(errno(set(&kept, c"user.key", b"", 0)), libc::EROFS);
+    // Access control lists are refused, not ignored.
+    let acl = set(&path, c"system.posix_acl_access", &[2, 0, 0, 0], 0);
+    assert!([libc::EOPNOTSUPP, libc::EINVAL].contains(&errno(acl)));
+    // A pipe is no place for attributes of users.
+    let pipe = mount.path().join("pipe");
+    // SAFETY: the path is terminated.
+    done(unsafe { libc::mkfifo(c(&pipe).as_ptr(), 0o644) }).unwrap();
+    assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo());
+    assert_eq!(errno(set(&pipe, c"user.key", b"", 0)), libc::EPERM);
+}
+
+fn allocate(file: &File, mode: i32, offset: i64, len: i64) -> io::Result<()> {
+    // SAFETY: the descriptor is open.
+    done(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) })
+}
+
+fn seek(file: &File, offset: i64, whence: i32) -> io::Result<i64> {
+    // SAFETY: the descriptor is open.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
+    if at < 0 { Err(io::Error::last_os_error()) } else { Ok(at) }
+}
+
+#[test]
+fn holes_are_punched_and_found() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    let mut expected = pattern(1_000_000, 2);
+    fs::write(&path, &expected).unwrap();
+    // Read first, so that the kernel has pages to drop.
+    assert_eq!(fs::read(&path).unwrap(), expected);
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    allocate(&file, punch, 100_000, 300_000).unwrap();
+    expected[100_000..400_000].fill(0);
+    let mut read = vec![1; expected.len()];
+    file.read_exact_at(&mut read, 0).unwrap();
+    assert_eq!(read, expected);
+    assert_eq!(seek(&file, 0, libc::SEEK_HOLE).unwrap(), 100_000);
+    assert_eq!(seek(&file, 100_000, libc::SEEK_DATA).unwrap(), 400_000);
+    assert_eq!(seek(&file, 400_000, libc::SEEK_HOLE).unwrap(), 1_000_000);
+    assert_eq!(errno(seek(&file, 1_000_000, libc::SEEK_DATA)), libc::ENXIO);
+    allocate(&file, libc::FALLOC_FL_ZERO_RANGE, 999_000, 2_000).unwrap();
+    expected.resize(1_001_000, 0);
+    expected[999_000..].fill(0);
+    allocate(&file, libc::FALLOC_FL_KEEP_SIZE, 0, 2_000_000).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 1_001_000);
+    allocate(&file, 0, 0, 2_000_000).unwrap();
+    expected.resize(2_000_000, 0);
+    for unsupported in [libc::FALLOC_FL_COLLAPSE_RANGE, libc::FALLOC_FL_INSERT_RANGE] {
+        assert_eq!(errno(allocate(&file, unsupported, 0, 4096)), libc::EOPNOTSUPP);
+    }
+    assert_eq!(fs::read(&path).unwrap(), expected);
+    assert_eq!(errno(allocate(&File::open(&path).unwrap(), 0, 0, 1)), libc::EBADF);
+}
+
+#[test]
+fn large_files_are_copied_by_reference() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let bytes = pattern(3_000_000, 3);
+    fs::write(mount.path().join("one"), &bytes).unwrap();
+    let stored = || {
+        let objects = home.dir.path().join("home/datafs/objects");
+        let folders = fs::read_dir(objects).unwrap();
+        let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).unwrap());
+        files.map(|file| file.unwrap().metadata().unwrap().len()).sum::<u64>()
+    };
+    let before = stored();
+    let copied = fs::copy(mount.path().join("one"), mount.path().join("two")).unwrap();
+    assert_eq!(copied, 3_000_000);
+    assert!(stored() < before + 100_000, "shared, not copied");
+    let two = OpenOptions::new().write(true).open(mount.path().join("two")).unwrap();
+    two.write_all_at(b"changed", 1_000_000).unwrap();
+    drop(two);
+    let mut expected = bytes.clone();
+    expected[1_000_000..1_000_007].copy_from_slice(b"changed");
+    assert_eq!(fs::read(mount.path().join("two")).unwrap(), expected);
+    assert_eq!(fs::read(mount.path().join("one")).unwrap(), bytes);
+}
+
+#[test]
+fn names_are_exchanged_in_one_step() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let (one, two) = (mount.path().join("one"), mount.path().join("two"));
+    fs::create_dir(&one).unwrap();
+    fs::write(one.join("inside"), b"1").unwrap();
+    fs::write(&two, b"2").unwrap();
+    let exchange = |a: &Path, b: &Path, flags| {
+        let (a, b) = (c(a), c(b));
+        // SAFETY: the paths are terminated.
+        done(unsafe { libc::renameat2(libc::AT_FDCWD, a.as_ptr(), libc::AT_FDCWD, b.as_ptr(), flags) })
+    };
+    exchange(&one, &two, libc::RENAME_EXCHANGE).unwrap();
+    assert_eq!(fs::read(&one).unwrap(), b"2");
+    assert_eq!(fs::read(two.join("inside")).unwrap(), b"1");
+    assert_eq!(errno(exchange(&one, &mount.path().join("no"), libc::RENAME_EXCHANGE)), libc::ENOENT);
+    assert_eq!(errno(exchange(&two, &two.join("inside"), libc::RENAME_EXCHANGE)), libc::EINVAL);
+    assert_eq!(errno(exchange(&one, &two, libc::RENAME_NOREPLACE)), libc::EEXIST);
+    assert_eq!(errno(exchange(&one, &mount.path().join("no"), libc::RENAME_WHITEOUT)), libc::EINVAL);
+}
+
+#[test]
+fn a_snapshot_lists_names_with_attributes() {
+    let Some(home) = Home::new() else { return };
+    let live = home.mount("data");
+    let expected: Vec<String> = (0..700).map(|n| format!("{n:04}")).collect();
+    for name in &expected {
+        fs::write(live.path().join(name), name).unwrap();
+    }
+    fs::create_dir(live.path().join("dir")).unwrap();
+    home.snapshot("s");
+    let mount = home.mount("data@s");
+    for entry in fs::read_dir(mount.path()).unwrap() {
+        let entry = entry.unwrap();
+        let metadata = entry.metadata().unwrap();
+        assert!(if metadata.is_dir() { entry.file_name() == "dir" } else { metadata.len() == 4 });
+    }
+    assert_eq!(names(mount.path()).len(), 701);
+    assert_eq!(names(mount.path())[..700], expected);
+    assert_eq!(fs::read(mount.path().join("0042")).unwrap(), b"0042");
+}
+
+/// A process that takes a lock, says so, and holds it until its input ends.
+fn holder(path: &Path, kind: &str) -> std::process::Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "mount_journeys::extended::holds_a_lock", "--nocapture", "--ignored"])
+        .env("MILLRACE_TEST_LOCK", path)
+        .env("MILLRACE_TEST_LOCK_KIND", kind)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = io::BufRead::lines(io::BufReader::new(child.stdout.take().unwrap()));
+    assert!(lines.any(|line| line.unwrap().contains("locked")));
+    child
+}
+
+fn take(file: &File, kind: &str, wait: bool) -> io::Result<()> {
+    // SAFETY: a lock record is plain numbers; the descriptor is open and the record lives.
+    unsafe {
+        if kind == "flock" {
+            let wait = if wait { 0 } else { libc::LOCK_NB };
+            return done(libc::flock(file.as_raw_fd(), libc::LOCK_EX | wait));
+        }
+        let mut lock: libc::flock = std::mem::zeroed();
+        lock.l_type = libc::F_WRLCK as i16;
+        lock.l_len = 10;
+        done(libc::fcntl(file.as_raw_fd(), if wait { libc::F_SETLKW } else { libc::F_SETLK }, &lock))
+    }
+}
+
+#[test]
+#[ignore = "a process of its own, started by the test of locks"]
+fn holds_a_lock() {
+    let Some(path) = std::env::var_os("MILLRACE_TEST_LOCK") else { return };
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    take(&file, &std::env::var("MILLRACE_TEST_LOCK_KIND").unwrap(), true).unwrap();
+    io::stdout().write_all(b"locked\n").unwrap();
+    io::copy(&mut io::stdin(), &mut io::sink()).unwrap();
+}
+
+#[test]
+fn locks_exclude_wait_and_end_with_their_holder() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    fs::write(&path, b"x").unwrap();
+    for kind in ["flock", "fcntl"] {
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        let mut child = holder(&path, kind);
+        assert_eq!(errno(take(&file, kind, false)), libc::EAGAIN, "{kind}");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| take(&file, kind, true));
+            assert!(!waiting.is_finished());
+            // Killed, it never closes the file itself.
+            child.kill().unwrap();
+            child.wait().unwrap();
+            waiting.join().unwrap().unwrap();
+        });
+        // Closing lets go as well.
+        drop(file);
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        take(&file, kind, false).unwrap();
+    }
+}
+
+#[test]
+fn a_program_that_is_changed_loses_its_privileges() {
+    let Some(home) = Home::new() else { return };
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let mount = home.mount("data");
+    fs::set_permissions(home.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = mount.path().join("program");
+    let mode = || fs::metadata(&path).unwrap().mode() & 0o7777;
+    let by_nobody = |command: &str| {
+        let script = format!("{command} {}", path.display());
+        use std::os::unix::process::CommandExt as _;
+        assert!(Command::new("sh").args(["-c", &script]).uid(65_534).gid(65_534).status().unwrap().success());
+    };
+    fs::write(&path, b"x").unwrap();
+    for change in ["echo more >>", "echo new >", "truncate -s 1"] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o6777)).unwrap();
+        by_nobody(change);
+        assert_eq!(mode(), 0o777, "{change}");
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o6777)).unwrap();
+    File::options().append(true).open(&path).unwrap().write_all(b"x").unwrap();
+    assert_eq!(mode(), 0o6777, "root keeps them");
+    std::os::unix::fs::chown(&path, Some(7), None).unwrap();
+    assert_eq!(mode(), 0o777);
+}
