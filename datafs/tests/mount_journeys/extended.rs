@@ -8,9 +8,10 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use super::{Home, errno, names, pattern};
+use crate::child;
 
 fn c(path: &Path) -> CString {
     CString::new(path.as_os_str().as_bytes()).unwrap()
@@ -195,20 +196,7 @@ fn a_snapshot_lists_names_with_attributes() {
     assert_eq!(fs::read(mount.path().join("0042")).unwrap(), b"0042");
 }
 
-/// A process that takes a lock, says so, and holds it until its input ends.
-fn holder(path: &Path, kind: &str) -> std::process::Child {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "mount_journeys::extended::holds_a_lock", "--nocapture", "--ignored"])
-        .env("MILLRACE_TEST_LOCK", path)
-        .env("MILLRACE_TEST_LOCK_KIND", kind)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = io::BufRead::lines(io::BufReader::new(child.stdout.take().unwrap()));
-    assert!(lines.any(|line| line.unwrap().contains("locked")));
-    child
-}
+const KINDS: [&str; 2] = ["flock", "fcntl"];
 
 fn take(file: &File, kind: &str, wait: bool) -> io::Result<()> {
     // SAFETY: a lock record is plain numbers; the descriptor is open and the record lives.
@@ -224,14 +212,16 @@ fn take(file: &File, kind: &str, wait: bool) -> io::Result<()> {
     }
 }
 
+/// Run in a process of its own: takes a lock, says so, and holds it until it is killed.
 #[test]
-#[ignore = "a process of its own, started by the test of locks"]
-fn holds_a_lock() {
-    let Some(path) = std::env::var_os("MILLRACE_TEST_LOCK") else { return };
+fn lock_holder() {
+    let Some((path, kind)) = child::task() else { return };
     let file = OpenOptions::new().write(true).open(path).unwrap();
-    take(&file, &std::env::var("MILLRACE_TEST_LOCK_KIND").unwrap(), true).unwrap();
-    io::stdout().write_all(b"locked\n").unwrap();
-    io::copy(&mut io::stdin(), &mut io::sink()).unwrap();
+    take(&file, KINDS[kind as usize], true).unwrap();
+    io::stdout().write_all(b"locked 1\n").unwrap();
+    loop {
+        std::thread::park();
+    }
 }
 
 #[test]
@@ -240,16 +230,17 @@ fn locks_exclude_wait_and_end_with_their_holder() {
     let mount = home.mount("data");
     let path = mount.path().join("file");
     fs::write(&path, b"x").unwrap();
-    for kind in ["flock", "fcntl"] {
+    for (number, kind) in KINDS.into_iter().enumerate() {
         let file = OpenOptions::new().write(true).open(&path).unwrap();
-        let mut child = holder(&path, kind);
+        let mut holder = child::spawn("mount_journeys::extended::lock_holder", &path, number as u64);
+        assert!(child::reports(&mut holder).any(|(word, _)| word == "locked"));
         assert_eq!(errno(take(&file, kind, false)), libc::EAGAIN, "{kind}");
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| take(&file, kind, true));
             assert!(!waiting.is_finished());
             // Killed, it never closes the file itself.
-            child.kill().unwrap();
-            child.wait().unwrap();
+            holder.kill().unwrap();
+            holder.wait().unwrap();
             waiting.join().unwrap().unwrap();
         });
         // Closing lets go as well.
