@@ -114,6 +114,9 @@ fn holes_are_punched_and_found() {
     assert_eq!(seek(&file, 100_000, libc::SEEK_DATA).unwrap(), 400_000);
     assert_eq!(seek(&file, 400_000, libc::SEEK_HOLE).unwrap(), 1_000_000);
     assert_eq!(errno(seek(&file, 1_000_000, libc::SEEK_DATA)), libc::ENXIO);
+    // SAFETY: the descriptor is open.
+    assert_eq!(unsafe { libc::isatty(file.as_raw_fd()) }, 0);
+    assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOTTY));
     allocate(&file, libc::FALLOC_FL_ZERO_RANGE, 999_000, 2_000).unwrap();
     expected.resize(1_001_000, 0);
     expected[999_000..].fill(0);
