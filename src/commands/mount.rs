@@ -1,11 +1,13 @@
 //! `millrace mount` and `millrace umount`.
 
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, MountOptions};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::io::{AsyncBufReadExt, BufReader};
 
 use crate::cli::MountArgs;
 use crate::context::Context;
@@ -62,20 +64,27 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
         command.arg("--config").arg(file);
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
+    // A pipe would break when this process ends, and the other with it as soon as it has something to say.
+    let log = context.home.root().join("mount.log");
+    let file = File::options().append(true).create(true).open(&log);
+    let file = file.with_context(|| format!("cannot write {}", log.display()))?;
+    let said_before = file.metadata()?.len();
     // A process group of its own: a Ctrl-C in this terminal does not reach it.
-    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
     let mut child = tokio::process::Command::from(command)
         .spawn()
         .context("cannot start the process that serves the mount")?;
-    let (Some(stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else {
+    let Some(stdout) = child.stdout.take() else {
         return fail(Exit::Failed, "the process that serves the mount has no output");
     };
     let mut line = String::new();
     BufReader::new(stdout).read_line(&mut line).await?;
     if line.is_empty() {
-        let mut said = String::new();
-        stderr.read_to_string(&mut said).await?;
         let status = child.wait().await?;
+        let mut file = File::open(&log)?;
+        file.seek(SeekFrom::Start(said_before))?;
+        let mut said = String::new();
+        file.read_to_string(&mut said)?;
         let exit = Exit::from_code(status.code().unwrap_or(1));
         let said = said.lines().last().unwrap_or_default();
         return fail(exit, said.strip_prefix("millrace: ").unwrap_or(said));
