@@ -30,6 +30,8 @@ pub(crate) struct Context {
     pub(crate) home: Home,
     /// The configuration.
     pub(crate) loaded: Loaded,
+    /// What is logged, for processes that are started with the same wish.
+    pub(crate) log: String,
     /// Cancelled by the first Ctrl-C or SIGTERM.
     pub(crate) stop: CancellationToken,
 }

@@ -85,7 +85,7 @@ async fn run(cli: Cli) -> Result<()> {
         };
     }
     let home = home::Home::open(root)?;
-    let context = Context { out, home, loaded, stop: stop_signal()? };
+    let context = Context { out, home, loaded, log: cli.log, stop: stop_signal()? };
     match cli.command {
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,

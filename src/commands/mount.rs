@@ -59,7 +59,7 @@ fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     use std::os::unix::process::CommandExt;
     let mut command = std::process::Command::new(std::env::current_exe()?);
-    command.arg("--json").arg("--home").arg(context.home.root());
+    command.arg("--json").arg("--log").arg(&context.log).arg("--home").arg(context.home.root());
     if let Some(file) = &context.loaded.file {
         command.arg("--config").arg(file);
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{Home, failure, project, until};
+use crate::support::{Home, failure, fuse_permitted, project, until};
 
 fn spawn(home: &Home, args: &[&str]) -> Child {
     home.command()
@@ -109,4 +109,28 @@ fn model_files_need_no_home_and_are_files_like_any_other() {
     }
     let readme = project().join("README.md");
     assert_eq!(home.fails(["model", "show", readme.to_str().unwrap()]).0, 6);
+}
+
+/// The process behind a detached mount outlives the one that started it, whatever it has to log.
+#[test]
+fn a_detached_mount_lives_on_and_logs_to_its_file() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    let mount = ["--log", "debug", "mount", "--detach", "v", at.to_str().unwrap()];
+    home.ok(mount);
+    for i in 0..20 {
+        std::fs::write(at.join(format!("{i}")), vec![i; 10_000]).unwrap();
+    }
+    assert!(std::fs::metadata(home.path().join("mount.log")).unwrap().len() > 0, "nothing was logged");
+    assert_eq!(std::fs::read(at.join("7")).unwrap(), vec![7; 10_000]);
+    let (code, line) = home.fails(mount);
+    assert_eq!(code, 4, "{line}");
+    home.ok(["umount", at.to_str().unwrap()]);
+    until("what was written is there", || {
+        home.json(["volume", "show", "v"])["volume"]["usage"]["files"] == 20
+    });
 }
