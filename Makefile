@@ -19,7 +19,7 @@ test: setup-test ## Everything that needs no server and no Python
 	cargo test --locked --workspace
 
 conformance: setup-conformance ## Real clients against real sockets and mounts
-	cargo test --locked --test conformance -- --ignored --test-threads 1
+	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 
 check: setup-test ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check
