@@ -329,8 +329,9 @@ impl Edge {
             self.warn_next(&mut links.next, step, culprit).await;
         }
         // Everybody waits for the same missing rank, so all time out together: the previous rank
-        // may be waiting itself and then says so.
-        if matches!(cause, Cause::PrevSilent) {
+        // may be waiting itself, or have blamed one that was, and then says so. It closes the
+        // connection when it has no more to say, so this waits no longer than needed.
+        if matches!(cause, Cause::PrevSilent | Cause::Told(_)) {
             let until = Instant::now() + self.grace;
             while let Ok(Ok(received)) = timeout_at(until, read_header(&mut links.prev)).await {
                 if received.header.kind != Kind::Abort || received.header.bucket == culprit {
