@@ -343,7 +343,7 @@ impl Actor<'_> {
         tracing::debug!(job = self.crew.job, worker = slot, pid = child.id(), "worker started");
         let kill = self.over.child_token();
         self.kills.insert((slot, launch), kill.clone());
-        let events = self.events.clone();
+        let (events, over) = (self.events.clone(), self.over.clone());
         self.tasks.spawn(async move {
             let status = tokio::select! {
                 status = child.wait() => status,
@@ -353,8 +353,11 @@ impl Actor<'_> {
                     child.wait().await
                 }
             };
-            // Nobody listens any more once the job is over.
-            let _ = events.try_send(Event::Exited { slot, launch, reason: describe_exit(status) });
+            // A death must not be lost to a full inbox; once the job is over nobody empties it.
+            let exited = Event::Exited { slot, launch, reason: describe_exit(status) };
+            if let Err(mpsc::error::TrySendError::Full(exited)) = events.try_send(exited) {
+                over.run_until_cancelled(events.send(exited)).await;
+            }
         });
     }
 }
