@@ -11,7 +11,7 @@ use crate::site::{Site, job};
 const RECORDS: usize = 1_000_000;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a measurement"]
+#[ignore = "a measurement: run it by name with --ignored --nocapture"]
 async fn landed_records_per_second() {
     let site = Site::start().await;
     site.topic("events", 2).await;

@@ -146,7 +146,7 @@ async fn a_device_that_is_not_there_is_refused() {
 
 /// Started as a process of its own by the test below.
 #[test]
-#[ignore = "runs in a child process"]
+#[ignore = "the child process that the test of a missing library starts by itself"]
 fn child_loads_the_runtime() {
     match Runtime::load() {
         Ok(runtime) => println!("child: loaded {}", runtime.library().display()),

@@ -159,7 +159,7 @@ fn bare_session() -> (f64, f64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "takes half a minute and wants an idle machine"]
+#[ignore = "takes half a minute and wants an idle machine: run it by name with --ignored --nocapture"]
 async fn measure() {
     if !have_runtime() {
         return;

@@ -268,7 +268,7 @@ async fn the_configuration_finds_the_broker_of_its_home() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "takes 40 s"]
+#[ignore = "takes 40 s: run it by name with --ignored"]
 async fn a_broker_that_goes_away_is_named_and_comes_back() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;

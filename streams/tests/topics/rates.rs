@@ -12,7 +12,7 @@ use super::{broker_with, kafka_of};
 const RECORDS: usize = 1_000_000;
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "a measurement"]
+#[ignore = "a measurement: run it by name with --ignored --nocapture"]
 async fn records_of_200_bytes_per_second() {
     for flush in [Flush::Os, Flush::Always] {
         let dir = TempDir::new().unwrap();
