@@ -16,8 +16,9 @@ use crate::fs::open_table::OpenTable;
 use crate::fs::types::{FIRST_INO, INO_MAX};
 use crate::gc::Collector;
 use crate::meta::codec::Decoder;
-use crate::meta::engine::{Durability, Engine};
+use crate::meta::engine::Durability;
 use crate::meta::keys;
+use crate::meta::metadata::Metadata;
 use crate::meta::sqlite::Sqlite;
 use crate::session::Session;
 
@@ -36,7 +37,7 @@ pub struct Datafs {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: Config,
-    pub(crate) meta: Box<dyn Engine>,
+    pub(crate) meta: Metadata,
     pub(crate) pool: ObjectPool,
     pub(crate) session: Session,
     pub(crate) sessions_dir: std::path::PathBuf,
@@ -61,11 +62,11 @@ impl Datafs {
         let sessions_dir = config.sessions_path(home);
         let meta_dir = meta_path.parent().unwrap_or(home);
         create_dir(meta_dir)?;
-        let meta: Box<dyn Engine> =
-            Box::new(Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?);
+        let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
+        let meta = Metadata::direct(Arc::new(engine));
         create_dir(&sessions_dir)?;
         create_dir(&config.store_path(home))?;
-        let session = Session::start(meta.as_ref(), &sessions_dir)?;
+        let session = Session::start(&meta, &sessions_dir)?;
         let pool = ObjectPool::open_local(&config.store_path(home), session.id())?;
         let shared = Arc::new(Shared {
             config: config.clone(),
@@ -120,7 +121,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.collector.stop();
-        self.session.end(self.meta.as_ref());
+        self.session.end(&self.meta);
     }
 }
 

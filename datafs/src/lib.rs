@@ -47,6 +47,8 @@ mod config;
 mod data;
 mod datafs;
 mod error;
+#[allow(dead_code)]
+mod failpoint;
 pub mod fs;
 mod gc;
 mod meta;

@@ -17,9 +17,10 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::meta::codec::Encoder;
-use crate::meta::engine::{Durability, Engine};
+use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
+use crate::meta::metadata::Metadata;
 
 /// Attempts at finding an id whose file nobody else holds.
 const ATTEMPTS: u32 = 16;
@@ -38,7 +39,7 @@ pub(crate) struct Session {
 
 impl Session {
     /// Registers this process. `directory` exists.
-    pub(crate) fn start(engine: &dyn Engine, directory: &Path) -> Result<Session> {
+    pub(crate) fn start(meta: &Metadata, directory: &Path) -> Result<Session> {
         for _ in 0..ATTEMPTS {
             let id = random_id()?;
             let path = file_of(directory, id);
@@ -50,7 +51,7 @@ impl Session {
             let Some(lock) = try_lock(file, &path)? else { continue };
             let (seconds, nanos) = Timestamp::now().parts();
             let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
-            engine.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))?;
+            meta.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))?;
             return Ok(Session {
                 id,
                 directory: directory.to_owned(),
@@ -78,11 +79,11 @@ impl Session {
     }
 
     /// Ends the session. An unclean one is left for another process to clean up.
-    pub(crate) fn end(&self, engine: &dyn Engine) {
+    pub(crate) fn end(&self, meta: &Metadata) {
         if self.unclean.load(Ordering::Acquire) {
             return;
         }
-        let gone = engine
+        let gone = meta
             .transact(Durability::Relaxed, |txn| txn.delete(&keys::session(self.id)))
             .and_then(|()| remove_file(&self.directory, self.id));
         if let Err(error) = gone {

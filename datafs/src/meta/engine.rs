@@ -1,7 +1,9 @@
 //! What a metadata engine is: an ordered map of bytes to bytes with serializable transactions.
 
 use std::fmt;
+use std::sync::Arc;
 
+use super::changes::{ChangeListener, Subscription};
 use crate::error::{Error, Result};
 
 /// A key and its value.
@@ -10,8 +12,8 @@ pub(crate) type Pair = (Vec<u8>, Vec<u8>);
 /// What a commit promises once it has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Durability {
-    /// It is visible everywhere and survives the death of every process; a power failure may take it
-    /// back, with everything committed after it.
+    /// It is visible in this process at once, and everywhere and safe from the death of every process
+    /// a few milliseconds later; a power failure may take it back, with everything committed after it.
     Relaxed,
     /// It survives a power failure, with everything committed before it.
     Durable,
@@ -33,6 +35,14 @@ pub(crate) trait ReadTxn {
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
 }
 
+/// Something outside of the metadata that a commit waits for, typically the bytes of an object.
+pub(crate) trait Prerequisite: fmt::Debug + Send + Sync {
+    /// Makes everything durable that was there when the transaction asked for it (more is fine). Runs
+    /// outside of transactions, on any thread, once for all transactions that are committed together;
+    /// again after an error, when the commit is tried again.
+    fn make_durable(&self) -> Result<()>;
+}
+
 /// Reads and writes of one transaction.
 pub(crate) trait WriteTxn: ReadTxn {
     /// Sets a key.
@@ -40,6 +50,12 @@ pub(crate) trait WriteTxn: ReadTxn {
 
     /// Removes a key; one that is not there is removed already.
     fn delete(&mut self, key: &[u8]) -> Result<()>;
+
+    /// Has `prerequisite` made durable before the commit that holds this transaction, so that what is
+    /// put here may point at it. The same one (by address) is made durable once per commit.
+    fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
+        prerequisite.make_durable()
+    }
 
     /// The transaction as a reader.
     fn as_read(&mut self) -> &mut dyn ReadTxn;
@@ -61,8 +77,16 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Makes every commit that any process has finished before the call durable.
     fn sync(&self) -> Result<()>;
+
+    /// From its return on, reads of this process see everything that any process was answered before
+    /// the call.
+    fn barrier(&self) -> Result<()>;
+
+    /// Calls `listener` soon after another process has committed something.
+    fn on_change(&self, listener: ChangeListener) -> Result<Subscription>;
 }
 
+#[cfg(test)]
 impl dyn Engine + '_ {
     /// [`Engine::read`] with a result.
     pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
@@ -89,6 +113,7 @@ impl dyn Engine + '_ {
     }
 }
 
+#[cfg(test)]
 fn no_run() -> Error {
     Error::corrupt("metadata engine", "it returned success without running the transaction")
 }

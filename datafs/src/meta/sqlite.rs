@@ -9,11 +9,13 @@
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, params};
 
+use super::changes::{ChangeListener, Changed, Subscription};
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
 use crate::error::{Error, Result};
@@ -28,6 +30,8 @@ const BUSY_SLICE: Duration = Duration::from_millis(2_000);
 const READ_WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Pages in the log before a commit copies them back: 16 MiB.
 const CHECKPOINT_PAGES: u32 = 4_096;
+/// How often a listener looks whether something was committed.
+const WATCH_INTERVAL: Duration = Duration::from_millis(5);
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -210,6 +214,31 @@ impl Engine for Sqlite {
             Err(Error::NoSpace { place }) => self.sync_log(place),
             other => other,
         }
+    }
+
+    /// A commit is visible to every process when it returns.
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn on_change(&self, mut listener: ChangeListener) -> Result<Subscription> {
+        let (subscription, stopped) = Subscription::new();
+        let watching = connect(&self.path, self.lock_wait)?;
+        let mut seen = None;
+        std::thread::Builder::new()
+            .name("datafs-changes".into())
+            .spawn(move || {
+                while !stopped.load(Ordering::Acquire) {
+                    let version =
+                        watching.query_row("PRAGMA data_version", [], |row| row.get::<_, i64>(0)).ok();
+                    if version != seen && seen.replace(version.unwrap_or_default()).is_some() {
+                        listener(&Changed::Anything);
+                    }
+                    std::thread::sleep(WATCH_INTERVAL);
+                }
+            })
+            .map_err(|e| Error::io("start the thread that watches", &self.path, e))?;
+        Ok(subscription)
     }
 }
 

@@ -1,0 +1,51 @@
+//! Places at which a test kills the process. `MILLRACE_FAILPOINT=name[:n]` aborts a debug build at the
+//! n-th time (the first one without `:n`) it comes to the place of that name; other builds never look.
+
+/// A place that may be the last one that this process comes to.
+#[inline]
+pub(crate) fn hit(name: &str) {
+    #[cfg(debug_assertions)]
+    enabled::hit(name);
+    #[cfg(not(debug_assertions))]
+    let _ = name;
+}
+
+#[cfg(debug_assertions)]
+mod enabled {
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    struct Wanted {
+        name: String,
+        left: AtomicU64,
+    }
+
+    static WANTED: OnceLock<Option<Wanted>> = OnceLock::new();
+
+    pub(super) fn hit(name: &str) {
+        let wanted = WANTED.get_or_init(|| parse(&std::env::var("MILLRACE_FAILPOINT").ok()?));
+        let Some(wanted) = wanted else { return };
+        if wanted.name == name && wanted.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // As abrupt as SIGKILL: no destructors, no exit handlers, nothing is flushed.
+            let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
+            std::process::abort();
+        }
+    }
+
+    fn parse(text: &str) -> Option<Wanted> {
+        let (name, count) = match text.rsplit_once(':') {
+            Some((name, count)) => (name, count.parse().ok()?),
+            None => (text, 1),
+        };
+        Some(Wanted { name: name.to_owned(), left: AtomicU64::new(count) })
+    }
+
+    #[cfg(test)]
+    #[test]
+    fn names_have_counts() {
+        let parsed = |text| parse(text).map(|w| (w.name, w.left.into_inner()));
+        assert_eq!(parsed("commit-before"), Some(("commit-before".into(), 1)));
+        assert_eq!(parsed("a:3"), Some(("a".into(), 3)));
+        assert_eq!(parsed("a:b"), None);
+    }
+}

@@ -1,0 +1,120 @@
+//! What the rest of the crate calls: transactions on the metadata, whatever engine is behind them.
+//!
+//! A [`Metadata`] belongs to one process and is shared by its threads. Bodies of transactions may run
+//! more than once and must not nest.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::changes::{ChangeListener, Subscription};
+use super::engine::{Durability, Engine, Prerequisite, ReadTxn, WriteTxn};
+use super::prerequisites::Prerequisites;
+use crate::error::{Error, Result};
+
+/// The metadata of an open datafs.
+pub(crate) struct Metadata {
+    engine: Arc<dyn Engine>,
+}
+
+impl fmt::Debug for Metadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metadata").field("engine", &self.engine).finish_non_exhaustive()
+    }
+}
+
+impl Metadata {
+    /// Metadata that hands each transaction to the engine as it is.
+    pub(crate) fn direct(engine: Arc<dyn Engine>) -> Metadata {
+        Metadata { engine }
+    }
+
+    /// Runs `body` in a read transaction: everything it reads is of one moment, and it sees whatever
+    /// this process was answered before. May run `body` again from the start.
+    pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        let mut result = None;
+        self.engine.read(&mut |txn| {
+            result = Some(body(txn)?);
+            Ok(())
+        })?;
+        result.ok_or_else(no_run)
+    }
+
+    /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
+    /// back. After a conflict `body` runs again from the start, so it must not keep effects of an
+    /// earlier run. Not to be nested.
+    pub(crate) fn transact<T>(
+        &self,
+        durability: Durability,
+        mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
+    ) -> Result<T> {
+        let mut result = None;
+        self.engine.write(durability, &mut |txn| {
+            let mut required = Requiring { txn, prerequisites: Prerequisites::default() };
+            result = Some(body(&mut required)?);
+            required.prerequisites.run()
+        })?;
+        result.ok_or_else(no_run)
+    }
+
+    /// Makes every commit that any process has finished before the call durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.engine.sync()
+    }
+
+    /// From its return on, reads of this process see everything that any process was answered before
+    /// the call.
+    pub(crate) fn barrier(&self) -> Result<()> {
+        self.engine.barrier()
+    }
+
+    /// Calls `listener` soon after another process has committed something, until the subscription is
+    /// dropped. It runs on a thread of its own and may read, but must not wait for writers.
+    pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
+        self.engine.on_change(listener)
+    }
+}
+
+fn no_run() -> Error {
+    Error::corrupt("metadata engine", "it returned success without running the transaction")
+}
+
+/// A transaction of an engine, with what its commit waits for.
+struct Requiring<'a> {
+    txn: &'a mut dyn WriteTxn,
+    prerequisites: Prerequisites,
+}
+
+impl ReadTxn for Requiring<'_> {
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.txn.get(key)
+    }
+
+    fn scan(
+        &mut self,
+        start: &[u8],
+        end: &[u8],
+        order: super::engine::Order,
+        limit: usize,
+    ) -> Result<Vec<super::engine::Pair>> {
+        self.txn.scan(start, end, order, limit)
+    }
+}
+
+impl WriteTxn for Requiring<'_> {
+    fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
+        self.txn.put(key, value)
+    }
+
+    fn delete(&mut self, key: &[u8]) -> Result<()> {
+        self.txn.delete(key)
+    }
+
+    fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
+        self.prerequisites.add(prerequisite);
+        Ok(())
+    }
+
+    fn as_read(&mut self) -> &mut dyn ReadTxn {
+        self
+    }
+}

@@ -1,0 +1,50 @@
+//! What a commit waits for: file data that must be durable before a record points at it.
+
+use std::sync::Arc;
+
+use super::engine::Prerequisite;
+use crate::error::Result;
+
+/// Prerequisites that are made durable at the same time.
+const PARALLEL_MAX: usize = 8;
+
+/// The prerequisites of a transaction or of a batch, each once.
+#[derive(Debug, Default)]
+pub(crate) struct Prerequisites(Vec<Arc<dyn Prerequisite>>);
+
+impl Prerequisites {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn add(&mut self, prerequisite: Arc<dyn Prerequisite>) {
+        // The newest are asked for again most often.
+        if !self.0.iter().rev().any(|known| Arc::ptr_eq(known, &prerequisite)) {
+            self.0.push(prerequisite);
+        }
+    }
+
+    pub(crate) fn append(&mut self, other: Prerequisites) {
+        other.0.into_iter().for_each(|prerequisite| self.add(prerequisite));
+    }
+
+    /// Makes all of them durable, several at a time. Safe to repeat after an error.
+    pub(crate) fn run(&self) -> Result<()> {
+        if let [all] = self.0.as_slice() {
+            return all.make_durable();
+        }
+        for some in self.0.chunks(PARALLEL_MAX) {
+            std::thread::scope(|scope| {
+                let (first, rest) = some.split_at(1);
+                let threads: Vec<_> =
+                    rest.iter().map(|prerequisite| scope.spawn(|| prerequisite.make_durable())).collect();
+                let own = first[0].make_durable();
+                threads.into_iter().fold(own, |result, thread| match thread.join() {
+                    Ok(other) => result.and(other),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+            })?;
+        }
+        Ok(())
+    }
+}
