@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A key and its value.
 pub(crate) type Pair = (Vec<u8>, Vec<u8>);
@@ -114,6 +114,6 @@ impl dyn Engine + '_ {
 }
 
 #[cfg(test)]
-fn no_run() -> Error {
-    Error::corrupt("metadata engine", "it returned success without running the transaction")
+fn no_run() -> crate::error::Error {
+    crate::error::Error::corrupt("metadata engine", "it returned success without running the transaction")
 }
