@@ -28,9 +28,13 @@ check: setup-test ## Format, lints, documentation, the CUDA build
 	cargo check --locked --features cuda
 
 bench: setup-test ## All benchmarks, each against a control in the same run
+	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
 	cargo bench --locked --bench pipeline -- $(ARGS)
 
-bench-%: setup-test ## One area: datafs, streams, feed, ingest, trainer, serving
+bench-datafs: setup-test ## Volumes and mounts against the local file system (ARGS="--help" says more)
+	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
+
+bench-%: setup-test ## One area: feed, ingest, trainer, serving
 	cargo bench --locked --bench pipeline -- $*
 
 install: setup-test ## Install the release binary

@@ -15,7 +15,8 @@ use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::file::properties::WriterProperties;
 
-use crate::figure::{Figure, Kind, in_turn};
+use crate::figure::{Figure, Kind};
+use crate::turns::in_turn;
 
 const FILES: i64 = 4;
 const ROWS_PER_FILE: i64 = 200_000;

@@ -12,7 +12,8 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::{Message, Offset, TopicPartitionList};
 use tokio_util::sync::CancellationToken;
 
-use crate::figure::{Figure, Kind, in_turn};
+use crate::figure::{Figure, Kind};
+use crate::turns::in_turn;
 
 const RECORDS: u64 = 1_000_000;
 const ROUNDS: usize = 3;

@@ -1,17 +1,19 @@
-//! `make bench`: figures of every area, each against a control in the same run.
+//! `make bench`: figures of every area, each against a control in the same run. Those of `datafs` are a
+//! target of that crate: `make bench-datafs`.
 //!
 //! Prints `<area>/<figure> <value> <unit> control=<value> ratio=<x>`. The ratio is ours to the
 //! control for rates and the control to ours for times: more is better and 1.00 is the control.
-//! Arguments choose areas (`datafs ingest feed trainer serving`; none means all);
+//! Arguments choose areas (`ingest feed trainer serving`; none means all);
 //! `--write FILE` replaces the generated table in that Markdown file.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, missing_docs)]
 
-mod datafs;
 mod feed;
+#[path = "../figure.rs"]
 mod figure;
 mod ingest;
 mod serving;
 mod trainer;
+mod turns;
 
 use figure::Figure;
 
@@ -26,15 +28,14 @@ fn main() {
         }
     }
     type Bench = fn() -> Vec<Figure>;
-    let all: [(&str, Bench); 5] = [
-        ("datafs", datafs::figures),
+    let all: [(&str, Bench); 4] = [
         ("ingest", ingest::figures),
         ("feed", feed::figures),
         ("trainer", trainer::figures),
         ("serving", serving::figures),
     ];
     if let Some(unknown) = areas.iter().find(|area| !all.iter().any(|(name, _)| name == area)) {
-        panic!("no area {unknown}: there are datafs, ingest, feed, trainer and serving");
+        panic!("no area {unknown}: there are ingest, feed, trainer and serving");
     }
     let mut figures = Vec::new();
     for (name, bench) in all {
@@ -46,6 +47,6 @@ fn main() {
         }
     }
     if let Some(file) = write {
-        figure::write(std::path::Path::new(&file), &figures);
+        figure::write(std::path::Path::new(&file), "make bench", &figures);
     }
 }

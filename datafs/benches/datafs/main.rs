@@ -1,0 +1,107 @@
+//! `make bench-datafs`: volumes and mounts against the local file system of the same disk, in one run.
+//!
+//! Every mount is served by a child process: who uses a mount must not be who serves it.
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, missing_docs)]
+
+#[path = "../../../benches/figure.rs"]
+mod figure;
+mod git;
+mod huge;
+mod large;
+mod names;
+mod place;
+mod served;
+mod small;
+mod snapshots;
+
+use std::path::Path;
+
+use figure::Figure;
+
+/// What was asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Asked {
+    names: Vec<String>,
+    /// Fewer and smaller rounds, to see that everything runs and roughly how fast.
+    pub(crate) quick: bool,
+}
+
+impl Asked {
+    /// Whether a figure is wanted: its name begins with one of those given, or none was given.
+    pub(crate) fn wants(&self, figure: &str) -> bool {
+        self.names.is_empty() || self.names.iter().any(|name| figure.starts_with(name.as_str()))
+    }
+
+    fn wants_any(&self, figures: &[(&str, &str)]) -> bool {
+        figures.iter().any(|(name, _)| self.wants(name))
+    }
+
+    /// The first where everything is measured, the second under `--quick`.
+    pub(crate) fn sized<T>(&self, full: T, quick: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// Figures that are measured together, each with what it is.
+struct Group {
+    figures: &'static [(&'static str, &'static str)],
+    run: fn(&Asked, &mut dyn FnMut(Figure)),
+}
+
+const GROUPS: &[Group] = &[
+    Group { figures: large::READS, run: large::reads },
+    Group { figures: large::WRITES, run: large::writes },
+    Group { figures: small::FIGURES, run: small::run },
+    Group { figures: names::FIGURES, run: names::run },
+    Group { figures: git::FIGURES, run: git::run },
+    Group { figures: snapshots::FIGURES, run: snapshots::run },
+    Group { figures: huge::FIGURES, run: huge::run },
+];
+
+fn main() {
+    let mut asked = Asked::default();
+    let mut write = None;
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            served::SERVE => return served::serve(arguments.collect()),
+            "--quick" => asked.quick = true,
+            "--write" => write = Some(arguments.next().expect("--write takes a file")),
+            "--help" | "-h" => return help(),
+            name if name.starts_with('-') => panic!("no option {name}: --help lists them"),
+            name => asked.names.push(name.trim_start_matches("datafs/").to_owned()),
+        }
+    }
+    for name in &asked.names {
+        let known = GROUPS.iter().flat_map(|group| group.figures).any(|(figure, _)| figure.starts_with(name));
+        assert!(known, "no figure begins with {name}: --help lists them");
+    }
+    let mut figures = Vec::new();
+    for group in GROUPS.iter().filter(|group| asked.wants_any(group.figures)) {
+        (group.run)(&asked, &mut |figure| {
+            if asked.wants(figure.name.trim_start_matches("datafs/")) {
+                println!("{figure}");
+                figures.push(figure);
+            }
+        });
+    }
+    if let Some(file) = write {
+        // Cargo runs this in the folder of the crate; paths are meant from that of the workspace.
+        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        figure::write(&workspace.join(file), "make bench-datafs", &figures);
+    }
+}
+
+fn help() {
+    println!(
+        "make bench-datafs ARGS=\"[--quick] [--write FILE] [NAME...]\"\n\n\
+         Prints `datafs/<figure> <value> <unit> control=<value> ratio=<x>`; more is better, 1.00 is the\n\
+         control, which runs in turn with ours on the same disk. A NAME chooses the figures that begin\n\
+         with it. --quick measures less. --write replaces the generated table of a Markdown file (from the\n\
+         root of the workspace). Dropping the kernel's caches needs root; without it cold figures are\n\
+         skipped.\n"
+    );
+    for (name, what) in GROUPS.iter().flat_map(|group| group.figures) {
+        println!("  {name:<24} {what}");
+    }
+}
