@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use millrace_datafs::mount::Open;
 use millrace_datafs::{Name, VolumeSpec};
 use millrace_streams::dataset::DatasetSpec;
 
@@ -221,6 +222,11 @@ pub(crate) struct MountArgs {
     /// Return once it is mounted; a background process serves it
     #[arg(long)]
     pub(crate) detach: bool,
+    /// auto: by the mean size of a snapshot's files; passthrough: large files of snapshots are handed to
+    /// the kernel; pages: everything goes through the kernel's pages, and a snapshot's files are opened
+    /// without a message
+    #[arg(long, value_name = "auto|passthrough|pages", default_value_t)]
+    pub(crate) open: Open,
 }
 
 /// `millrace produce`

@@ -23,8 +23,10 @@ mod convert;
 mod extended;
 mod fusermount;
 mod handles;
+mod opening;
 mod point;
 mod session;
+mod stateless;
 
 use std::path::Path;
 
@@ -33,6 +35,7 @@ use fuser::Errno;
 use crate::error::{Error, Result};
 use crate::view::View;
 
+pub use opening::{Open, Opening};
 pub use session::Mount;
 
 /// How to mount.
@@ -44,16 +47,14 @@ pub struct MountOptions {
     /// Threads that answer the kernel, 1 to 64. Default 2: one that waits for the disk does not stop
     /// the others, and more than the machine has cores slow look-ups down.
     pub threads: usize,
-    /// Hands large files of snapshots to the kernel, which then reads them at the local disk's own
-    /// speed and without checking the objects' checksums. Only where the kernel (6.9 or newer) and
-    /// the privilege of the process allow it. Default: on.
-    pub passthrough: bool,
+    /// How files are opened. Default: [`Open::Auto`].
+    pub open: Open,
 }
 
 impl Default for MountOptions {
     fn default() -> Self {
         let allow_other = nix::unistd::geteuid().is_root();
-        Self { allow_other, threads: 2, passthrough: true }
+        Self { allow_other, threads: 2, open: Open::Auto }
     }
 }
 

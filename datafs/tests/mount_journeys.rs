@@ -6,6 +6,7 @@
 mod contents;
 mod extended;
 mod lifecycle;
+mod opening;
 mod sharing;
 
 use std::fs;

@@ -21,16 +21,18 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     }
     let datafs = context.datafs()?;
     let (spec, path) = (args.spec.clone(), args.path.clone());
+    let options = MountOptions { open: args.open, ..MountOptions::default() };
     let mounted = context
         .blocking(move || {
             let view = datafs.view(&spec)?;
             if let Err(reason) = mount::can_mount() {
                 return Err(failure(Exit::Unavailable, format!("cannot mount {}: {reason}", path.display())));
             }
-            Ok(mount::mount(view, &path, MountOptions::default())?)
+            Ok(mount::mount(view, &path, options)?)
         })
         .await?;
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id())?;
+    context.out.note(&format!("{} {}", args.spec, mounted.opening()));
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
     let watch = tokio::spawn(async move {
@@ -64,6 +66,7 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
         command.arg("--config").arg(file);
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
+    command.arg("--open").arg(args.open.to_string());
     // A pipe would break when this process ends, and the other with it as soon as it has something to say.
     let log = context.home.root().join("mount.log");
     let file = File::options().append(true).create(true).open(&log);

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use millrace_datafs::mount::{self, MountOptions};
+use millrace_datafs::mount::{self, MountOptions, Open};
 use millrace_datafs::{Config, Datafs};
 
 /// The argument that makes this program a server of a mount.
@@ -63,7 +63,7 @@ pub(crate) fn serve(arguments: Vec<String>) {
     let mut mount_options = MountOptions::default();
     for option in options {
         match option.as_str() {
-            "daemon" => mount_options.passthrough = false,
+            "daemon" => mount_options.open = Open::Pages,
             other => panic!("no mount option {other}"),
         }
     }

@@ -56,6 +56,11 @@ impl Filesystem for Adapter {
             let granted = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
                 && config.set_max_stack_depth(2).is_ok();
             self.passthrough = granted;
+            self.handles.set_passthrough(granted);
+        }
+        if self.without_messages {
+            let wish = InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
+            self.without_messages = config.add_capabilities(wish).is_ok();
         }
         Ok(())
     }
@@ -208,6 +213,10 @@ impl Filesystem for Adapter {
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        if self.without_messages {
+            // Never asked again: the kernel opens, and keeps pages, by itself from now on.
+            return reply.error(Errno::ENOSYS);
+        }
         let node = self.node(ino);
         let executes = is_execution(flags.0);
         let flags = open_flags(flags.0);
@@ -278,7 +287,7 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        match self.read_bytes(fh.0, offset, size) {
+        match self.read_bytes(ino, fh.0, offset, size) {
             Ok(bytes) => reply.data(&bytes),
             Err(error) => reply.error(self.failed_on("read", self.node(ino), &error)),
         }
@@ -311,6 +320,9 @@ impl Filesystem for Adapter {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
+        if self.without_messages {
+            return reply.error(Errno::ENOSYS);
+        }
         let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
         self.empty("flush", self.node(ino), flushed, reply);
     }
@@ -335,6 +347,9 @@ impl Filesystem for Adapter {
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        if self.without_messages {
+            return reply.error(Errno::ENOSYS);
+        }
         let answer = if self.node(ino).is_live() {
             FopenFlags::empty()
         } else {

@@ -9,7 +9,8 @@ use fuser::{BackingId, Errno, Generation, INodeNo, ReplyDirectory, ReplyEmpty, R
 
 use super::convert::{Inodes, file_type};
 use super::errno;
-use super::handles::{Handle, Handles};
+use super::handles::{Handle, Handles, NO_HANDLE};
+use super::opening::Open;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, Node};
 use crate::metrics;
@@ -30,12 +31,15 @@ pub(super) struct Adapter {
     pub(super) handles: Arc<Handles>,
     pub(super) inodes: Inodes,
     pub(super) passthrough: bool,
+    /// The kernel opens and closes files and directories by itself; reads carry no handle.
+    pub(super) without_messages: bool,
 }
 
 impl Adapter {
-    pub(super) fn new(handles: Arc<Handles>, passthrough: bool) -> Adapter {
+    pub(super) fn new(handles: Arc<Handles>, way: Open) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
-        Adapter { handles, inodes, passthrough }
+        let without_messages = way == Open::Pages && handles.view.is_snapshot();
+        Adapter { handles, inodes, passthrough: way == Open::Passthrough, without_messages }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
@@ -116,7 +120,16 @@ impl Adapter {
         }
     }
 
-    pub(super) fn read_bytes(&self, number: u64, offset: u64, size: u32) -> Result<bytes::Bytes> {
+    pub(super) fn read_bytes(
+        &self,
+        ino: INodeNo,
+        number: u64,
+        offset: u64,
+        size: u32,
+    ) -> Result<bytes::Bytes> {
+        if number == NO_HANDLE {
+            return self.handles.stateless(self.node(ino))?.read_at(offset, size as usize);
+        }
         self.handles.get(number)?.file.read_at(offset, size as usize)
     }
 

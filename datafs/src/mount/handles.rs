@@ -2,14 +2,18 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fuser::BackingId;
 use parking_lot::{Mutex, RwLock};
 
+use super::stateless::Stateless;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, Node, OpenFile};
 use crate::view::View;
+
+/// What the kernel sends for "no handle".
+pub(super) const NO_HANDLE: u64 = 0;
 
 /// One open file of the mount.
 #[derive(Debug)]
@@ -33,6 +37,10 @@ pub(super) struct Handles {
     nodes: Mutex<HashMap<Node, OpenNode>>,
     /// What the kernel's page cache may hold of live files.
     cached: Mutex<HashMap<Node, Cached>>,
+    /// Files that are read without being opened here.
+    stateless: Stateless,
+    /// Whether the kernel takes files from us.
+    passthrough: AtomicBool,
 }
 
 /// A node with files open. The kernel serves all of a node's open files either from its page cache
@@ -71,11 +79,12 @@ impl Handles {
     pub(super) fn new(view: View) -> Handles {
         Handles {
             view,
-            // 0 is what the kernel sends for "no handle".
-            next: AtomicU64::new(1),
+            next: AtomicU64::new(NO_HANDLE + 1),
             open: RwLock::default(),
             nodes: Mutex::default(),
             cached: Mutex::default(),
+            stateless: Stateless::default(),
+            passthrough: AtomicBool::new(false),
         }
     }
 
@@ -149,6 +158,24 @@ impl Handles {
         self.open.write().clear();
         self.nodes.lock().clear();
         self.cached.lock().clear();
+        self.stateless.clear();
+    }
+
+    /// A file of a snapshot that the kernel reads without having opened it here.
+    pub(super) fn stateless(&self, node: Node) -> Result<Arc<OpenFile>> {
+        if node.is_live() {
+            return Err(Error::BadHandle("anything"));
+        }
+        self.stateless.get(&self.view, node)
+    }
+
+    pub(super) fn set_passthrough(&self, granted: bool) {
+        self.passthrough.store(granted, Ordering::Relaxed);
+    }
+
+    /// Whether the kernel takes files from us.
+    pub(super) fn has_passthrough(&self) -> bool {
+        self.passthrough.load(Ordering::Relaxed)
     }
 
     /// Whether the kernel may keep the pages it has of a file that is opened now.

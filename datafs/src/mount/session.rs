@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::MountOptions;
 use super::answer::Adapter;
 use super::handles::Handles;
+use super::opening::{self, Open, Opening};
 use super::point::{self, Attach};
 use crate::error::{Error, Result};
 use crate::view::View;
@@ -27,6 +28,7 @@ pub struct Mount {
     at: PathBuf,
     device: String,
     handles: Arc<Handles>,
+    opening: Opening,
     ended: Arc<Ended>,
     thread: Option<JoinHandle<io::Result<()>>>,
 }
@@ -73,11 +75,12 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         )));
     }
     let at = point::prepare(at)?;
+    let mut opening = opening::decide(&view, options.open)?;
     let source = view.spec().to_string();
     let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
     let device_fd = point::attach(&at, &attach)?;
     let handles = Arc::new(Handles::new(view));
-    let served = serve(device_fd, &handles, options, &at);
+    let served = serve(device_fd, &handles, options, opening.way, &at);
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
@@ -89,8 +92,11 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     };
     let device = point::find(&at)?.map(|entry| entry.device).unwrap_or_default();
     point::raise_read_ahead(&device);
-    tracing::info!(volume = %source, path = %at.display(), "mounted");
-    Ok(Mount { at, device, handles, ended, thread: Some(thread) })
+    if opening.way == Open::Passthrough && !handles.has_passthrough() {
+        opening = opening::without_passthrough(opening);
+    }
+    tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
+    Ok(Mount { at, device, handles, opening, ended, thread: Some(thread) })
 }
 
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
@@ -99,6 +105,7 @@ fn serve(
     device: std::os::fd::OwnedFd,
     handles: &Arc<Handles>,
     options: &MountOptions,
+    way: Open,
     at: &Path,
 ) -> io::Result<Served> {
     let mut config = fuser::Config::default();
@@ -106,7 +113,7 @@ fn serve(
     config.clone_fd = options.threads > 1;
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let adapter = Adapter::new(Arc::clone(handles), options.passthrough);
+    let adapter = Adapter::new(Arc::clone(handles), way);
     let session = Session::from_fd(adapter, device, acl, config)?;
     let ended = Arc::new(Ended::default());
     let at_end = SetAtEnd(Arc::clone(&ended));
@@ -126,6 +133,11 @@ impl Mount {
     /// Where the view is mounted, absolute.
     pub fn path(&self) -> &Path {
         &self.at
+    }
+
+    /// How it opens files, and why; for people to be told once.
+    pub fn opening(&self) -> &Opening {
+        &self.opening
     }
 
     /// Unmounts and waits until everything that was written is committed. While files are open the

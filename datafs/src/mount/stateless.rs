@@ -1,0 +1,50 @@
+//! Reads of files that the kernel has opened without telling: they name the inode and no handle.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::error::Result;
+use crate::fs::{Node, OpenFile, OpenFlags};
+use crate::view::View;
+
+/// Files whose place in the store is remembered: with one extent each, less than 2 MiB.
+const FILES_MAX: usize = 4_096;
+
+/// The files that were read last. They are of a snapshot, so what is known of them stays right.
+#[derive(Debug, Default)]
+pub(super) struct Stateless {
+    files: Mutex<Files>,
+}
+
+#[derive(Debug, Default)]
+struct Files {
+    by_node: HashMap<Node, Arc<OpenFile>>,
+    /// Oldest first. A file that is read again does not move: the kernel keeps pages, so that what is
+    /// read again soon is mostly the rest of a large file.
+    order: VecDeque<Node>,
+}
+
+impl Stateless {
+    pub(super) fn get(&self, view: &View, node: Node) -> Result<Arc<OpenFile>> {
+        if let Some(file) = self.files.lock().by_node.get(&node) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(view.open(node, OpenFlags::READ)?);
+        let mut files = self.files.lock();
+        if files.by_node.insert(node, Arc::clone(&file)).is_none() {
+            files.order.push_back(node);
+            if files.order.len() > FILES_MAX
+                && let Some(oldest) = files.order.pop_front()
+            {
+                files.by_node.remove(&oldest);
+            }
+        }
+        Ok(file)
+    }
+
+    pub(super) fn clear(&self) {
+        *self.files.lock() = Files::default();
+    }
+}
