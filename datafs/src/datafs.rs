@@ -10,13 +10,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::config::Config;
-use crate::data::{ObjectPool, ObjectWriter, StoredObject};
+use crate::data::{ObjectPool, ObjectWriter, Pack, Packs, StoredObject};
 use crate::error::{Error, Result};
 use crate::fs::open_table::OpenTable;
 use crate::fs::types::{FIRST_INO, INO_MAX};
 use crate::gc::Collector;
 use crate::meta::codec::Decoder;
-use crate::meta::engine::Durability;
+use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::sqlite::Sqlite;
@@ -39,6 +39,8 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) meta: Metadata,
     pub(crate) pool: ObjectPool,
+    /// Where the bytes of small files go.
+    pub(crate) packs: Packs,
     pub(crate) session: Session,
     pub(crate) sessions_dir: std::path::PathBuf,
     pub(crate) open: OpenTable,
@@ -71,6 +73,7 @@ impl Datafs {
         let shared = Arc::new(Shared {
             config: config.clone(),
             meta,
+            packs: Packs::new(pool.clone()),
             pool,
             session,
             sessions_dir,
@@ -121,7 +124,15 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.collector.stop();
+        // A pack that nothing points at goes with it, which must not outlive the session's row.
+        self.packs.close();
         self.session.end(&self.meta);
+    }
+}
+
+impl Prerequisite for Pack {
+    fn make_durable(&self) -> Result<()> {
+        Ok(self.sync()?)
     }
 }
 

@@ -20,8 +20,9 @@ use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, Pair};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
+use crate::meta::references::forget_version;
 use crate::meta::snapshot;
-use crate::meta::versioned::{VolumeRow, Writer, forget_version, record_of};
+use crate::meta::versioned::{VolumeRow, Writer, record_of};
 use crate::session::{self, DeadSession};
 
 /// Records that one transaction reads or removes.
@@ -303,12 +304,13 @@ impl Shared {
                 if txn.get(&keys::orphan(volume, ino))?.is_none() {
                     return Ok(true);
                 }
-                let mut writer = Writer::open(txn, volume, self.session.id())?;
-                let done = tree::remove_records(&mut writer, ino, BATCH)?;
-                if done {
-                    writer.txn().delete(&keys::orphan(volume, ino))?;
-                }
-                Ok(done)
+                Writer::run(txn, volume, self.session.id(), |writer| {
+                    let done = tree::remove_records(writer, ino, BATCH)?;
+                    if done {
+                        writer.txn().delete(&keys::orphan(volume, ino))?;
+                    }
+                    Ok(done)
+                })
             })
         };
         while !batch()? {}

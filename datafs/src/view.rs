@@ -241,7 +241,7 @@ impl View {
             return Err(Error::ReadOnly { what: format!("snapshot {}", self.spec) });
         }
         let session = self.shared.session.id();
-        self.shared.meta.transact(durability, |txn| body(&mut Writer::open(txn, self.volume, session)?))
+        self.shared.meta.transact(durability, |txn| Writer::run(txn, self.volume, session, &mut body))
     }
 
     /// The inode number of a node that may be changed.

@@ -97,7 +97,7 @@ impl Datafs {
             let mut root = Inode::new(FileKind::Directory, 0o755, uid, gid);
             root.nlink = 2;
             root.parent = ROOT_INO;
-            Writer::open(txn, id, session)?.put(&keys::attributes(ROOT_INO), &root.encode())?;
+            Writer::run(txn, id, session, |writer| writer.put(&keys::attributes(ROOT_INO), &root.encode()))?;
             info(txn.as_read(), id, &row)
         })
     }

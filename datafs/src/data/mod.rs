@@ -1,11 +1,12 @@
-//! File data as objects: an object is written once, front to back, and never changes.
+//! File data as objects: an object is written once, front to back, and what was written never changes.
 //!
 //! Invariants:
 //!  - [`ObjectWriter::finish`] returns only when the object is durable (file
 //!    and directory synced on a local store), so a pointer committed afterwards never dangles.
 //!  - Every read is verified against the checksums of the frames that it touches; what comes back
 //!    is what was written, or an error that names the object and the byte.
-//!  - An unfinished object is never readable: it has no name on the store before it is complete.
+//!  - An unfinished object is never readable: it has no name on the store before it is complete. Packs
+//!    of small files are the exception: they grow under their name, piece by piece.
 //!
 //! What it is not: it knows no files, no volumes and no references; who points at an object, and
 //! when nobody does any more, is metadata.
@@ -15,6 +16,8 @@ mod durable;
 mod error;
 mod extent;
 mod object;
+mod pack;
+mod pack_reader;
 mod pool;
 mod reader;
 mod runtime;
@@ -25,5 +28,6 @@ mod writer;
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use object::{ObjectId, StoredObject};
+pub(crate) use pack::{PIECE_BYTES_MAX, Pack, Packed, Packs};
 pub(crate) use pool::ObjectPool;
 pub(crate) use writer::ObjectWriter;

@@ -1,11 +1,13 @@
 //! The identity of an object and what its name on the store looks like.
 //!
 //! An id is 16 hex digits of the session (the process) that wrote it and 16 random ones, the first
-//! two of which are also its directory on the store. Its layout is the lowest bit of its id, so that
-//! no look-up is needed to know it:
+//! two of which are also its directory on the store. Its layout is in the two lowest bits of its id, so
+//! that no look-up is needed to know it:
 //!  - *framed* (up to 1 MiB): data, checksum table, footer in one object; one file to sync;
 //!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
-//!    handed the file; the table and footer are in a sidecar `NAME.sums`, written after the data.
+//!    handed the file; the table and footer are in a sidecar `NAME.sums`, written after the data;
+//!  - *pack*: the bytes of many small files, each behind a header with its checksums (see `pack.rs`).
+//!    The process that writes it appends to it in place.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,20 +24,26 @@ pub(crate) enum Layout {
     Framed,
     /// In a sidecar; the object is the data alone.
     Plain,
+    /// Before each of the pieces that it consists of.
+    Pack,
 }
 
-/// The name of an object: 64 bits of session, 63 random bits, one that tells the layout.
+/// The bits of an id that tell the layout.
+const LAYOUT_BITS: u64 = 3;
+
+/// The name of an object: 64 bits of session, 62 random bits, two that tell the layout.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ObjectId(u128);
 
 impl ObjectId {
-    /// The id of a new object of a session: random bits, the lowest replaced by the layout.
+    /// The id of a new object of a session: random bits, the two lowest replaced by the layout.
     pub(crate) fn new(session: u64, random: u64, layout: Layout) -> ObjectId {
-        let low = match layout {
-            Layout::Framed => random & !1,
-            Layout::Plain => random | 1,
+        let bits = match layout {
+            Layout::Framed => 0,
+            Layout::Plain => 1,
+            Layout::Pack => 2,
         };
-        ObjectId(u128::from(session) << 64 | u128::from(low))
+        ObjectId(u128::from(session) << 64 | u128::from(random & !LAYOUT_BITS | bits))
     }
 
     /// The session that wrote it.
@@ -55,7 +63,11 @@ impl ObjectId {
 
     /// Where this object keeps its checksums.
     pub(crate) fn layout(self) -> Layout {
-        if self.0 & 1 == 0 { Layout::Framed } else { Layout::Plain }
+        match self.0 as u64 & LAYOUT_BITS {
+            1 => Layout::Plain,
+            2 => Layout::Pack,
+            _ => Layout::Framed,
+        }
     }
 
     /// First byte of the random half: the directory it lives in, `0..=255`.
@@ -71,7 +83,7 @@ impl ObjectId {
     /// Name of what holds the checksums, relative to the store.
     pub(crate) fn sums_name(self) -> String {
         match self.layout() {
-            Layout::Framed => self.data_name(),
+            Layout::Framed | Layout::Pack => self.data_name(),
             Layout::Plain => self.data_name() + SUMS_SUFFIX,
         }
     }

@@ -21,6 +21,9 @@ use super::error::{ObjectError, Result};
 #[cfg(test)]
 use super::object::StoredObject;
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
+#[cfg(test)]
+use super::pack::Piece;
+use super::pack_reader::OpenPacks;
 use super::reader::OpenObjects;
 use super::runtime::IoRuntime;
 use super::writer::ObjectWriter;
@@ -39,6 +42,7 @@ struct Shared {
     root: PathBuf,
     runtime: Arc<IoRuntime>,
     open: OpenObjects,
+    packs: OpenPacks,
     /// What the names of this process's objects begin with.
     session: u64,
     /// The rest of their names.
@@ -76,6 +80,7 @@ impl ObjectPool {
                 random: Mutex::new(random),
                 store: Arc::new(store),
                 open: OpenObjects::new(root.clone()),
+                packs: OpenPacks::new(root.clone()),
                 root,
                 runtime: Arc::new(runtime),
                 named: Box::new([const { AtomicBool::new(false) }; 256]),
@@ -116,7 +121,22 @@ impl ObjectPool {
     /// Fills `buffer` with the bytes of an object from `offset` on, verified. Fails with
     /// [`ObjectError::Corrupt`] when the object has fewer bytes than that.
     pub(crate) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.shared.open.get(id)?.read_into(offset, buffer)
+        self.read_part(id, offset, offset, buffer)
+    }
+
+    /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object.
+    pub(crate) fn read_part(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        match id.layout() {
+            Layout::Pack => self.shared.packs.get(id)?.read_into(start, offset, buffer),
+            Layout::Framed | Layout::Plain => self.shared.open.get(id)?.read_into(offset, buffer),
+        }
+    }
+
+    #[cfg(test)]
+    /// The pieces of a pack, up to its end or to a torn tail: where the data of each is, and whose it
+    /// was.
+    pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {
+        self.shared.packs.get(id)?.pieces()
     }
 
     /// The file that holds the object's data and nothing else; `None` when the object is too small to
@@ -137,6 +157,7 @@ impl ObjectPool {
     /// this process reads on for a while; afterwards it sees [`ObjectError::Missing`].
     pub(crate) fn delete(&self, id: ObjectId) -> Result<()> {
         self.shared.open.forget(id);
+        self.shared.packs.forget(id);
         self.delete_name(id.data_path())?;
         if id.layout() == Layout::Plain {
             self.delete_name(id.sums_path())?;
@@ -240,8 +261,32 @@ impl ObjectPool {
 
     /// Makes what was just written under `name` survive a power failure, names included.
     pub(super) fn make_durable(&self, id: ObjectId, name: &str) -> Result<()> {
+        durable::sync_file(&self.shared.root.join(name))?;
+        self.make_name_durable(id)
+    }
+
+    /// A new file of the local store, open for reading and writing, and its path.
+    pub(super) fn create_local(&self, name: &str) -> Result<(PathBuf, File)> {
         let path = self.shared.root.join(name);
-        durable::sync_file(&path)?;
+        let create = || File::options().read(true).write(true).create_new(true).open(&path);
+        let file = match create() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let directory = path.parent().unwrap_or(&self.shared.root);
+                fs::create_dir_all(directory)
+                    .map_err(|e| ObjectError::io("create object directory", directory, e))?;
+                create()
+            }
+            other => other,
+        };
+        match file {
+            Ok(file) => Ok((path, file)),
+            Err(e) => Err(ObjectError::io("create the file of an object at", path, e)),
+        }
+    }
+
+    /// Makes the name of an object's file survive a power failure.
+    pub(super) fn make_name_durable(&self, id: ObjectId) -> Result<()> {
+        let path = self.shared.root.join(id.data_name());
         durable::sync_directory(path.parent().unwrap_or(&self.shared.root))?;
         let named = &self.shared.named[usize::from(id.fan_out())];
         if !named.load(Ordering::Acquire) {

@@ -49,7 +49,8 @@ impl OpenObject {
         let file = open_file(&path, id)?;
         let file_bytes = size_of_file(&file, &path)?;
         let (sums, stored_bytes) = match id.layout() {
-            Layout::Framed => {
+            // A pack is read piece by piece, by another reader.
+            Layout::Framed | Layout::Pack => {
                 let sums = read_sums(&file, &path, file_bytes, id)?;
                 let data_bytes = file_bytes.saturating_sub(sums.trailer_bytes());
                 (sums, data_bytes)

@@ -82,7 +82,7 @@ impl Layout {
             let Some(part) = slice(extent, offset, end) else { break };
             let at = (part.file_offset - offset) as usize;
             let into = &mut buffer[at..at + part.len as usize];
-            pool.read_into(part.object, part.object_offset, into)?;
+            pool.read_part(part.object, extent.object_offset, part.object_offset, into)?;
         }
         Ok(())
     }
@@ -148,15 +148,102 @@ fn cut_extents(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Resul
 
 /// Puts an extent over what the file has there. The caller sets the size.
 pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, extent: &Extent) -> Result<()> {
-    cut_extents(writer, ino, extent.file_offset, extent.end())?;
-    writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
-    if extent.file_offset == 0 {
+    write_extents(writer, ino, std::slice::from_ref(extent))
+}
+
+/// Puts extents (disjoint, sorted by offset) over what the file has there. The caller sets the size.
+/// Reads what they overlap in pages, whatever their number.
+pub(crate) fn write_extents(writer: &mut Writer<'_>, ino: u64, extents: &[Extent]) -> Result<()> {
+    let [first, ..] = extents else { return Ok(()) };
+    let mut later = extents;
+    for old in overlapped(writer, ino, extents)? {
+        while later.first().is_some_and(|new| new.end() <= old.file_offset) {
+            later = &later[1..];
+        }
+        // What stays of it: the gaps that the new ones leave.
+        let mut from = old.file_offset;
+        let mut replaced = false;
+        for new in later.iter().take_while(|new| new.file_offset < old.end()) {
+            replaced |= new.file_offset == old.file_offset;
+            if let Some(part) = slice(&old, from, new.file_offset) {
+                writer.put(&keys::extent(ino, part.file_offset), &encode_extent(&part))?;
+                replaced |= part.file_offset == old.file_offset;
+            }
+            from = new.end();
+        }
+        if let Some(part) = slice(&old, from, old.end()) {
+            writer.put(&keys::extent(ino, part.file_offset), &encode_extent(&part))?;
+        }
+        if !replaced {
+            writer.delete(&keys::extent(ino, old.file_offset))?;
+        }
+    }
+    for extent in extents {
+        writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
+    }
+    if first.file_offset == 0 {
         let head = writer.get(&keys::head(ino))?;
-        if head.is_some_and(|head| head.len() as u64 <= extent.end()) {
+        if head.is_some_and(|head| head.len() as u64 <= first.end()) {
             writer.delete(&keys::head(ino))?;
         }
     }
     Ok(())
+}
+
+/// The extents that a file has where new ones (disjoint, sorted) are going to be.
+fn overlapped(records: &mut dyn Records, ino: u64, new: &[Extent]) -> Result<Vec<Extent>> {
+    let Some(last) = new.last() else { return Ok(Vec::new()) };
+    let mut found: Vec<Extent> = Vec::new();
+    let mut page = std::collections::VecDeque::new();
+    // Every extent that begins before this offset was seen.
+    let mut known = 0;
+    for new in new {
+        if found.last().is_some_and(|old| old.end() >= new.end()) {
+            continue;
+        }
+        loop {
+            while let Some(old) = page.front().copied() {
+                let old: Extent = old;
+                if old.file_offset >= new.end() {
+                    break;
+                }
+                page.pop_front();
+                if old.end() > new.file_offset {
+                    found.push(old);
+                }
+            }
+            if !page.is_empty() || known >= new.end() {
+                break;
+            }
+            if known <= new.file_offset {
+                // Nothing is known about this place: the extent that reaches into it, then those in it.
+                let at = keys::extent(ino, new.file_offset);
+                let before = records.scan(&keys::extents(ino), &at, Order::Descending, 1)?;
+                for (record, value) in before {
+                    let old = parse(&record, &value)?;
+                    let seen = found.last().is_some_and(|last| last.file_offset >= old.file_offset);
+                    if old.end() > new.file_offset && !seen {
+                        found.push(old);
+                    }
+                }
+                known = new.file_offset;
+            }
+            let next = records.scan(
+                &keys::extent(ino, known),
+                &keys::extent(ino, last.end()),
+                Order::Ascending,
+                PAGE,
+            )?;
+            for (record, value) in &next {
+                page.push_back(parse(record, value)?);
+            }
+            known = match page.back() {
+                Some(last) if next.len() >= PAGE => last.file_offset + 1,
+                _ => u64::MAX,
+            };
+        }
+    }
+    Ok(found)
 }
 
 /// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`]. The caller sets

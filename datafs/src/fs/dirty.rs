@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
-use crate::data::{Extent, ObjectPool};
+use crate::data::{Extent, ObjectPool, PIECE_BYTES_MAX};
 use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 
@@ -134,6 +134,11 @@ impl Dirty {
         self.sealed.is_empty() && self.end() <= INLINE_BYTES_MAX as u64
     }
 
+    /// Whether all of it is in memory and so little that it shares an object with other files.
+    pub(crate) fn fits_pack(&self) -> bool {
+        self.sealed.is_empty() && self.bytes <= PIECE_BYTES_MAX
+    }
+
     /// Moves what is in memory to a new object, durably. On error nothing has changed. Returns how
     /// many bytes of memory came free.
     pub(crate) fn seal(&mut self, shared: &Arc<Shared>) -> Result<usize> {
@@ -166,8 +171,8 @@ impl Dirty {
     }
 
     /// What is in objects, by file offset.
-    pub(crate) fn sealed(&self) -> impl Iterator<Item = &Extent> {
-        self.sealed.values()
+    pub(crate) fn sealed(&self) -> Vec<Extent> {
+        self.sealed.values().copied().collect()
     }
 
     /// Everything is committed: objects that the commit points at are no longer ours, those that were

@@ -12,10 +12,11 @@ use super::open_table::{OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
-use crate::data::ObjectError;
+use crate::data::{Extent, ObjectError, Packed};
 use crate::error::{Error, Result};
-use crate::meta::engine::Durability;
+use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::inode::Timestamp;
+use crate::meta::references::References;
 use crate::view::View;
 
 /// Reads that start over because an object was replaced and collected under them.
@@ -315,30 +316,18 @@ pub(super) fn flush_inode(
     durability: Durability,
 ) -> Result<bool> {
     let Some(unflushed) = open.unflushed().filter(|_| !dirty.is_empty()) else { return Ok(false) };
-    if !dirty.fits_inline() {
-        seal(view, dirty)?;
-    }
-    let ino = open.ino;
-    let committed = view.write(durability, |writer| {
-        let mut inode = tree::inode(writer, ino).map_err(|error| match error {
-            Error::NotFound { what } => Error::Stale { what },
-            other => other,
-        })?;
-        for extent in dirty.sealed() {
-            content::write_extent(writer, ino, extent)?;
+    let committed = loop {
+        let placed = place(view, open, dirty)?;
+        match commit(view, open.ino, dirty, &placed, unflushed, durability) {
+            Ok(true) => break Ok(()),
+            Ok(false) => {
+                if let Placed::Packed(packed) = &placed {
+                    view.shared.packs.give_up(&packed.pack);
+                }
+            }
+            Err(error) => break Err(error),
         }
-        for (offset, run) in dirty.runs() {
-            content::write_head(writer, ino, offset, run)?;
-        }
-        if unflushed.drop_privileges {
-            inode.mode = without_privileges(inode.mode);
-        }
-        drop_capabilities(writer, ino, &inode)?;
-        inode.size = inode.size.max(dirty.end());
-        inode.mtime = unflushed.mtime;
-        inode.ctime = Timestamp::now();
-        tree::put_inode(writer, ino, &inode)
-    });
+    };
     match committed {
         Ok(()) => {
             let freed = dirty.committed();
@@ -353,6 +342,75 @@ pub(super) fn flush_inode(
             Err(error)
         }
     }
+}
+
+/// Where the bytes are that a commit is going to point at.
+enum Placed {
+    /// Nowhere: they go into the metadata.
+    Inline,
+    /// In a pack.
+    Packed(Packed),
+    /// In objects of this file alone.
+    Sealed(Vec<Extent>),
+}
+
+fn place(view: &View, open: &OpenInode, dirty: &mut Dirty) -> Result<Placed> {
+    if dirty.fits_inline() {
+        return Ok(Placed::Inline);
+    }
+    if dirty.fits_pack() {
+        return Ok(Placed::Packed(view.shared.packs.append(open.volume, open.ino, dirty.runs())?));
+    }
+    seal(view, dirty)?;
+    Ok(Placed::Sealed(dirty.sealed()))
+}
+
+/// Returns false when it has to be tried again with another pack.
+fn commit(
+    view: &View,
+    ino: u64,
+    dirty: &Dirty,
+    placed: &Placed,
+    unflushed: Unflushed,
+    durability: Durability,
+) -> Result<bool> {
+    let result = view.write(durability, |writer| {
+        let mut inode = tree::inode(writer, ino).map_err(|error| match error {
+            Error::NotFound { what } => Error::Stale { what },
+            other => other,
+        })?;
+        match placed {
+            Placed::Inline => {
+                for (offset, run) in dirty.runs() {
+                    content::write_head(writer, ino, offset, run)?;
+                }
+            }
+            Placed::Packed(packed) => {
+                // Whoever found that nothing points at the pack any more may be deleting it.
+                let pack = &packed.pack;
+                if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
+                    return Ok(false);
+                }
+                writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
+                content::write_extents(writer, ino, &packed.extents)?;
+            }
+            Placed::Sealed(extents) => content::write_extents(writer, ino, extents)?,
+        }
+        if unflushed.drop_privileges {
+            inode.mode = without_privileges(inode.mode);
+        }
+        drop_capabilities(writer, ino, &inode)?;
+        inode.size = inode.size.max(dirty.end());
+        inode.mtime = unflushed.mtime;
+        inode.ctime = Timestamp::now();
+        tree::put_inode(writer, ino, &inode)?;
+        Ok(true)
+    });
+    if result.is_err() && matches!(placed, Placed::Packed(_)) {
+        // A pack that was begun for this may stay behind.
+        view.shared.session.leave_unclean();
+    }
+    result
 }
 
 /// Forgets what is unflushed of an inode, whose dirty state the caller has locked.

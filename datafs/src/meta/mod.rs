@@ -16,6 +16,7 @@ pub(crate) mod inode;
 pub(crate) mod keys;
 pub(crate) mod metadata;
 mod prerequisites;
+pub(crate) mod references;
 pub(crate) mod snapshot;
 pub(crate) mod sqlite;
 pub(crate) mod versioned;

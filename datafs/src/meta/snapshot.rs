@@ -8,7 +8,8 @@ use super::codec::{Decoder, Encoder};
 use super::engine::{Order, ReadTxn, WriteTxn};
 use super::inode::Timestamp;
 use super::keys;
-use super::versioned::{VolumeRow, forget_version};
+use super::references::forget_version;
+use super::versioned::VolumeRow;
 use crate::error::{Error, Result};
 use crate::fs::types::SNAPSHOT_MAX;
 

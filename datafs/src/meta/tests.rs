@@ -172,8 +172,10 @@ proptest! {
         let engine = engine(&dir);
         let write = |body: &mut dyn FnMut(&mut Writer<'_>)| {
             engine.transact(Durability::Relaxed, |txn| {
-                body(&mut Writer::open(txn, VOLUME, 1)?);
-                Ok(())
+                Writer::run(txn, VOLUME, 1, |writer| {
+                    body(writer);
+                    Ok(())
+                })
             }).unwrap();
         };
         let row = VolumeRow {

@@ -7,15 +7,15 @@
 //! version in history whose last snapshot is not older, else the live one, and sees it if it was
 //! written at or before the snapshot.
 //!
-//! The references of objects are counted here, because this is the one place where extents come,
-//! move and go.
+//! The references of objects are counted along, because this is the one place where extents come,
+//! move and go (see `references.rs`).
 
 use super::codec::{Decoder, Encoder};
 use super::engine::{Order, Pair, ReadTxn, WriteTxn};
-use super::inode::{Timestamp, decode_extent};
+use super::inode::Timestamp;
 use super::keys;
+use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
-use crate::data::ObjectId;
 use crate::error::{Error, Result};
 
 /// Pairs that a scan takes from the engine at a time.
@@ -140,15 +140,24 @@ pub(crate) struct Writer<'t> {
     volume: u64,
     row: VolumeRow,
     session: u64,
-    session_checked: bool,
+    references: ReferenceChanges,
 }
 
 impl<'t> Writer<'t> {
-    /// `session` is the caller's: the new objects that it points at are its own, and it must not have
-    /// been taken for dead.
-    pub(crate) fn open(txn: &'t mut dyn WriteTxn, volume: u64, session: u64) -> Result<Writer<'t>> {
+    /// Runs `body` with the live tree of a volume. `session` is the caller's: the new objects that it
+    /// points at are its own, and it must not have been taken for dead.
+    pub(crate) fn run<T>(
+        txn: &mut dyn WriteTxn,
+        volume: u64,
+        session: u64,
+        body: impl FnOnce(&mut Writer<'_>) -> Result<T>,
+    ) -> Result<T> {
         let row = VolumeRow::get(txn.as_read(), volume)?;
-        Ok(Writer { txn, volume, row, session, session_checked: false })
+        let mut writer = Writer { txn, volume, row, session, references: ReferenceChanges::default() };
+        let result = body(&mut writer)?;
+        let Writer { txn, mut references, .. } = writer;
+        references.apply(txn, |txn| check_session(txn, session))?;
+        Ok(result)
     }
 
     /// The volume's number.
@@ -169,9 +178,8 @@ impl<'t> Writer<'t> {
     /// Sets a record.
     pub(crate) fn put(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
         let key = keys::live(self.volume, record);
-        // The new reference first, so that an object that is merely cut never counts zero.
         if keys::is_extent(record) {
-            self.reference(object_of(value)?)?;
+            self.references.add(value)?;
         }
         if let Some(old) = self.txn.get(&key)? {
             self.displace(record, old)?;
@@ -200,28 +208,10 @@ impl<'t> Writer<'t> {
             self.txn.put(&keys::history_version(self.volume, record, last), &version)?;
             return self.txn.put(&keys::dead(self.volume, last, since, record), &[]);
         }
-        forget_version(self.txn, record, &version)
-    }
-
-    fn reference(&mut self, object: ObjectId) -> Result<()> {
-        let key = keys::references(object);
-        let count = match self.txn.get(&key)? {
-            Some(count) => read_count(&count)?,
-            None => {
-                if !self.session_checked {
-                    check_session(self.txn.as_read(), self.session)?;
-                    self.session_checked = true;
-                }
-                // It may have lost its last reference earlier in this transaction.
-                self.txn.delete(&keys::garbage(object))?;
-                0
-            }
-        };
-        let count = count.checked_add(1).ok_or(Error::TooLarge {
-            what: "number of extents that share an object",
-            max: u64::from(u32::MAX),
-        })?;
-        self.txn.put(&key, &count.to_be_bytes())
+        if keys::is_extent(record) {
+            self.references.remove(version.get(8..).unwrap_or_default())?;
+        }
+        Ok(())
     }
 }
 
@@ -242,41 +232,6 @@ fn check_session(txn: &mut dyn ReadTxn, session: u64) -> Result<()> {
         Some(_) => Ok(()),
         None => Err(Error::Stale { what: "this process's registration in the metadata".into() }),
     }
-}
-
-/// Drops a version that nothing holds any more; an extent gives up its object.
-pub(crate) fn forget_version(txn: &mut dyn WriteTxn, record: &[u8], version: &[u8]) -> Result<()> {
-    if !keys::is_extent(record) {
-        return Ok(());
-    }
-    let value = version.get(8..).unwrap_or_default();
-    let object = object_of(value)?;
-    let key = keys::references(object);
-    let Some(count) = txn.get(&key)? else {
-        return Err(Error::corrupt(
-            format!("object {object}"),
-            "an extent points at it, but it has no references",
-        ));
-    };
-    match read_count(&count)?.checked_sub(1) {
-        Some(0) | None => {
-            txn.delete(&key)?;
-            let (seconds, nanos) = Timestamp::now().parts();
-            txn.put(&keys::garbage(object), &Encoder::default().i64(seconds).u32(nanos).finish())
-        }
-        Some(count) => txn.put(&key, &count.to_be_bytes()),
-    }
-}
-
-fn object_of(value: &[u8]) -> Result<ObjectId> {
-    Ok(decode_extent(0, value)?.object)
-}
-
-fn read_count(value: &[u8]) -> Result<u32> {
-    let mut from = Decoder::new("reference count", value);
-    let count = from.u32()?;
-    from.finish()?;
-    Ok(count)
 }
 
 fn split(mut version: Vec<u8>) -> Result<(u64, Vec<u8>)> {
