@@ -15,9 +15,9 @@ use parking_lot::{Condvar, Mutex};
 use crate::data::ObjectId;
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
-use crate::fs::tree;
+use crate::fs::{lock, tree};
 use crate::meta::codec::Decoder;
-use crate::meta::engine::{Durability, Order, Pair};
+use crate::meta::engine::{Durability, Order, Pair, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::references::forget_version;
@@ -196,7 +196,20 @@ impl Shared {
             txn.put(&keys::session_in_cleanup(id), &[])?;
             txn.delete(&keys::session(id))
         })?;
+        self.clean_up_locks(id)?;
         self.clean_up_objects(id, report)
+    }
+
+    /// Locks of a session that is gone hold nobody up, but their records take space.
+    fn clean_up_locks(&self, id: u64) -> Result<()> {
+        let mut last: Option<Vec<u8>> = None;
+        loop {
+            let page = |txn: &mut dyn WriteTxn| lock::forget_session(txn, id, last.as_deref(), BATCH);
+            last = self.meta.transact(Durability::Relaxed, page)?;
+            if last.is_none() {
+                return Ok(());
+            }
+        }
     }
 
     fn clean_up_objects(&self, id: u64, report: &mut GcReport) -> Result<()> {
@@ -250,6 +263,7 @@ impl Shared {
             (keys::history(id, &[]), true),
             (keys::dead_lists(id), false),
             (keys::orphans(id), false),
+            (keys::locks(id), false),
             (keys::snapshot_names(id), false),
             (keys::snapshots(id), false),
             (keys::next_ino(id), false),

@@ -65,8 +65,9 @@ pub use config::Config;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
-    Allocate, Attr, FileKind, Node, NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr,
-    StatFs, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
+    Allocate, Attr, Blocker, FileKind, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node,
+    NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX,
+    XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
 };
 pub use gc::GcReport;
 pub use name::{Name, VolumeSpec};

@@ -10,12 +10,13 @@
 //! attributes and pages of snapshots for as long as it likes, of the live tree none that another
 //! process may have outdated. `close` makes changes visible, `fsync` makes them durable.
 //!
-//! Locks (`flock`, `fcntl`) are the kernel's own: they hold among all processes that use one mount, and
-//! end with their holder. Whoever writes through a mount without the privilege to keep them loses the
+//! Locks (`flock`, `fcntl`) hold between all mounts of a volume and end with their holder. Taking one
+//! makes the kernel forget what others have changed since, giving one up commits what was written: whoever
+//! locks sees what the last holder wrote. In a mount of a snapshot locks are the kernel's own. Whoever writes through a mount without the privilege to keep them loses the
 //! set-user-ID and set-group-ID bits of the file.
 //!
-//! Not here: what the file system *means* (that is the view), access control lists (EOPNOTSUPP), locks
-//! across mounts, `O_TMPFILE`.
+//! Not here: what the file system *means* (that is the view), access control lists (EOPNOTSUPP),
+//! `O_TMPFILE`.
 
 mod adapter;
 mod answer;
@@ -23,6 +24,8 @@ mod convert;
 mod extended;
 mod fusermount;
 mod handles;
+mod lock_request;
+mod locks;
 mod opening;
 mod point;
 mod session;

@@ -6,6 +6,7 @@
 mod contents;
 mod extended;
 mod lifecycle;
+mod locking;
 mod opening;
 mod sharing;
 

@@ -18,6 +18,7 @@ mod directory;
 mod dirty;
 mod file;
 mod link;
+pub(crate) mod lock;
 mod namespace;
 pub(crate) mod open_table;
 pub(crate) mod path;
@@ -28,6 +29,7 @@ pub(crate) mod xattr;
 
 pub use allocate::Allocate;
 pub use file::OpenFile;
+pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 

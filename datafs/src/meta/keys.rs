@@ -142,6 +142,21 @@ pub(crate) fn all_orphans() -> Vec<u8> {
     table(b'o', &[])
 }
 
+/// The locks on a node, by its 64-bit form.
+pub(crate) fn lock(volume: u64, node: u64) -> Vec<u8> {
+    table(b'l', &[&volume.to_be_bytes(), &node.to_be_bytes()])
+}
+
+/// All locks of a volume.
+pub(crate) fn locks(volume: u64) -> Vec<u8> {
+    table(b'l', &[&volume.to_be_bytes()])
+}
+
+/// All locks.
+pub(crate) fn all_locks() -> Vec<u8> {
+    table(b'l', &[])
+}
+
 /// How many extents point at an object.
 pub(crate) fn references(object: ObjectId) -> Vec<u8> {
     table(b'j', &[&object.to_bytes()])

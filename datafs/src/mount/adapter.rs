@@ -10,7 +10,7 @@ use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo,
     InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier,
     RenameFlags, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
-    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
+    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
@@ -18,8 +18,10 @@ use super::answer::Adapter;
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
 use super::handles::{Handle, Version};
+use super::lock_request::is_flock;
+use super::locks::Wish;
 use crate::error::Error;
-use crate::fs::{Owner, SetAttr};
+use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
 
 /// Largest write of the kernel at once.
@@ -28,6 +30,13 @@ const WRITE_BYTES_MAX: u32 = 1024 * 1024;
 const BACKGROUND_MAX: u16 = 64;
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
+}
+
+/// The lock that a request is about.
+fn wanted(request: &Request, owner: LockOwner, (start, end): (u64, u64), kind: i32, pid: u32) -> FileLock {
+    let family = if is_flock(request, owner.0) { LockFamily::Flock } else { LockFamily::Fcntl };
+    let owner = crate::fs::LockOwner { family, id: owner.0 };
+    FileLock { owner, exclusive: kind == libc::F_WRLCK, start, end: end.min(LOCK_END_MAX), pid }
 }
 
 impl Filesystem for Adapter {
@@ -45,6 +54,10 @@ impl Filesystem for Adapter {
             // Else the kernel asks for an attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
         ] {
+            let _ = config.add_capabilities(wish);
+        }
+        if !self.handles.view.is_snapshot() {
+            let wish = InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS;
             let _ = config.add_capabilities(wish);
         }
         if self.handles.view.is_snapshot() {
@@ -231,8 +244,8 @@ impl Filesystem for Adapter {
         };
         let mut answer = FopenFlags::empty();
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, self.handles.may_keep_pages(&attr));
-        // A file that is only read has nothing to tell when it is closed.
-        answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write);
+        // A file that is only read has nothing to tell when it is closed, but for locks to be given up.
+        answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write && !self.locks.has(node));
         let version = Version::from(&attr);
         let handle = Handle { file, node, writes: flags.write, executes, version };
         let (number, backing) = self
@@ -317,26 +330,28 @@ impl Filesystem for Adapter {
         _request: &Request,
         ino: INodeNo,
         fh: FileHandle,
-        _lock_owner: LockOwner,
+        lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
         if self.without_messages {
             return reply.error(Errno::ENOSYS);
         }
         let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
+        self.locks.flushed(&self.handles, self.node(ino), fh.0, lock_owner.0);
         self.empty("flush", self.node(ino), flushed, reply);
     }
 
     fn release(
         &self,
         _request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         _flags: OpenFlags,
-        _lock_owner: Option<LockOwner>,
+        lock_owner: Option<LockOwner>,
         _flush: bool,
         reply: ReplyEmpty,
     ) {
+        self.locks.released(&self.handles, self.node(ino), fh.0, lock_owner.map(|owner| owner.0));
         self.handles.release(fh.0);
         reply.ok();
     }
@@ -485,6 +500,47 @@ impl Filesystem for Adapter {
         reply: ReplyWrite,
     ) {
         self.copy_range(request, (fh_in.0, offset_in), (fh_out.0, offset_out), len, reply);
+    }
+
+    fn getlk(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        lock_owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        pid: u32,
+        reply: ReplyLock,
+    ) {
+        let lock = wanted(request, lock_owner, (start, end), typ, pid);
+        self.locks.get(&self.handles, self.node(ino), lock, reply);
+    }
+
+    fn setlk(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        lock_owner: LockOwner,
+        start: u64,
+        end: u64,
+        typ: i32,
+        pid: u32,
+        sleep: bool,
+        reply: ReplyEmpty,
+    ) {
+        let wish = Wish {
+            node: self.node(ino),
+            ino,
+            handle: fh.0,
+            lock: wanted(request, lock_owner, (start, end), typ, pid),
+            gives_up: typ == libc::F_UNLCK,
+            waits: sleep,
+            pid: request.pid(),
+        };
+        self.locks.set(&self.handles, wish, reply);
     }
 
     // Not offered, and no news: programs ask each file whether it is a terminal.

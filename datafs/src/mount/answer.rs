@@ -10,6 +10,7 @@ use fuser::{BackingId, Errno, Generation, INodeNo, ReplyDirectory, ReplyEmpty, R
 use super::convert::{Inodes, file_type};
 use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
+use super::locks::Locks;
 use super::opening::Open;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, Node};
@@ -29,6 +30,7 @@ const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 #[derive(Debug)]
 pub(super) struct Adapter {
     pub(super) handles: Arc<Handles>,
+    pub(super) locks: Arc<Locks>,
     pub(super) inodes: Inodes,
     pub(super) passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
@@ -36,10 +38,10 @@ pub(super) struct Adapter {
 }
 
 impl Adapter {
-    pub(super) fn new(handles: Arc<Handles>, way: Open) -> Adapter {
+    pub(super) fn new(handles: Arc<Handles>, locks: Arc<Locks>, way: Open) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
-        Adapter { handles, inodes, passthrough: way == Open::Passthrough, without_messages }
+        Adapter { handles, locks, inodes, passthrough: way == Open::Passthrough, without_messages }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {

@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::MountOptions;
 use super::answer::Adapter;
 use super::handles::Handles;
+use super::locks::Locks;
 use super::opening::{self, Open, Opening};
 use super::point::{self, Attach};
 use crate::error::{Error, Result};
@@ -28,6 +29,7 @@ pub struct Mount {
     at: PathBuf,
     device: String,
     handles: Arc<Handles>,
+    locks: Arc<Locks>,
     opening: Opening,
     ended: Arc<Ended>,
     thread: Option<JoinHandle<io::Result<()>>>,
@@ -80,7 +82,8 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
     let device_fd = point::attach(&at, &attach)?;
     let handles = Arc::new(Handles::new(view));
-    let served = serve(device_fd, &handles, options, opening.way, &at);
+    let locks = Arc::new(Locks::new());
+    let served = serve(device_fd, &handles, &locks, options, opening.way, &at);
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
@@ -96,7 +99,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         opening = opening::without_passthrough(opening);
     }
     tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
-    Ok(Mount { at, device, handles, opening, ended, thread: Some(thread) })
+    Ok(Mount { at, device, handles, locks, opening, ended, thread: Some(thread) })
 }
 
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
@@ -104,6 +107,7 @@ type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
 fn serve(
     device: std::os::fd::OwnedFd,
     handles: &Arc<Handles>,
+    locks: &Arc<Locks>,
     options: &MountOptions,
     way: Open,
     at: &Path,
@@ -113,8 +117,11 @@ fn serve(
     config.clone_fd = options.threads > 1;
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let adapter = Adapter::new(Arc::clone(handles), way);
+    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), way);
     let session = Session::from_fd(adapter, device, acl, config)?;
+    if !handles.view.is_snapshot() {
+        locks.start(handles, session.notifier())?;
+    }
     let ended = Arc::new(Ended::default());
     let at_end = SetAtEnd(Arc::clone(&ended));
     let path = at.display().to_string();
@@ -168,6 +175,8 @@ impl Mount {
         if self.thread.is_none() {
             return Ok(());
         }
+        // Whoever waits for a lock would keep the mount busy.
+        self.locks.stop();
         let mut result = self.detach();
         if !self.ended.wait(GRACE) {
             tracing::warn!(path = %self.at.display(), "files are still open: cutting them off");
@@ -209,6 +218,7 @@ impl Mount {
     fn collect(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let served = thread.join();
+        self.locks.stop();
         let flushed = self.handles.flush_all();
         self.handles.clear();
         match served {

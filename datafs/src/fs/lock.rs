@@ -1,0 +1,303 @@
+//! Advisory locks on files, held in the metadata, so that they hold between the processes, mounts and
+//! machines that share a volume.
+//!
+//! One record holds all locks on a node. A lock belongs to an owner of a session: what POSIX calls the
+//! process, or the open file, is a number that the mount got from its kernel. Locks go with their
+//! session when it dies; until somebody has noticed that, they stand.
+//!
+//! The two families, `fcntl` and `flock`, do not see each other, as on Linux.
+
+use super::types::{Attr, Node};
+use crate::error::{Error, Result};
+use crate::meta::codec::{Decoder, Encoder};
+use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
+use crate::meta::keys;
+use crate::view::View;
+
+/// Locks on one node: more are refused, because each change rewrites the record.
+const LOCKS_MAX: usize = 4_096;
+/// The last byte that a lock can cover: the end of any file.
+pub const LOCK_END_MAX: u64 = i64::MAX as u64;
+
+/// Which call a lock was taken with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LockFamily {
+    /// `fcntl`: ranges of bytes, owned by a process.
+    Fcntl,
+    /// `flock`: the whole file, owned by an open file.
+    Flock,
+}
+
+/// Who holds a lock or wants it, inside this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LockOwner {
+    /// The family that the lock is in.
+    pub family: LockFamily,
+    /// Distinct for distinct owners of the family in this process.
+    pub id: u64,
+}
+
+/// A lock, held or wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileLock {
+    /// Whose it is.
+    pub owner: LockOwner,
+    /// Nobody else may hold a lock on the range; otherwise others may share it.
+    pub exclusive: bool,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, at most [`LOCK_END_MAX`].
+    pub end: u64,
+    /// Process number, for others to be told.
+    pub pid: u32,
+}
+
+/// A lock that is in the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Blocker {
+    /// The lock.
+    pub lock: FileLock,
+    /// It is held through this process; else the owner means nothing here.
+    pub is_local: bool,
+}
+
+/// What became of a wish for a lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Locking {
+    /// It is held now. Carries the attributes as committed, so that it shows what others have changed
+    /// before they let go; `None` for a node that is gone.
+    Held(Option<Attr>),
+    /// These are in the way; nothing was changed.
+    Blocked(Vec<Blocker>),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Held {
+    session: u64,
+    lock: FileLock,
+}
+
+impl Held {
+    fn is_of(&self, session: u64, owner: LockOwner) -> bool {
+        self.session == session && self.lock.owner == owner
+    }
+
+    fn is_in_the_way_of(&self, session: u64, wanted: &FileLock) -> bool {
+        !self.is_of(session, wanted.owner)
+            && self.lock.owner.family == wanted.owner.family
+            && (self.lock.exclusive || wanted.exclusive)
+            && self.lock.start <= wanted.end
+            && wanted.start <= self.lock.end
+    }
+}
+
+impl View {
+    /// Takes a lock, or changes one that the owner has, if nobody else is in the way. Never waits for
+    /// the holder of a lock.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a range that is none, [`Error::TooLarge`] for too many locks on one file.
+    pub fn lock(&self, node: Node, wanted: FileLock) -> Result<Locking> {
+        check(&wanted)?;
+        let session = self.shared.session.id();
+        let key = keys::lock(self.volume, node.to_u64());
+        let live = node.is_live();
+        let taken = self.shared.meta.transact(Durability::Relaxed, |txn| {
+            let mut held = read(txn.as_read(), &key)?;
+            let before = held.clone();
+            let in_the_way = in_the_way(txn.as_read(), &mut held, session, &wanted)?;
+            if !in_the_way.is_empty() {
+                return Ok(Err(in_the_way));
+            }
+            cut(&mut held, session, wanted.owner, wanted.start, wanted.end);
+            insert(&mut held, session, wanted);
+            if held.len() > LOCKS_MAX {
+                return Err(Error::TooLarge { what: "number of locks on a file", max: LOCKS_MAX as u64 });
+            }
+            if held != before {
+                write(txn, &key, &held)?;
+            }
+            Ok(Ok(()))
+        })?;
+        match taken {
+            Err(in_the_way) => Ok(Locking::Blocked(in_the_way)),
+            Ok(()) if live => match self.getattr(node) {
+                Ok(attr) => Ok(Locking::Held(Some(attr))),
+                Err(Error::NotFound { .. }) => Ok(Locking::Held(None)),
+                Err(error) => Err(error),
+            },
+            Ok(()) => Ok(Locking::Held(None)),
+        }
+    }
+
+    /// Gives up what an owner has locked between two bytes, both included. Returns whether there was
+    /// anything.
+    pub fn unlock(&self, node: Node, owner: LockOwner, start: u64, end: u64) -> Result<bool> {
+        let session = self.shared.session.id();
+        let key = keys::lock(self.volume, node.to_u64());
+        self.shared.meta.transact(Durability::Relaxed, |txn| {
+            let mut held = read(txn.as_read(), &key)?;
+            let before = held.clone();
+            cut(&mut held, session, owner, start, end);
+            if held == before {
+                return Ok(false);
+            }
+            write(txn, &key, &held).map(|()| true)
+        })
+    }
+
+    /// The first lock that would be in the way of a wish.
+    pub fn lock_in_the_way(&self, node: Node, wanted: FileLock) -> Result<Option<Blocker>> {
+        check(&wanted)?;
+        let session = self.shared.session.id();
+        let key = keys::lock(self.volume, node.to_u64());
+        self.shared.meta.view(|txn| {
+            let mut held = read(txn, &key)?;
+            Ok(in_the_way(txn, &mut held, session, &wanted)?.first().copied())
+        })
+    }
+
+    /// Asks for the locks of dead processes to be taken away soon.
+    pub(crate) fn look_for_dead_holders(&self) {
+        self.shared.collector.wake();
+    }
+}
+
+fn check(wanted: &FileLock) -> Result<()> {
+    if wanted.start > wanted.end || wanted.end > LOCK_END_MAX {
+        return Err(Error::Invalid(format!("no bytes {} to {} can be locked", wanted.start, wanted.end)));
+    }
+    Ok(())
+}
+
+/// The locks in the way; those of sessions that are gone are taken out of `held` first.
+fn in_the_way(
+    txn: &mut dyn ReadTxn,
+    held: &mut Vec<Held>,
+    session: u64,
+    wanted: &FileLock,
+) -> Result<Vec<Blocker>> {
+    let mut gone = Vec::new();
+    let mut found = Vec::new();
+    for other in held.iter().filter(|other| other.is_in_the_way_of(session, wanted)) {
+        let is_local = other.session == session;
+        if !is_local && txn.get(&keys::session(other.session))?.is_none() {
+            gone.push(other.session);
+        } else {
+            found.push(Blocker { lock: other.lock, is_local });
+        }
+    }
+    held.retain(|other| !gone.contains(&other.session));
+    Ok(found)
+}
+
+/// Takes a range out of an owner's locks.
+fn cut(held: &mut Vec<Held>, session: u64, owner: LockOwner, start: u64, end: u64) {
+    let mut rest = Vec::with_capacity(held.len() + 1);
+    for other in held.drain(..) {
+        let lock = other.lock;
+        if !other.is_of(session, owner) || lock.end < start || lock.start > end {
+            rest.push(other);
+            continue;
+        }
+        if lock.start < start {
+            rest.push(Held { lock: FileLock { end: start - 1, ..lock }, ..other });
+        }
+        if lock.end > end {
+            rest.push(Held { lock: FileLock { start: end + 1, ..lock }, ..other });
+        }
+    }
+    *held = rest;
+}
+
+/// Puts a lock among those that it does not overlap; it merges with neighbours of its kind.
+fn insert(held: &mut Vec<Held>, session: u64, mut lock: FileLock) {
+    held.retain(|other| {
+        let (their, kind) = (other.lock, other.lock.exclusive == lock.exclusive);
+        let touches =
+            their.end.checked_add(1) == Some(lock.start) || lock.end.checked_add(1) == Some(their.start);
+        let merges = other.is_of(session, lock.owner) && kind && touches;
+        if merges {
+            lock.start = lock.start.min(their.start);
+            lock.end = lock.end.max(their.end);
+        }
+        !merges
+    });
+    held.push(Held { session, lock });
+}
+
+fn read(txn: &mut dyn ReadTxn, key: &[u8]) -> Result<Vec<Held>> {
+    match txn.get(key)? {
+        Some(value) => decode(&value),
+        None => Ok(Vec::new()),
+    }
+}
+
+fn write(txn: &mut dyn WriteTxn, key: &[u8], held: &[Held]) -> Result<()> {
+    if held.is_empty() { txn.delete(key) } else { txn.put(key, &encode(held)) }
+}
+
+fn encode(held: &[Held]) -> Vec<u8> {
+    let mut to = Encoder::default().u32(held.len() as u32);
+    for Held { session, lock } in held {
+        let family = match lock.owner.family {
+            LockFamily::Fcntl => b'p',
+            LockFamily::Flock => b'f',
+        };
+        to = to
+            .u64(*session)
+            .u8(family)
+            .u64(lock.owner.id)
+            .u8(u8::from(lock.exclusive))
+            .u64(lock.start)
+            .u64(lock.end)
+            .u32(lock.pid);
+    }
+    to.finish()
+}
+
+fn decode(value: &[u8]) -> Result<Vec<Held>> {
+    let mut from = Decoder::new("lock record", value);
+    let count = from.u32()?;
+    let mut held = Vec::new();
+    for _ in 0..count {
+        let session = from.u64()?;
+        let family = match from.u8()? {
+            b'p' => LockFamily::Fcntl,
+            b'f' => LockFamily::Flock,
+            _ => return Err(from.damaged("unknown family of locks")),
+        };
+        let owner = LockOwner { family, id: from.u64()? };
+        let exclusive = from.u8()? != 0;
+        let lock = FileLock { owner, exclusive, start: from.u64()?, end: from.u64()?, pid: from.u32()? };
+        held.push(Held { session, lock });
+    }
+    from.finish()?;
+    Ok(held)
+}
+
+/// Takes away all locks of a session, page by page: `after` is the last key of the page before.
+/// Returns the last key of this page, or `None` when it was the last page.
+pub(crate) fn forget_session(
+    txn: &mut dyn WriteTxn,
+    session: u64,
+    after: Option<&[u8]>,
+    limit: usize,
+) -> Result<Option<Vec<u8>>> {
+    let prefix = keys::all_locks();
+    let start = after.map_or_else(|| prefix.clone(), |key| [key, &[0]].concat());
+    let page = txn.scan(&start, &keys::after_prefix(&prefix), Order::Ascending, limit)?;
+    for (key, value) in &page {
+        let mut held = decode(value)?;
+        let before = held.len();
+        held.retain(|other| other.session != session);
+        if held.len() != before {
+            write(txn, key, &held)?;
+        }
+    }
+    Ok(if page.len() < limit { None } else { page.into_iter().next_back().map(|(key, _)| key) })
+}
+
+#[cfg(test)]
+#[path = "tests/lock.rs"]
+mod tests;

@@ -1,0 +1,213 @@
+//! Locks between mounts: they exclude, they wait, they show what the last holder wrote.
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+
+use super::{Home, errno, eventually, mount_of};
+use crate::child;
+
+const ROUNDS: u64 = 40;
+
+fn done(result: i32) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn fcntl(file: &File, kind: i32, start: i64, len: i64, wait: bool) -> io::Result<()> {
+    // SAFETY: a lock record is plain numbers; the descriptor is open and the record lives.
+    unsafe {
+        let mut lock: libc::flock = std::mem::zeroed();
+        (lock.l_type, lock.l_start, lock.l_len) = (kind as i16, start, len);
+        done(libc::fcntl(file.as_raw_fd(), if wait { libc::F_SETLKW } else { libc::F_SETLK }, &lock))
+    }
+}
+
+fn flock(file: &File, how: i32) -> io::Result<()> {
+    // SAFETY: the descriptor is open.
+    done(unsafe { libc::flock(file.as_raw_fd(), how) })
+}
+
+fn edit(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).unwrap()
+}
+
+fn finish(mut child: Child) {
+    let status = child.wait().unwrap();
+    assert!(status.success(), "{status}");
+}
+
+/// In a process of its own: adds to a number in a file, under a lock each time.
+#[test]
+fn counter() {
+    let Some((path, kind)) = child::task() else { return };
+    // Kept open: only the lock makes the kernel look again.
+    let file = edit(&path);
+    for _ in 0..ROUNDS {
+        match kind {
+            0 => fcntl(&file, libc::F_WRLCK, 0, 0, true).unwrap(),
+            _ => flock(&file, libc::LOCK_EX).unwrap(),
+        }
+        let mut number = [0; 8];
+        let _ = file.read_at(&mut number, 0).unwrap();
+        file.write_all_at(&(u64::from_le_bytes(number) + 1).to_le_bytes(), 0).unwrap();
+        match kind {
+            0 => fcntl(&file, libc::F_UNLCK, 0, 0, false).unwrap(),
+            _ => flock(&file, libc::LOCK_UN).unwrap(),
+        }
+    }
+}
+
+#[test]
+fn who_locks_sees_what_the_last_holder_wrote_on_another_mount() {
+    let Some(home) = Home::new() else { return };
+    let other = home.again();
+    let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];
+    for kind in 0..2 {
+        let name = format!("counter-{kind}");
+        let children: Vec<_> = mounts
+            .iter()
+            .flat_map(|mount| {
+                let path = mount.path().join(&name);
+                [path.clone(), path]
+            })
+            .map(|path| child::spawn("mount_journeys::locking::counter", &path, kind))
+            .collect();
+        let count = children.len() as u64;
+        children.into_iter().for_each(finish);
+        for mount in &mounts {
+            let number = fs::read(mount.path().join(&name)).unwrap();
+            assert_eq!(u64::from_le_bytes(number.try_into().unwrap()), count * ROUNDS);
+        }
+    }
+}
+
+/// In a process of its own: writes a database that another process writes through another mount.
+#[test]
+fn inserter() {
+    let Some((path, id)) = child::task() else { return };
+    let db = rusqlite::Connection::open(path).unwrap();
+    db.busy_timeout(std::time::Duration::from_secs(60)).unwrap();
+    for round in 0..ROUNDS {
+        db.execute_batch("BEGIN IMMEDIATE").unwrap();
+        let rows: u64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
+        db.execute("INSERT INTO t VALUES (?1, ?2, ?3)", (rows, id, round)).unwrap();
+        db.execute_batch("COMMIT").unwrap();
+    }
+    let sound: String = db.query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
+    assert_eq!(sound, "ok");
+}
+
+/// In a process of its own: makes the table, and counts its rows for the others.
+#[test]
+fn keeper() {
+    let Some((path, rows)) = child::task() else { return };
+    let db = rusqlite::Connection::open(path).unwrap();
+    db.busy_timeout(std::time::Duration::from_secs(60)).unwrap();
+    db.execute_batch("CREATE TABLE IF NOT EXISTS t (number INTEGER PRIMARY KEY, id, round)").unwrap();
+    let found: u64 = db.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
+    assert_eq!(found, rows);
+}
+
+#[test]
+fn a_database_is_written_alternately_from_two_mounts() {
+    let Some(home) = Home::new() else { return };
+    let other = home.again();
+    let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];
+    let db = |i: usize| mounts[i].path().join("db");
+    finish(child::spawn("mount_journeys::locking::keeper", &db(0), 0));
+    let children = [0, 1].map(|i| child::spawn("mount_journeys::locking::inserter", &db(i), i as u64));
+    children.into_iter().for_each(finish);
+    for i in 0..2 {
+        finish(child::spawn("mount_journeys::locking::keeper", &db(i), 2 * ROUNDS));
+    }
+}
+
+/// In a process of its own: takes the lock that its number says, says so, and then wants the other's.
+#[test]
+fn crossing() {
+    let Some((path, first)) = child::task() else { return };
+    let file = edit(&path);
+    fcntl(&file, libc::F_WRLCK, first as i64, 1, true).unwrap();
+    println!("locked 1");
+    io::stdout().flush().unwrap();
+    match fcntl(&file, libc::F_WRLCK, 1 - first as i64, 1, true) {
+        Ok(()) => {}
+        Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EDEADLK)),
+    }
+}
+
+#[test]
+fn a_circle_of_waiting_processes_is_broken() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    let mut first = child::spawn("mount_journeys::locking::crossing", &path, 0);
+    let mut reports = child::reports(&mut first);
+    assert!(reports.any(|(word, _)| word == "locked"));
+    // Ends only if one of the two is told so; the other one then gets its lock.
+    let second = child::spawn("mount_journeys::locking::crossing", &path, 1);
+    finish(second);
+    finish(first);
+}
+
+/// In a process of its own: waits for a lock until it is killed.
+#[test]
+fn waiter() {
+    let Some((path, _)) = child::task() else { return };
+    let file = edit(&path);
+    println!("waits 1");
+    io::stdout().flush().unwrap();
+    fcntl(&file, libc::F_WRLCK, 0, 0, true).unwrap();
+}
+
+#[test]
+fn who_waits_can_be_killed_and_the_rest_go_on() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    let file = edit(&path);
+    fcntl(&file, libc::F_WRLCK, 0, 0, false).unwrap();
+    let mut waiters: Vec<_> =
+        (0..4).map(|_| child::spawn("mount_journeys::locking::waiter", &path, 0)).collect();
+    for waiter in &mut waiters {
+        assert!(child::reports(waiter).any(|(word, _)| word == "waits"));
+    }
+    // More of them than the mount has threads.
+    fs::write(mount.path().join("elsewhere"), b"is served").unwrap();
+    for mut waiter in waiters {
+        waiter.kill().unwrap();
+        waiter.wait().unwrap();
+    }
+    fcntl(&file, libc::F_UNLCK, 0, 0, false).unwrap();
+    fcntl(&file, libc::F_WRLCK, 0, 0, false).unwrap();
+}
+
+#[test]
+fn families_are_apart_and_a_close_gives_up_what_the_process_had() {
+    let Some(home) = Home::new() else { return };
+    let other = home.again();
+    let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];
+    let path = |i: usize| -> PathBuf { mounts[i].path().join("file") };
+    let file = edit(&path(0));
+    // One process takes both on the whole file, as mail programs do.
+    flock(&file, libc::LOCK_EX).unwrap();
+    fcntl(&file, libc::F_WRLCK, 0, 0, false).unwrap();
+    let there = edit(&path(1));
+    assert_eq!(errno(flock(&there, libc::LOCK_EX | libc::LOCK_NB)), libc::EAGAIN);
+    assert_eq!(errno(fcntl(&there, libc::F_RDLCK, 5, 1, false)), libc::EAGAIN);
+    fcntl(&file, libc::F_UNLCK, 0, 0, false).unwrap();
+    fcntl(&there, libc::F_RDLCK, 5, 1, false).unwrap();
+    drop(file);
+    eventually("the lock goes with the open file", || flock(&there, libc::LOCK_EX | libc::LOCK_NB).is_ok());
+    flock(&there, libc::LOCK_UN).unwrap();
+    // A file that is only read tells the mount of its close late.
+    let reader = File::open(path(0)).unwrap();
+    fcntl(&reader, libc::F_RDLCK, 5, 1, false).unwrap();
+    assert_eq!(errno(fcntl(&there, libc::F_WRLCK, 0, 0, false)), libc::EAGAIN);
+    drop(reader);
+    eventually("a read lock goes with its file", || fcntl(&there, libc::F_WRLCK, 0, 0, false).is_ok());
+}
