@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::config::Config;
-use crate::data::{ObjectPool, ObjectWriter, Pack, Packs, StoredObject};
+use crate::data::{Finished, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced};
 use crate::error::{Error, Result};
 use crate::fs::open_table::OpenTable;
 use crate::fs::types::{FIRST_INO, INO_MAX};
@@ -113,11 +113,20 @@ impl Shared {
         Ok(taken)
     }
 
-    /// Completes an object and takes charge of it: nothing points at it yet.
-    pub(crate) fn finish(self: &Arc<Self>, writer: ObjectWriter) -> Result<FreshObject> {
+    /// Completes an object durably and takes charge of it: nothing points at it yet.
+    pub(crate) fn finish(self: &Arc<Self>, mut writer: ObjectWriter) -> Result<FreshObject> {
+        let object = self.complete(&mut writer)?;
+        object.sync()?;
+        Ok(object)
+    }
+
+    /// Completes an object and takes charge of it: nothing points at it yet, and a commit that is going
+    /// to requires [`FreshObject::prerequisite`].
+    pub(crate) fn complete(self: &Arc<Self>, writer: &mut ObjectWriter) -> Result<FreshObject> {
         // What a failure leaves on the store is found by the session.
-        let object = writer.finish().inspect_err(|_| self.session.leave_unclean())?;
-        Ok(FreshObject { shared: Arc::clone(self), object, settled: false })
+        let finished = writer.complete().inspect_err(|_| self.session.leave_unclean())?;
+        let Finished { object, unsynced } = finished;
+        Ok(FreshObject { shared: Arc::clone(self), object, unsynced, settled: false })
     }
 }
 
@@ -136,17 +145,34 @@ impl Prerequisite for Pack {
     }
 }
 
-/// A durable object that no metadata points at yet. Dropping it deletes it.
+impl Prerequisite for Unsynced {
+    fn make_durable(&self) -> Result<()> {
+        Ok(self.sync()?)
+    }
+}
+
+/// A complete object that no metadata points at yet. Dropping it deletes it.
 #[derive(Debug)]
 pub(crate) struct FreshObject {
     shared: Arc<Shared>,
     object: StoredObject,
+    unsynced: Option<Arc<Unsynced>>,
     settled: bool,
 }
 
 impl FreshObject {
     pub(crate) fn object(&self) -> StoredObject {
         self.object
+    }
+
+    /// What makes it durable, unless it is.
+    pub(crate) fn prerequisite(&self) -> Option<Arc<dyn Prerequisite>> {
+        self.unsynced.as_ref().map(|unsynced| Arc::clone(unsynced) as Arc<dyn Prerequisite>)
+    }
+
+    /// Makes it durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.unsynced.as_ref().map_or(Ok(()), |unsynced| Ok(unsynced.sync()?))
     }
 
     /// Whether it is in the store, and of the session, of this open datafs.

@@ -19,7 +19,7 @@ const MAGIC: &[u8; 8] = b"MRobj\x00v1";
 const FRAME_BYTES_RANGE: std::ops::RangeInclusive<u32> = 4096..=16 * 1024 * 1024;
 
 /// Computes the checksums of an object while it is written.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Summer {
     sums: Vec<u32>,
     frame_sum: u32,

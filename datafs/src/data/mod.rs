@@ -1,8 +1,8 @@
 //! File data as objects: an object is written once, front to back, and what was written never changes.
 //!
 //! Invariants:
-//!  - [`ObjectWriter::finish`] returns only when the object is durable (file
-//!    and directory synced on a local store), so a pointer committed afterwards never dangles.
+//!  - [`ObjectWriter::complete`] says what has to be synced before the object is durable (file and
+//!    directory on a local store), so that a pointer committed after that never dangles.
 //!  - Every read is verified against the checksums of the frames that it touches; what comes back
 //!    is what was written, or an error that names the object and the byte.
 //!  - An unfinished object is never readable: it has no name on the store before it is complete. Packs
@@ -15,6 +15,7 @@ mod checksum;
 mod durable;
 mod error;
 mod extent;
+mod local_file;
 mod object;
 mod pack;
 mod pack_reader;
@@ -27,7 +28,8 @@ mod writer;
 
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
+pub(crate) use local_file::Unsynced;
 pub(crate) use object::{ObjectId, StoredObject};
 pub(crate) use pack::{PIECE_BYTES_MAX, Pack, Packed, Packs};
 pub(crate) use pool::ObjectPool;
-pub(crate) use writer::ObjectWriter;
+pub(crate) use writer::{Finished, ObjectWriter};

@@ -98,7 +98,7 @@ impl ObjectPool {
         &self.shared.runtime
     }
 
-    /// Starts a new object. Nothing is on the store before [`ObjectWriter::finish`]; dropping the
+    /// Starts a new object. Nothing is on the store before [`ObjectWriter::complete`]; dropping the
     /// writer before that leaves nothing behind.
     pub(crate) fn writer(&self) -> ObjectWriter {
         ObjectWriter::new(self.clone())
@@ -263,6 +263,16 @@ impl ObjectPool {
     pub(super) fn make_durable(&self, id: ObjectId, name: &str) -> Result<()> {
         durable::sync_file(&self.shared.root.join(name))?;
         self.make_name_durable(id)
+    }
+
+    /// Whether the objects are files of this machine, which are written in place.
+    pub(super) fn is_local(&self) -> bool {
+        true
+    }
+
+    /// Directory of the local store.
+    pub(super) fn local_root(&self) -> &Path {
+        &self.shared.root
     }
 
     /// A new file of the local store, open for reading and writing, and its path.

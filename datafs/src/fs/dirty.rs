@@ -1,16 +1,22 @@
-//! What was written to one open inode and not committed: bytes in memory, and objects that the
-//! older of them were moved to when they became too many.
+//! What was written to one open inode and not committed: bytes in memory, and an object that the
+//! older of them were moved to when they became too many, or that a sequential writer streams into.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
-use crate::data::{Extent, ObjectPool, PIECE_BYTES_MAX};
+use crate::data::{Extent, ObjectId, ObjectPool, ObjectWriter, PIECE_BYTES_MAX};
 use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
+use crate::meta::engine::Prerequisite;
 
 /// Longest run of bytes in one piece of memory; bounds what splitting a run copies.
 const RUN_BYTES_MAX: usize = 1 << 20;
+
+/// A writer that has written this much without a gap is streamed: its bytes no longer stay in memory.
+const STREAM_BYTES_MIN: u64 = 2 << 20;
+/// Objects of this size are synced by who flushes them: others should not wait for that.
+const OWN_SYNC_BYTES_MIN: u64 = 8 << 20;
 
 /// Unflushed writes. What is in memory lies over what is in objects, which lies over the committed
 /// content.
@@ -19,9 +25,20 @@ pub(crate) struct Dirty {
     /// Disjoint runs by file offset.
     runs: BTreeMap<u64, Vec<u8>>,
     bytes: usize,
-    /// Disjoint extents by file offset, in objects of `objects`.
+    /// Disjoint extents by file offset, in `open` or in an object of `objects`.
     sealed: BTreeMap<u64, Extent>,
+    /// The object that is being written.
+    open: Option<ObjectWriter>,
     objects: Vec<FreshObject>,
+    /// The last writes that followed each other.
+    sequence: Sequence,
+}
+
+/// A range that was written from front to back.
+#[derive(Debug, Default, Clone, Copy)]
+struct Sequence {
+    start: u64,
+    end: u64,
 }
 
 impl Dirty {
@@ -52,12 +69,57 @@ impl Dirty {
         run.min(self.sealed.first_key_value().map_or(u64::MAX, |(at, _)| *at))
     }
 
-    /// Takes a write. The caller has checked that `offset + data.len()` does not overflow.
-    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
-        let end = offset + data.len() as u64;
+    /// Takes a write. The caller has checked that `offset + data.len()` does not overflow. On error
+    /// nothing of it was taken.
+    pub(crate) fn write(&mut self, pool: &ObjectPool, offset: u64, data: &[u8]) -> Result<()> {
         if data.is_empty() {
-            return;
+            return Ok(());
         }
+        let end = offset + data.len() as u64;
+        if self.sequence.end != offset {
+            self.sequence.start = offset;
+        } else if end - self.sequence.start > STREAM_BYTES_MIN {
+            self.stream(pool, offset, data)?;
+            self.sequence.end = end;
+            return Ok(());
+        }
+        self.sequence.end = end;
+        self.keep(offset, data);
+        Ok(())
+    }
+
+    /// Takes a write of a sequential writer into the open object, behind what it wrote before.
+    fn stream(&mut self, pool: &ObjectPool, offset: u64, data: &[u8]) -> Result<()> {
+        if !self.runs.is_empty() {
+            self.spill(pool)?;
+        }
+        self.append(pool, offset, data)
+    }
+
+    /// Moves what is in memory to the open object; it survives nothing yet. On error what was not moved
+    /// is still in memory.
+    pub(crate) fn spill(&mut self, pool: &ObjectPool) -> Result<()> {
+        while let Some((at, run)) = self.runs.pop_first() {
+            if let Err(error) = self.append(pool, at, &run) {
+                self.runs.insert(at, run);
+                return Err(error);
+            }
+            self.bytes -= run.len();
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, pool: &ObjectPool, file_offset: u64, data: &[u8]) -> Result<()> {
+        let writer = self.open.get_or_insert_with(|| pool.writer());
+        let (object, object_offset) = (writer.id(), writer.len());
+        writer.append(data)?;
+        insert(&mut self.sealed, Extent { file_offset, len: data.len() as u64, object, object_offset });
+        Ok(())
+    }
+
+    /// Takes a write into memory.
+    fn keep(&mut self, offset: u64, data: &[u8]) {
+        let end = offset + data.len() as u64;
         if let Some((at, run)) = self.runs.range_mut(..=offset).next_back() {
             let inside = (offset - at) as usize;
             if end <= at + run.len() as u64 {
@@ -109,12 +171,21 @@ impl Dirty {
     }
 
     /// Lays what is unflushed over `buffer`, which is the file from `offset` on.
-    pub(crate) fn overlay(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    pub(crate) fn overlay(&mut self, shared: &Arc<Shared>, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let end = offset + buffer.len() as u64;
+        if self.open.as_ref().is_some_and(|open| !open.is_readable())
+            && clip(&self.sealed, offset, end).next().is_some()
+        {
+            self.complete(shared)?;
+        }
+        let open = self.open.as_mut().map(|open| (open.id(), open));
         for extent in clip(&self.sealed, offset, end) {
             let at = (extent.file_offset - offset) as usize;
             let part = &mut buffer[at..at + extent.len as usize];
-            pool.read_into(extent.object, extent.object_offset, part)?;
+            match &open {
+                Some((id, open)) if *id == extent.object => open.read_into(extent.object_offset, part)?,
+                _ => shared.pool.read_into(extent.object, extent.object_offset, part)?,
+            }
         }
         let first = self.runs.range(..=offset).next_back().map_or(offset, |(at, _)| *at);
         for (at, run) in self.runs.range(first..end) {
@@ -139,30 +210,52 @@ impl Dirty {
         self.sealed.is_empty() && self.bytes <= PIECE_BYTES_MAX
     }
 
-    /// Moves what is in memory to a new object, durably. On error nothing has changed. Returns how
-    /// many bytes of memory came free.
-    pub(crate) fn seal(&mut self, shared: &Arc<Shared>) -> Result<usize> {
-        if self.runs.is_empty() {
-            return Ok(0);
-        }
-        let mut writer = shared.pool.writer();
-        let mut extents: Vec<(u64, u64, u64)> = Vec::new();
-        for (at, run) in &self.runs {
-            let position = writer.len();
-            writer.append(run)?;
-            match extents.last_mut() {
-                Some((start, len, _)) if *start + *len == *at => *len += run.len() as u64,
-                _ => extents.push((*at, run.len() as u64, position)),
+    /// Moves what is in memory to an object and completes it. What is large is durable then, the rest
+    /// once [`Dirty::prerequisites`] are. On error what was not moved is still in memory, and nothing
+    /// is lost.
+    pub(crate) fn seal(&mut self, shared: &Arc<Shared>) -> Result<()> {
+        if self.open.is_none() && !self.runs.is_empty() {
+            // All at once, so that a small object needs no sidecar.
+            let mut writer = shared.pool.writer();
+            let mut extents: Vec<(u64, u64, u64)> = Vec::new();
+            for (at, run) in &self.runs {
+                let position = writer.len();
+                writer.append(run)?;
+                extents.push((*at, run.len() as u64, position));
             }
+            let object = shared.complete(&mut writer)?;
+            let id = object.object().id;
+            self.take(object)?;
+            for (file_offset, len, object_offset) in extents {
+                insert(&mut self.sealed, Extent { file_offset, len, object: id, object_offset });
+            }
+            self.runs.clear();
+            self.bytes = 0;
+            return Ok(());
         }
-        let object = shared.finish(writer)?;
-        let id = object.object().id;
+        self.spill(&shared.pool)?;
+        self.complete(shared)
+    }
+
+    /// Completes the open object.
+    fn complete(&mut self, shared: &Arc<Shared>) -> Result<()> {
+        let Some(writer) = &mut self.open else { return Ok(()) };
+        let object = shared.complete(writer)?;
+        self.open = None;
+        self.sequence = Sequence::default();
+        self.take(object)
+    }
+
+    fn take(&mut self, object: FreshObject) -> Result<()> {
+        let large = object.object().len >= OWN_SYNC_BYTES_MIN;
+        let synced = if large { object.sync() } else { Ok(()) };
         self.objects.push(object);
-        for (file_offset, len, object_offset) in extents {
-            insert(&mut self.sealed, Extent { file_offset, len, object: id, object_offset });
-        }
-        self.runs.clear();
-        Ok(std::mem::take(&mut self.bytes))
+        synced
+    }
+
+    /// What has to be durable before a commit points at the objects.
+    pub(crate) fn prerequisites(&self) -> impl Iterator<Item = Arc<dyn Prerequisite>> {
+        self.objects.iter().filter_map(FreshObject::prerequisite)
     }
 
     /// The bytes in memory, by file offset.
@@ -178,13 +271,15 @@ impl Dirty {
     /// Everything is committed: objects that the commit points at are no longer ours, those that were
     /// wholly overwritten before it go. Returns how many bytes of memory came free.
     pub(crate) fn committed(&mut self) -> usize {
+        let used: HashSet<ObjectId> = self.sealed.values().map(|extent| extent.object).collect();
         for object in self.objects.drain(..) {
-            if self.sealed.values().any(|extent| extent.object == object.object().id) {
+            if used.contains(&object.object().id) {
                 object.settle();
             }
         }
         self.sealed.clear();
         self.runs.clear();
+        self.sequence = Sequence::default();
         std::mem::take(&mut self.bytes)
     }
 
@@ -207,6 +302,15 @@ fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) {
         for part in [slice(&old, old.file_offset, start), slice(&old, end, old.end())] {
             part.map(|part| extents.insert(part.file_offset, part));
         }
+    }
+    // What goes on where the one before ends, in the file and in the object, is one with it.
+    if let Some((_, last)) = extents.range_mut(..start).next_back()
+        && last.end() == start
+        && last.object == new.object
+        && last.object_offset + last.len == new.object_offset
+    {
+        last.len += new.len;
+        return;
     }
     extents.insert(start, new);
 }

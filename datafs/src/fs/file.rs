@@ -13,6 +13,7 @@ use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
 use crate::data::{Extent, ObjectError, Packed};
+use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::inode::Timestamp;
@@ -26,7 +27,7 @@ const CACHED_EXTENTS_MAX: usize = 4_096;
 /// Scattered pieces of one file that are kept unflushed: in memory, before they become an object, and in
 /// objects, before they are committed.
 const PIECES_MAX: usize = 65_536;
-/// When all open files together hold too much, only those with more than this seal an object.
+/// When all open files together hold too much, only those with more than this move it to an object.
 const SEAL_BYTES_MIN: usize = 1 << 20;
 
 /// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
@@ -126,8 +127,8 @@ impl OpenFile {
         let dirty = Some(open.dirty.lock()).filter(|dirty| !dirty.is_empty());
         let unflushed_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
         let mut buffer = self.read_committed(offset, end, unflushed_end)?;
-        if let Some(dirty) = dirty {
-            dirty.overlay(&self.view.shared.pool, offset, &mut buffer)?;
+        if let Some(mut dirty) = dirty {
+            dirty.overlay(&self.view.shared, offset, &mut buffer)?;
         }
         Ok(buffer.into())
     }
@@ -237,11 +238,9 @@ impl OpenFile {
             || runs >= PIECES_MAX
             || (all > config.write_buffers_bytes_max && own > SEAL_BYTES_MIN)
         {
-            seal(&self.view, &mut dirty)?;
+            counted(shared, &mut dirty, |dirty| dirty.spill(&shared.pool))?;
         }
-        let before = dirty.bytes();
-        dirty.write(offset, data);
-        shared.unflushed_bytes.fetch_add(dirty.bytes() - before, Ordering::Relaxed);
+        counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, offset, data))?;
         let mtime = Timestamp::now();
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
         open.set_unflushed(Some(Unflushed { end: end.max(known_end), mtime, drop_privileges }));
@@ -330,8 +329,7 @@ pub(super) fn flush_inode(
     };
     match committed {
         Ok(()) => {
-            let freed = dirty.committed();
-            view.shared.unflushed_bytes.fetch_sub(freed, Ordering::Relaxed);
+            counted(&view.shared, dirty, Dirty::committed);
             open.set_unflushed(None);
             Ok(true)
         }
@@ -361,7 +359,7 @@ fn place(view: &View, open: &OpenInode, dirty: &mut Dirty) -> Result<Placed> {
     if dirty.fits_pack() {
         return Ok(Placed::Packed(view.shared.packs.append(open.volume, open.ino, dirty.runs())?));
     }
-    seal(view, dirty)?;
+    counted(&view.shared, dirty, |dirty| dirty.seal(&view.shared))?;
     Ok(Placed::Sealed(dirty.sealed()))
 }
 
@@ -394,7 +392,12 @@ fn commit(
                 writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
                 content::write_extents(writer, ino, &packed.extents)?;
             }
-            Placed::Sealed(extents) => content::write_extents(writer, ino, extents)?,
+            Placed::Sealed(extents) => {
+                for prerequisite in dirty.prerequisites() {
+                    writer.txn().require(prerequisite)?;
+                }
+                content::write_extents(writer, ino, extents)?;
+            }
         }
         if unflushed.drop_privileges {
             inode.mode = without_privileges(inode.mode);
@@ -420,11 +423,17 @@ pub(super) fn discard(view: &View, open: &OpenInode, dirty: &mut Dirty) {
     open.set_unflushed(None);
 }
 
-fn seal(view: &View, dirty: &mut Dirty) -> Result<()> {
-    let shared = &view.shared;
-    let freed = dirty.seal(shared)?;
-    shared.unflushed_bytes.fetch_sub(freed, Ordering::Relaxed);
-    Ok(())
+/// Keeps count of the bytes in memory.
+fn counted<T>(shared: &Shared, dirty: &mut Dirty, change: impl FnOnce(&mut Dirty) -> T) -> T {
+    let before = dirty.bytes();
+    let result = change(dirty);
+    let after = dirty.bytes();
+    if after >= before {
+        shared.unflushed_bytes.fetch_add(after - before, Ordering::Relaxed);
+    } else {
+        shared.unflushed_bytes.fetch_sub(before - after, Ordering::Relaxed);
+    }
+    result
 }
 
 /// A zeroed buffer for `offset..end`, empty when that is no range.

@@ -1,0 +1,166 @@
+//! An object of a local store while it is written: a file beside its future name, written in place.
+//!
+//! Nothing is copied on the way and no other thread is involved: the limit is the file system's own
+//! speed. What is finished is asked to be on its way to the disk early, so that little is left for the
+//! sync at the end.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use parking_lot::Mutex;
+
+use super::error::{ObjectError, Result};
+use super::object::{Layout, ObjectId};
+use super::pool::ObjectPool;
+
+/// The disk is asked to write after this many bytes each.
+const EARLY_BYTES: u64 = 8 << 20;
+/// Ending of the name of a file that is no object yet.
+const UNFINISHED: &str = "#0";
+
+/// A file that becomes an object. Dropping it removes it.
+#[derive(Debug)]
+pub(super) struct LocalFile {
+    pool: ObjectPool,
+    id: ObjectId,
+    path: PathBuf,
+    file: File,
+    len: u64,
+    /// Up to where the disk was asked to write.
+    early: u64,
+    named: bool,
+}
+
+impl LocalFile {
+    pub(super) fn begin(pool: &ObjectPool, id: ObjectId) -> Result<LocalFile> {
+        let (path, file) = pool.create_local(&(id.data_name() + UNFINISHED))?;
+        Ok(LocalFile { pool: pool.clone(), id, path, file, len: 0, early: 0, named: false })
+    }
+
+    /// Appends bytes. On error none of them were taken.
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let written = self.file.write_all_at(bytes, self.len);
+        written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
+        self.len += bytes.len() as u64;
+        if self.len - self.early >= EARLY_BYTES {
+            // Starts the writing of what is dirty; what is on its way stays in memory.
+            let (offset, len) = (self.early as libc::off_t, (self.len - self.early) as libc::off_t);
+            if let Err(error) =
+                posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+            {
+                tracing::debug!(%error, path = %self.path.display(), "early writing");
+            }
+            self.early = self.len;
+        }
+        Ok(())
+    }
+
+    /// Fills `buffer` with what was appended, from `offset` on.
+    pub(super) fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let read = self.file.read_exact_at(buffer, offset);
+        read.map_err(|e| ObjectError::io("read object file", &self.path, e))
+    }
+
+    /// Gives the file its name, and what belongs behind the data a place: behind the data, or in a
+    /// sidecar. Readable when it returns, not yet durable. May be called again after an error.
+    pub(super) fn finish(&mut self, trailer: &[u8]) -> Result<Unsynced> {
+        let root = self.pool.local_root();
+        let mut files = Vec::with_capacity(2);
+        match self.id.layout() {
+            Layout::Plain => files.push(self.put_sums(root, trailer)?),
+            Layout::Framed | Layout::Pack => {
+                let written = self.file.write_all_at(trailer, self.len);
+                written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
+            }
+        }
+        let file = self.file.try_clone().map_err(|e| ObjectError::io("open object file", &self.path, e))?;
+        let name = root.join(self.id.data_name());
+        // Last: the name makes it readable.
+        rename(&self.path, &name)?;
+        self.named = true;
+        files.push((name, file));
+        Ok(Unsynced { pool: self.pool.clone(), id: self.id, state: Mutex::new(State::Written(files)) })
+    }
+
+    fn put_sums(&self, root: &Path, sums: &[u8]) -> Result<(PathBuf, File)> {
+        let name = root.join(self.id.sums_name());
+        let unfinished = root.join(self.id.sums_name() + UNFINISHED);
+        let write = || {
+            let file = File::options().write(true).create(true).truncate(true).open(&unfinished)?;
+            file.write_all_at(sums, 0)?;
+            Ok(file)
+        };
+        match write() {
+            Ok(file) => {
+                rename(&unfinished, &name)?;
+                Ok((name, file))
+            }
+            Err(e) => {
+                let _ = fs::remove_file(&unfinished);
+                Err(ObjectError::io("write checksum file", unfinished, e))
+            }
+        }
+    }
+}
+
+impl Drop for LocalFile {
+    fn drop(&mut self) {
+        if self.named {
+            return;
+        }
+        // Of a plain object, the checksums may have been written before something failed.
+        let sums = self.pool.local_root().join(self.id.sums_name());
+        for path in [&self.path, &sums] {
+            if let Err(error) = fs::remove_file(path)
+                && error.kind() != std::io::ErrorKind::NotFound
+            {
+                tracing::warn!(path = %path.display(), %error, "removing an object that was not finished");
+            }
+        }
+    }
+}
+
+/// A complete object whose bytes may still be in the memory of the kernel only.
+#[derive(Debug)]
+pub(crate) struct Unsynced {
+    pool: ObjectPool,
+    id: ObjectId,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    Written(Vec<(PathBuf, File)>),
+    Durable,
+    /// The kernel reports a lost write once; nobody may take the next answer for a success.
+    Lost,
+}
+
+impl Unsynced {
+    /// Makes the object survive a power failure. After an error it never will.
+    pub(crate) fn sync(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let synced = match &*state {
+            State::Durable => return Ok(()),
+            State::Lost => Err(ObjectError::Io {
+                operation: "sync again, after it failed, object",
+                path: self.id.data_name().into(),
+                source: std::io::Error::other("an earlier write was lost"),
+            }),
+            State::Written(files) => files
+                .iter()
+                .try_for_each(|(path, file)| {
+                    file.sync_data().map_err(|e| ObjectError::io("sync object file", path, e))
+                })
+                .and_then(|()| self.pool.make_name_durable(self.id)),
+        };
+        *state = if synced.is_ok() { State::Durable } else { State::Lost };
+        synced
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    fs::rename(from, to).map_err(|e| ObjectError::io("name object file", to, e))
+}
