@@ -50,6 +50,7 @@ mod error;
 #[allow(dead_code)]
 mod failpoint;
 pub mod fs;
+mod fsck;
 mod gc;
 mod meta;
 mod metrics;
@@ -69,6 +70,7 @@ pub use fs::{
     NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX,
     XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
 };
+pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
 pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};

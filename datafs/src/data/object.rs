@@ -70,6 +70,16 @@ impl ObjectId {
         }
     }
 
+    /// Whether its checksums are a file of their own, beside the data.
+    pub(crate) fn has_sums_beside(self) -> bool {
+        self.layout() == Layout::Plain
+    }
+
+    /// Whether offsets in the object are offsets in the file that is stored.
+    pub(crate) fn is_stored_as_it_is(self) -> bool {
+        matches!(self.layout(), Layout::Plain | Layout::Pack)
+    }
+
     /// First byte of the random half: the directory it lives in, `0..=255`.
     pub(crate) fn fan_out(self) -> u8 {
         self.to_bytes()[8]

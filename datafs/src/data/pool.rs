@@ -186,6 +186,24 @@ impl ObjectPool {
         Ok(ids.into_iter().collect())
     }
 
+    /// Shows everything in the store, in no order: object, whether that is its data (else the sidecar of
+    /// its checksums), and bytes. Bounded in memory: one 256th of the store at a time.
+    pub(crate) fn survey(&self, visit: &mut dyn FnMut(ObjectId, bool, u64)) -> Result<()> {
+        for fan_out in 0..=u8::MAX {
+            let prefix = object_store::path::Path::from(format!("{fan_out:02x}"));
+            let page: Vec<(ObjectId, bool, u64)> = self.on_store("list", move |store| async move {
+                let entry = |entry: object_store::ObjectMeta| {
+                    let name = entry.location.filename()?;
+                    let data = name.strip_suffix(SUMS_SUFFIX);
+                    Some((data.unwrap_or(name).parse().ok()?, data.is_none(), entry.size))
+                };
+                store.list(Some(&prefix)).try_filter_map(|e| ready(Ok(entry(e)))).try_collect().await
+            })?;
+            page.into_iter().for_each(|(id, is_data, bytes)| visit(id, is_data, bytes));
+        }
+        Ok(())
+    }
+
     /// Removes what writers that died (a crash, a kill) have left half-written for longer than
     /// `age`. Returns how many files that were.
     pub(crate) fn remove_abandoned(&self, age: Duration) -> Result<u64> {

@@ -26,6 +26,9 @@ const XATTR: u8 = b'x';
 const NODE: u8 = b'n';
 const APPLICATION: u8 = b'k';
 
+/// Table of the versions that snapshots hold.
+pub(crate) const HISTORY: u8 = b'h';
+
 /// Smallest hash of a child's name: lower cursors are for `.` and `..`.
 pub(crate) const HASH_MIN: u64 = 16;
 
@@ -162,6 +165,11 @@ pub(crate) fn references(object: ObjectId) -> Vec<u8> {
     table(b'j', &[&object.to_bytes()])
 }
 
+/// All reference counts.
+pub(crate) fn all_references() -> Vec<u8> {
+    table(b'j', &[])
+}
+
 /// An object that nothing points at any more.
 pub(crate) fn garbage(object: ObjectId) -> Vec<u8> {
     table(b'g', &[&object.to_bytes()])
@@ -200,6 +208,31 @@ pub(crate) fn node(ino: u64) -> Vec<u8> {
 /// Record keys of all inodes.
 pub(crate) fn nodes() -> Vec<u8> {
     table(NODE, &[])
+}
+
+/// What a record of an inode is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NodeTag {
+    Attributes,
+    Child,
+    Head,
+    Extent,
+    Target,
+    Other,
+}
+
+/// The inode of a record key, and which of its records that is; `None` for application keys.
+pub(crate) fn node_of(record: &[u8]) -> Option<(u64, NodeTag)> {
+    let ino = u64::from_be_bytes(record.get(1..9)?.try_into().ok()?);
+    let tag = match *record.get(9)? {
+        ATTRIBUTES => NodeTag::Attributes,
+        CHILD => NodeTag::Child,
+        HEAD => NodeTag::Head,
+        EXTENT => NodeTag::Extent,
+        TARGET => NodeTag::Target,
+        _ => NodeTag::Other,
+    };
+    (record[0] == NODE).then_some((ino, tag))
 }
 
 /// Record key: attributes of an inode.

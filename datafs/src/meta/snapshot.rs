@@ -63,7 +63,7 @@ impl SnapshotRow {
 }
 
 /// All snapshots of a volume by number, also those being deleted.
-fn all(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<(u64, SnapshotRow)>> {
+pub(crate) fn all(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<(u64, SnapshotRow)>> {
     let prefix = keys::snapshots(volume);
     let pairs = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
     pairs

@@ -1,0 +1,66 @@
+//! Checks and repairs everything that a home holds: names against inodes, extents against reference
+//! counts, those against the store, history against what deletions would free.
+//!
+//! One read transaction takes a picture of the metadata, so the check may run beside live mounts; what
+//! it finds amiss outside of that picture (objects in the store) is looked at again before it is
+//! reported. Memory is bounded: records stream through external sorts, and only folders are kept, 16
+//! bytes each. Spilled runs lie beside the metadata and go with the process.
+
+mod names;
+mod objects;
+mod repair;
+mod report;
+mod scan;
+mod sorter;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+pub use report::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
+
+use report::{Findings, Found};
+
+use crate::datafs::Datafs;
+use crate::error::Result;
+
+/// Passes of a repair: mending one thing may bring another to light.
+const PASSES_MAX: u32 = 4;
+
+impl Datafs {
+    /// Checks all volumes, beside whoever uses them. With `options.repair` each repair is a
+    /// transaction of its own that looks again before it changes anything; durable when this returns.
+    ///
+    /// # Errors
+    /// When the metadata or the store cannot be read at all. What is damaged is in the report.
+    pub fn fsck(&self, options: &FsckOptions, progress: &mut dyn FnMut(FsckProgress)) -> Result<FsckReport> {
+        let mut found = self.fsck_pass(options, progress)?;
+        if !options.repair || found.fixes.is_empty() {
+            return Ok(found.report);
+        }
+        found.report.repaired = repair::apply(&self.shared, &mut found)?;
+        for _ in 1..PASSES_MAX {
+            // What is still there lay behind what was mended before.
+            let again = FsckOptions { scrub: false, repair: true };
+            let mended = repair::apply(&self.shared, &mut self.fsck_pass(&again, progress)?)?;
+            if mended == 0 {
+                break;
+            }
+            found.report.problems += mended;
+            found.report.repaired += mended;
+        }
+        self.shared.meta.sync()?;
+        Ok(found.report)
+    }
+
+    fn fsck_pass(&self, options: &FsckOptions, progress: &mut dyn FnMut(FsckProgress)) -> Result<Found> {
+        let mut findings = Findings::new(progress);
+        let directory = self.shared.sessions_dir.parent().unwrap_or(&self.shared.sessions_dir).to_owned();
+        self.shared.meta.barrier()?;
+        let picture = scan::take(&self.shared.meta, &directory, &mut findings)?;
+        let scan::Picture { names, mut objects, volumes, sessions } = picture;
+        names::check(names.finish()?, &volumes, &mut findings)?;
+        objects::list(&self.shared, &mut objects, &mut findings)?;
+        objects::check(&self.shared, objects.finish()?, &sessions, options.scrub, &mut findings)?;
+        Ok(findings.found)
+    }
+}

@@ -1,0 +1,251 @@
+//! Repairs: each a transaction of its own that looks again first. What a live mount has changed since
+//! is left alone; the next check sees it anew.
+
+use std::ffi::OsStr;
+
+use super::objects::known_now;
+use super::report::{Found, Remedy};
+use super::tree::sum_of;
+use crate::data::ObjectId;
+use crate::datafs::Shared;
+use crate::error::{Error, Result};
+use crate::fs::tree;
+use crate::fs::types::{FileKind, Owner, ROOT_INO};
+use crate::meta::codec::{Decoder, Encoder};
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Dentry, Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::references::References;
+use crate::meta::versioned::{At, Reader, Records as _, Writer};
+
+/// Where inodes without a name are put, in the root of their volume.
+const LOST_AND_FOUND: &str = "lost+found";
+
+/// One repair.
+#[derive(Debug, Clone)]
+pub(super) enum Fix {
+    /// Takes away a name that leads to no inode, or a folder's second one.
+    RemoveName { volume: u64, record: Vec<u8>, ino: u64 },
+    /// Gives an inode a name in `lost+found`.
+    Adopt { volume: u64, ino: u64 },
+    /// Puts an unlinked inode, or what is left of one, on the list of those that are freed.
+    Free { volume: u64, ino: u64 },
+    /// Takes an inode that has a name off that list.
+    NoOrphan { volume: u64, ino: u64 },
+    /// Corrects the links of an inode whose attributes have this checksum still.
+    SetLinks { volume: u64, ino: u64, sum: u32, links: u32 },
+    /// Corrects the parent of a folder, likewise.
+    SetParent { volume: u64, ino: u64, sum: u32, parent: u64 },
+    /// Makes the next inode number at least this.
+    RaiseCounter { volume: u64, next: u64 },
+    /// Puts a version on the list of its last snapshot.
+    AddDead { volume: u64, key: Vec<u8> },
+    /// Takes an entry without a version off a list.
+    RemoveDead { volume: u64, key: Vec<u8> },
+    /// Corrects a count of references that is recorded as it was still.
+    SetReferences { object: ObjectId, was: Option<Vec<u8>>, is: References },
+    /// Takes an object in use off the garbage list.
+    NoGarbage { object: ObjectId },
+    /// Puts an object that nothing points at on the garbage list.
+    Discard { object: ObjectId, was: Option<Vec<u8>> },
+}
+
+/// Applies what a pass found; returns how many problems were mended and notes it in the report.
+pub(super) fn apply(shared: &Shared, found: &mut Found) -> Result<u64> {
+    let mut mended = 0;
+    for (index, fix) in std::mem::take(&mut found.fixes) {
+        let done = match fix.apply(shared) {
+            Ok(done) => done,
+            // Its volume was deleted meanwhile.
+            Err(Error::Stale { .. } | Error::NotFound { .. }) => false,
+            Err(error) => return Err(error),
+        };
+        if done {
+            mended += 1;
+            if let Some(problem) = found.report.found.get_mut(index) {
+                problem.remedy = Remedy::Repaired;
+            }
+        }
+    }
+    if mended > 0 {
+        tracing::warn!(mended, "fsck has repaired the metadata");
+        shared.collector.wake();
+    }
+    Ok(mended)
+}
+
+impl Fix {
+    /// Whether it changed anything.
+    fn apply(self, shared: &Shared) -> Result<bool> {
+        let session = shared.session.id();
+        let spare = match self {
+            Fix::Adopt { volume, .. } => shared.allocate_inos(volume, 1)?.start,
+            _ => 0,
+        };
+        if let Fix::Discard { object, was: None } = self
+            && known_now(shared, object)?
+        {
+            return Ok(false);
+        }
+        shared.meta.transact(Durability::Relaxed, |txn| match &self {
+            Fix::RemoveName { volume, record, ino } => {
+                Writer::run(txn, *volume, session, |writer| remove_name(writer, record, *ino))
+            }
+            Fix::Adopt { volume, ino } => {
+                Writer::run(txn, *volume, session, |writer| adopt(writer, *ino, spare))
+            }
+            Fix::Free { volume, ino } => {
+                let unlinked =
+                    match Reader::open(txn.as_read(), *volume, At::Live)?.get(&keys::attributes(*ino))? {
+                        Some(value) => Inode::decode(&value)?.nlink == 0,
+                        None => true,
+                    };
+                let key = keys::orphan(*volume, *ino);
+                if !unlinked || txn.get(&key)?.is_some() {
+                    return Ok(false);
+                }
+                txn.put(&key, &tree::NO_OWNER.to_be_bytes())?;
+                Ok(true)
+            }
+            Fix::NoOrphan { volume, ino } => {
+                let named =
+                    match Reader::open(txn.as_read(), *volume, At::Live)?.get(&keys::attributes(*ino))? {
+                        Some(value) => Inode::decode(&value)?.nlink > 0,
+                        None => false,
+                    };
+                if named {
+                    txn.delete(&keys::orphan(*volume, *ino))?;
+                }
+                Ok(named)
+            }
+            Fix::SetLinks { volume, ino, sum, links } => {
+                let links = |inode: &mut Inode| inode.nlink = *links;
+                Writer::run(txn, *volume, session, |writer| change(writer, *ino, *sum, links))
+            }
+            Fix::SetParent { volume, ino, sum, parent } => {
+                let parent = |inode: &mut Inode| inode.parent = *parent;
+                Writer::run(txn, *volume, session, |writer| change(writer, *ino, *sum, parent))
+            }
+            Fix::RaiseCounter { volume, next } => {
+                let key = keys::next_ino(*volume);
+                let now = match txn.get(&key)? {
+                    Some(value) => Decoder::new("inode counter", &value).u64()?,
+                    None => 0,
+                };
+                if now < *next {
+                    txn.put(&key, &next.to_be_bytes())?;
+                }
+                Ok(now < *next)
+            }
+            Fix::AddDead { volume, key } => {
+                let there = version_of(*volume, key).map_or(Ok(None), |version| txn.get(&version))?;
+                if there.is_some() {
+                    txn.put(key, &[])?;
+                }
+                Ok(there.is_some())
+            }
+            Fix::RemoveDead { volume, key } => {
+                let there = version_of(*volume, key).map_or(Ok(None), |version| txn.get(&version))?;
+                if there.is_none() {
+                    txn.delete(key)?;
+                }
+                Ok(there.is_none())
+            }
+            Fix::SetReferences { object, was, is } => {
+                let key = keys::references(*object);
+                if txn.get(&key)? != *was {
+                    return Ok(false);
+                }
+                txn.put(&key, &is.encode())?;
+                Ok(true)
+            }
+            Fix::NoGarbage { object } => {
+                let used = txn.get(&keys::references(*object))?.is_some();
+                if used {
+                    txn.delete(&keys::garbage(*object))?;
+                }
+                Ok(used)
+            }
+            Fix::Discard { object, was } => {
+                let key = keys::references(*object);
+                if txn.get(&key)? != *was {
+                    return Ok(false);
+                }
+                txn.delete(&key)?;
+                let (seconds, nanos) = Timestamp::now().parts();
+                txn.put(&keys::garbage(*object), &Encoder::default().i64(seconds).u32(nanos).finish())?;
+                Ok(true)
+            }
+        })
+    }
+}
+
+/// The key of the version that an entry of a dead list names.
+fn version_of(volume: u64, dead: &[u8]) -> Option<Vec<u8>> {
+    let list = u64::from_be_bytes(dead.get(9..17)?.try_into().ok()?);
+    Some(keys::history_version(volume, dead.get(25..)?, list))
+}
+
+fn remove_name(writer: &mut Writer<'_>, record: &[u8], ino: u64) -> Result<bool> {
+    let Some(value) = writer.get(record)? else { return Ok(false) };
+    let dentry = Dentry::decode(&value)?;
+    let parent = keys::node_of(record).map_or(0, |(parent, _)| parent);
+    let right = match writer.get(&keys::attributes(ino))? {
+        // A folder's second name; the one in its parent stays.
+        Some(value) => Inode::decode(&value)?.parent == parent && ino != ROOT_INO,
+        None => false,
+    };
+    if dentry.ino != ino || right {
+        return Ok(false);
+    }
+    writer.delete(record)?;
+    if dentry.kind == FileKind::Directory {
+        let mut directory = tree::directory(writer, parent)?;
+        tree::touch_directory(&mut directory, -1, Timestamp::now())?;
+        tree::put_inode(writer, parent, &directory)?;
+    }
+    Ok(true)
+}
+
+fn change(writer: &mut Writer<'_>, ino: u64, sum: u32, change: impl Fn(&mut Inode)) -> Result<bool> {
+    let Some(value) = writer.get(&keys::attributes(ino))? else { return Ok(false) };
+    if sum_of(&value) != sum {
+        return Ok(false);
+    }
+    let mut inode = Inode::decode(&value)?;
+    change(&mut inode);
+    tree::put_inode(writer, ino, &inode)?;
+    Ok(true)
+}
+
+/// Gives an inode a name; its links become those of that one name.
+fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
+    let Some(value) = writer.get(&keys::attributes(ino))? else { return Ok(false) };
+    let mut inode = Inode::decode(&value)?;
+    let folder = lost_and_found(writer, spare)?;
+    let name = format!("#{ino}");
+    let name: &OsStr = name.as_ref();
+    if inode.nlink == 0 || tree::child(writer, folder, name)?.is_some() {
+        return Ok(false);
+    }
+    if inode.is_directory() {
+        inode.parent = folder;
+    } else {
+        inode.nlink = 1;
+    }
+    tree::add_child(writer, folder, name, ino, &inode)?;
+    Ok(true)
+}
+
+fn lost_and_found(writer: &mut Writer<'_>, spare: u64) -> Result<u64> {
+    let name: &OsStr = LOST_AND_FOUND.as_ref();
+    if let Some(dentry) = tree::child(writer, ROOT_INO, name)? {
+        tree::directory(writer, dentry.ino)?;
+        return Ok(dentry.ino);
+    }
+    let root = tree::directory(writer, ROOT_INO)?;
+    let owner = Owner { uid: root.uid, gid: root.gid };
+    let inode = tree::child_inode(&root, FileKind::Directory, 0o700, owner);
+    tree::add_directory(writer, ROOT_INO, name, spare, inode)?;
+    Ok(spare)
+}

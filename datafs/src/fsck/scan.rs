@@ -1,0 +1,283 @@
+//! Takes the picture: one read transaction over all records, which leave as facts in sorters.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::repair::Fix;
+use super::report::{Findings, ProblemKind};
+use super::sorter::Sorter;
+use super::tree::TreeScan;
+use crate::data::ObjectId;
+use crate::error::Result;
+use crate::fs::types::FIRST_INO;
+use crate::meta::codec::Decoder;
+use crate::meta::engine::{Order, Pair, ReadTxn};
+use crate::meta::inode::decode_extent;
+use crate::meta::keys;
+use crate::meta::metadata::Metadata;
+use crate::meta::snapshot::{self, SnapshotRow};
+use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, record_of, since_of};
+
+/// Records that a scan takes at a time.
+const PAGE: usize = 4_096;
+
+/// A volume as the check knows it.
+#[derive(Debug)]
+pub(super) struct VolumeFacts {
+    pub(super) name: String,
+    /// The next inode number that is given out.
+    pub(super) next_ino: u64,
+    /// Names of its snapshots by number.
+    pub(super) snapshots: BTreeMap<u64, String>,
+}
+
+/// What a pass works on.
+pub(super) struct Picture {
+    /// Facts about inodes and names, as `tree` writes them.
+    pub(super) names: Sorter,
+    /// Facts about objects: see [`object_fact`].
+    pub(super) objects: Sorter,
+    pub(super) volumes: BTreeMap<u64, VolumeFacts>,
+    /// Sessions whose objects may be unpublished still: live ones, and dead ones in cleanup.
+    pub(super) sessions: BTreeSet<u64>,
+}
+
+/// Which fact about an object a record of the sorter is; they come in this order.
+pub(super) mod object_fact {
+    /// The count of references: the value of its row.
+    pub(in crate::fsck) const REFERENCES: u8 = 0;
+    /// It is on the garbage list.
+    pub(in crate::fsck) const GARBAGE: u8 = 1;
+    /// Its data is in the store: `u64` bytes.
+    pub(in crate::fsck) const DATA: u8 = 2;
+    /// The sidecar of its checksums is.
+    pub(in crate::fsck) const SUMS: u8 = 3;
+    /// An extent: `u64` offset in the object, `u64` length, `u8` length of the key, key of the
+    /// version, its value.
+    pub(in crate::fsck) const EXTENT: u8 = 4;
+}
+
+/// Visits all pairs under a prefix.
+fn each(
+    txn: &mut dyn ReadTxn,
+    prefix: &[u8],
+    mut visit: impl FnMut(&mut dyn ReadTxn, Vec<Pair>) -> Result<()>,
+) -> Result<()> {
+    let (mut start, end) = (prefix.to_vec(), keys::after_prefix(prefix));
+    loop {
+        let page = txn.scan(&start, &end, Order::Ascending, PAGE)?;
+        let last = (page.len() == PAGE).then(|| page.last().map(|(key, _)| key.clone())).flatten();
+        visit(txn, page)?;
+        match last {
+            Some(key) => start = [key.as_slice(), &[0]].concat(),
+            None => return Ok(()),
+        }
+    }
+}
+
+/// Reads everything.
+pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_>) -> Result<Picture> {
+    meta.view(|txn| {
+        findings.restart();
+        let mut picture = Picture {
+            names: Sorter::new(directory),
+            objects: Sorter::new(directory),
+            volumes: BTreeMap::new(),
+            sessions: BTreeSet::new(),
+        };
+        for prefix in [keys::sessions(), keys::sessions_in_cleanup()] {
+            each(txn, &prefix, |_, page| {
+                for (key, _) in page {
+                    picture.sessions.insert(Decoder::new("session key", &key[1..]).u64()?);
+                }
+                Ok(())
+            })?;
+        }
+        let mut rows = Vec::new();
+        each(txn, &keys::volumes(), |_, page| {
+            for (key, value) in page {
+                rows.push((Decoder::new("volume key", &key[1..]).u64()?, VolumeRow::decode(&value)?));
+            }
+            Ok(())
+        })?;
+        for (id, row) in rows {
+            findings.stage("records");
+            volume(txn, &mut picture, directory, findings, (id, &row))?;
+        }
+        findings.stage("reference counts");
+        for (prefix, fact) in
+            [(keys::all_references(), object_fact::REFERENCES), (keys::all_garbage(), object_fact::GARBAGE)]
+        {
+            each(txn, &prefix, |_, page| {
+                findings.step(page.len() as u64);
+                page.iter().try_for_each(|(key, value)| {
+                    let object: [u8; 16] = Decoder::new("object key", &key[1..]).array()?;
+                    picture.objects.push(&[&object, &[fact], value])
+                })
+            })?;
+        }
+        Ok(picture)
+    })
+}
+
+fn volume(
+    txn: &mut dyn ReadTxn,
+    picture: &mut Picture,
+    directory: &Path,
+    findings: &mut Findings<'_>,
+    (id, row): (u64, &VolumeRow),
+) -> Result<()> {
+    let snapshots = snapshot::all(txn, id)?;
+    if !row.deleting {
+        findings.report().volumes += 1;
+        let next_ino = match txn.get(&keys::next_ino(id))? {
+            Some(value) => Decoder::new("inode counter", &value).u64()?,
+            None => FIRST_INO,
+        };
+        let kept = snapshots.iter().filter(|(_, row)| !row.deleting);
+        let snapshots = kept.map(|(number, row)| (*number, row.name.clone())).collect();
+        picture.volumes.insert(id, VolumeFacts { name: row.name.clone(), next_ino, snapshots });
+    }
+    live(txn, picture, findings, (id, row))?;
+    history(txn, picture, directory, findings, (id, row), &snapshots)?;
+    if row.deleting {
+        return Ok(());
+    }
+    for (number, snapshot) in snapshots.iter().filter(|(_, row)| !row.deleting) {
+        findings.report().snapshots += 1;
+        findings.stage("snapshots");
+        let mut tree = TreeScan::new(id, *number, format!("{}@{}", row.name, snapshot.name));
+        let mut start = keys::nodes();
+        let end = keys::after_prefix(&start);
+        loop {
+            let page =
+                Reader::open(txn, id, At::Snapshot(*number))?.scan(&start, &end, Order::Ascending, PAGE)?;
+            findings.step(page.len() as u64);
+            for (record, value) in &page {
+                tree.record(record, value, &mut picture.names, findings)?;
+            }
+            match page.last() {
+                Some((last, _)) if page.len() == PAGE => start = [last.as_slice(), &[0]].concat(),
+                _ => break,
+            }
+        }
+        tree.finish(&mut picture.names, findings)?;
+    }
+    Ok(())
+}
+
+/// The live tree: its names, and its extents as references.
+fn live(
+    txn: &mut dyn ReadTxn,
+    picture: &mut Picture,
+    findings: &mut Findings<'_>,
+    (id, row): (u64, &VolumeRow),
+) -> Result<()> {
+    let mut tree = (!row.deleting).then(|| TreeScan::new(id, 0, row.name.clone()));
+    each(txn, &keys::live(id, &[]), |_, page| {
+        findings.step(page.len() as u64);
+        for (key, version) in &page {
+            let record = &key[9..];
+            let Some(value) = version.get(8..) else {
+                let place = format!("a record of volume {}", row.name);
+                findings.problem(ProblemKind::DamagedRecord, place, "it is too short", None);
+                continue;
+            };
+            reference(&mut picture.objects, findings, key, record, value)?;
+            if let Some(tree) = &mut tree {
+                tree.record(record, value, &mut picture.names, findings)?;
+            }
+        }
+        Ok(())
+    })?;
+    let Some(tree) = tree else { return Ok(()) };
+    tree.finish(&mut picture.names, findings)?;
+    each(txn, &keys::orphans(id), |_, page| {
+        page.iter().try_for_each(|(key, _)| {
+            let ino = Decoder::new("orphan key", &key[9..]).u64()?;
+            super::tree::orphan(&mut picture.names, id, ino)
+        })
+    })
+}
+
+/// What snapshots hold: its extents as references, and each version on the list of its last snapshot.
+fn history(
+    txn: &mut dyn ReadTxn,
+    picture: &mut Picture,
+    directory: &Path,
+    findings: &mut Findings<'_>,
+    (id, row): (u64, &VolumeRow),
+    snapshots: &[(u64, SnapshotRow)],
+) -> Result<()> {
+    let lists: BTreeSet<u64> = snapshots.iter().flat_map(|(_, row)| row.lists.iter().copied()).collect();
+    let place = || format!("history of volume {}", row.name);
+    let mut expected = Sorter::new(directory);
+    each(txn, &keys::history(id, &[]), |_, page| {
+        findings.step(page.len() as u64);
+        for (key, version) in &page {
+            let record = record_of(key);
+            let until = Decoder::new("history key", &key[key.len().saturating_sub(8)..]).u64()?;
+            let since = since_of(version)?;
+            reference(&mut picture.objects, findings, key, record, version.get(8..).unwrap_or_default())?;
+            expected.push(&[&keys::dead(id, until, since, record)])?;
+            if since > until || (!row.deleting && !lists.contains(&until)) {
+                let detail = format!("a version of epochs {since} to {until} that no snapshot holds");
+                findings.problem(ProblemKind::WrongHistory, place(), detail, None);
+            }
+        }
+        Ok(())
+    })?;
+    if row.deleting {
+        return Ok(());
+    }
+    let mut expected = expected.finish()?;
+    let missing = |findings: &mut Findings<'_>, key: Vec<u8>| {
+        let detail = "a version is on no list, so that nothing would free it";
+        findings.problem(ProblemKind::WrongHistory, place(), detail, Some(Fix::AddDead { volume: id, key }));
+    };
+    each(txn, &keys::dead_lists(id), |_, page| {
+        for (key, _) in page {
+            while expected.peek().is_some_and(|next| next < key.as_slice()) {
+                if let Some(key) = expected.next()? {
+                    missing(findings, key);
+                }
+            }
+            if expected.peek() == Some(key.as_slice()) {
+                expected.next()?;
+            } else {
+                let detail = "a list names a version that is not there";
+                let fix = Fix::RemoveDead { volume: id, key };
+                findings.problem(ProblemKind::WrongHistory, place(), detail, Some(fix));
+            }
+        }
+        Ok(())
+    })?;
+    while let Some(key) = expected.next()? {
+        missing(findings, key);
+    }
+    Ok(())
+}
+
+/// Notes the object that a version of an extent points at.
+fn reference(
+    objects: &mut Sorter,
+    findings: &mut Findings<'_>,
+    key: &[u8],
+    record: &[u8],
+    value: &[u8],
+) -> Result<()> {
+    let Some(offset) = keys::extent_offset(record) else { return Ok(()) };
+    findings.report().extents += 1;
+    // A value that cannot be read is reported with the tree.
+    let Ok(extent) = decode_extent(offset, value) else { return Ok(()) };
+    let object: ObjectId = extent.object;
+    objects.push(&[
+        &object.to_bytes(),
+        &[object_fact::EXTENT],
+        &extent.object_offset.to_be_bytes(),
+        &extent.len.to_be_bytes(),
+        &[key.len() as u8],
+        key,
+        value,
+    ])
+}

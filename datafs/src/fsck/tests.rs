@@ -1,0 +1,305 @@
+//! A sound home is sound; each kind of damage is found, named and mended as far as it can be.
+#![allow(clippy::unwrap_used)]
+
+use std::ffi::OsStr;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::config::Config;
+use crate::data::ObjectId;
+use crate::fs::types::ROOT_INO;
+use crate::fs::{Node, OpenFlags, Owner};
+use crate::meta::engine::{Durability, Order, WriteTxn};
+use crate::meta::inode::{Dentry, Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::references::References;
+use crate::view::View;
+
+struct Home {
+    dir: TempDir,
+    datafs: Datafs,
+    view: View,
+}
+
+impl Home {
+    /// Folders, files small and large, links of both kinds, attributes, a snapshot that holds what was
+    /// changed and removed since, and one that was deleted.
+    fn new() -> Home {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
+        let datafs = Datafs::open(dir.path(), &config).unwrap();
+        let name = "v".parse().unwrap();
+        datafs.volume_create(&name).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let owner = Owner { uid: 0, gid: 0 };
+        view.create_dir_all("a/b/c").unwrap();
+        for i in 0..40_usize {
+            view.write_file(&format!("a/b/file-{i}"), &vec![i as u8; i * 700]).unwrap();
+        }
+        view.write_file("a/large", &vec![7; 3 << 20]).unwrap();
+        let large = view.stat("a/large").unwrap().node;
+        let parent = view.stat("a").unwrap().node;
+        view.link(large, parent, OsStr::new("second")).unwrap();
+        view.symlink(parent, OsStr::new("link"), OsStr::new("b/file-3"), owner).unwrap();
+        datafs.snapshot_create(&name, &"old".parse().unwrap()).unwrap();
+        view.write_file("a/b/file-7", &[1; 20_000]).unwrap();
+        datafs.snapshot_create(&name, &"kept".parse().unwrap()).unwrap();
+        let (_, file) =
+            view.create(view.root(), OsStr::new("holes"), 0o644, owner, OpenFlags::READ_WRITE).unwrap();
+        file.write_at(900_000, &[9; 10_000]).unwrap();
+        file.fsync().unwrap();
+        let file = view.open(large, OpenFlags::READ_WRITE).unwrap();
+        file.write_at(1 << 20, &[3; 100_000]).unwrap();
+        file.fsync().unwrap();
+        view.remove_file("a/b/file-9").unwrap();
+        view.rename_path("a/b/c", "a/d").unwrap();
+        // In no snapshot.
+        view.write_file("new/file", &[8; 5_000]).unwrap();
+        view.create_dir_all("new/folder/inner").unwrap();
+        view.symlink(view.root(), OsStr::new("new-link"), OsStr::new("new/file"), owner).unwrap();
+        datafs.snapshot_delete(&name, &"old".parse().unwrap()).unwrap();
+        datafs.gc().unwrap();
+        Home { dir, datafs, view }
+    }
+
+    fn check(&self, scrub: bool, repair: bool) -> FsckReport {
+        self.datafs.fsck(&FsckOptions { scrub, repair }, &mut |_| {}).unwrap()
+    }
+
+    fn assert_sound(&self) {
+        let report = self.check(true, false);
+        assert!(report.is_sound(), "{:#?}", report.found);
+    }
+
+    fn change(&self, mut body: impl FnMut(&mut dyn WriteTxn)) {
+        self.datafs
+            .shared
+            .meta
+            .transact(Durability::Durable, |txn| {
+                body(txn);
+                Ok(())
+            })
+            .unwrap();
+    }
+
+    fn ino(&self, path: &str) -> u64 {
+        self.view.stat(path).unwrap().node.ino
+    }
+
+    fn live(&self, record: &[u8]) -> Vec<u8> {
+        keys::live(self.view.volume, record)
+    }
+
+    /// The object of the first extent of a file.
+    fn object(&self, path: &str) -> ObjectId {
+        let prefix = self.live(&keys::extents(self.ino(path)));
+        let end = keys::after_prefix(&prefix);
+        let found = self.datafs.shared.meta.view(|txn| txn.scan(&prefix, &end, Order::Ascending, 1)).unwrap();
+        crate::meta::inode::decode_extent(0, &found[0].1[8..]).unwrap().object
+    }
+
+    /// Something is found, can be mended, and is mended.
+    fn mends(&self, kind: ProblemKind) {
+        let report = self.check(false, false);
+        let kinds: Vec<_> = report.found.iter().map(|problem| problem.kind).collect();
+        assert!(kinds.contains(&kind), "{kind:?}: {:#?}", report.found);
+        assert!(report.is_damaged() && report.repaired == 0);
+        let report = self.check(false, true);
+        assert!(!report.is_sound() && !report.is_damaged(), "{:#?}", report.found);
+        self.datafs.gc().unwrap();
+        self.assert_sound();
+    }
+}
+
+fn edit(txn: &mut dyn WriteTxn, key: &[u8], change: impl Fn(&mut Inode)) {
+    let version = txn.get(key).unwrap().unwrap();
+    let mut inode = Inode::decode(&version[8..]).unwrap();
+    change(&mut inode);
+    txn.put(key, &[&version[..8], &inode.encode()].concat()).unwrap();
+}
+
+#[test]
+fn a_sound_home_is_sound() {
+    let home = Home::new();
+    let mut stages = Vec::new();
+    let report = home
+        .datafs
+        .fsck(&FsckOptions { scrub: true, repair: true }, &mut |progress| stages.push(progress.stage))
+        .unwrap();
+    assert!(report.is_sound() && !report.is_damaged(), "{:#?}", report.found);
+    assert_eq!((report.volumes, report.snapshots), (1, 1));
+    // Root, a, b, d, new, folder, inner; 39 files, large, link, holes, the new file and link.
+    assert_eq!(report.inodes, 7 + 39 + 5);
+    assert_eq!(report.names, 6 + 39 + 6);
+    assert!(report.extents > 30 && report.objects > 30 && report.scrubbed_bytes > 3 << 20);
+    stages.dedup();
+    assert_eq!(stages.last(), Some(&"scrub"));
+}
+
+#[test]
+fn work_under_way_is_no_damage() {
+    let home = Home::new();
+    // An object that is not published yet, an unlinked file that is open, a deletion that has begun.
+    let mut staged = home.view.stage().unwrap();
+    staged.append(&[5; 100_000]).unwrap();
+    let staged = staged.finish().unwrap();
+    let open = home.view.open(home.view.stat("holes").unwrap().node, OpenFlags::READ_WRITE).unwrap();
+    home.view.remove_file("holes").unwrap();
+    home.datafs.volume_create(&"gone".parse().unwrap()).unwrap();
+    let gone = home.datafs.view(&"gone".parse().unwrap()).unwrap();
+    gone.write_file("some/file", &[6; 50_000]).unwrap();
+    home.datafs.volume_delete(&"gone".parse().unwrap()).unwrap();
+    home.assert_sound();
+    assert!(home.check(false, false).unclaimed_objects > 0);
+    drop((staged, open));
+    home.datafs.gc().unwrap();
+    home.assert_sound();
+    assert_eq!(home.check(false, false).unclaimed_objects, 0);
+}
+
+#[test]
+fn names_without_inodes_go() {
+    let home = Home::new();
+    let entry = home.live(&keys::child(home.ino("a"), b"nowhere"));
+    let value = Dentry { ino: 999, kind: crate::fs::FileKind::File }.encode();
+    home.change(|txn| txn.put(&entry, &[&9_u64.to_be_bytes()[..], &value].concat()).unwrap());
+    home.mends(ProblemKind::DanglingName);
+    assert!(home.view.stat("a/nowhere").is_err());
+}
+
+#[test]
+fn inodes_without_names_are_found_again() {
+    let home = Home::new();
+    let (file, folder) = (home.ino("new/file"), home.ino("new/folder"));
+    let new = home.ino("new");
+    let entries = [home.live(&keys::child(new, b"file")), home.live(&keys::child(new, b"folder"))];
+    home.change(|txn| entries.iter().for_each(|entry| txn.delete(entry).unwrap()));
+    home.mends(ProblemKind::LostInode);
+    assert_eq!(home.view.read_file(&format!("lost+found/#{file}")).unwrap()[..], [8; 5_000]);
+    assert_eq!(home.ino(&format!("lost+found/#{folder}")), folder);
+    assert!(home.view.stat(&format!("lost+found/#{folder}/inner")).is_ok());
+}
+
+#[test]
+fn link_counts_and_parents_are_corrected() {
+    let home = Home::new();
+    let attributes = |path| home.live(&keys::attributes(home.ino(path)));
+    let (large, a, d) = (attributes("a/large"), attributes("a"), attributes("a/d"));
+    home.change(|txn| {
+        edit(txn, &large, |inode| inode.nlink = 7);
+        edit(txn, &a, |inode| inode.nlink = 2);
+    });
+    home.mends(ProblemKind::WrongLinks);
+    assert_eq!(home.view.stat("a/large").unwrap().nlink, 2);
+    home.change(|txn| edit(txn, &d, |inode| inode.parent = ROOT_INO));
+    home.mends(ProblemKind::WrongName);
+}
+
+#[test]
+fn unlinked_inodes_that_nobody_would_free_are_freed() {
+    let home = Home::new();
+    let ino = home.ino("a/b/file-30");
+    let entry = home.live(&keys::child(home.ino("a/b"), b"file-30"));
+    let key = home.live(&keys::attributes(ino));
+    home.change(|txn| {
+        txn.delete(&entry).unwrap();
+        edit(txn, &key, |inode| inode.nlink = 0);
+    });
+    home.mends(ProblemKind::LostOrphan);
+    assert!(home.view.getattr(Node { snapshot: 0, ino }).is_err());
+}
+
+#[test]
+fn a_counter_that_would_repeat_is_raised() {
+    let home = Home::new();
+    let key = keys::next_ino(home.view.volume);
+    home.change(|txn| txn.put(&key, &20_u64.to_be_bytes()).unwrap());
+    home.mends(ProblemKind::WrongCounter);
+}
+
+#[test]
+fn history_and_its_lists_are_brought_together() {
+    let home = Home::new();
+    let prefix = keys::dead_lists(home.view.volume);
+    let end = keys::after_prefix(&prefix);
+    home.change(|txn| {
+        let entries = txn.scan(&prefix, &end, Order::Ascending, 10).unwrap();
+        txn.delete(&entries[1].0).unwrap();
+        let mut stray = entries[2].0.clone();
+        stray.truncate(stray.len() - 1);
+        txn.put(&stray, &[]).unwrap();
+    });
+    home.mends(ProblemKind::WrongHistory);
+}
+
+#[test]
+fn references_are_counted_anew() {
+    let home = Home::new();
+    let (one, other) = (home.object("a/b/file-20"), home.object("a/b/file-21"));
+    home.change(|txn| {
+        let wrong = References { extents: 3, bytes: 7 };
+        txn.put(&keys::references(one), &wrong.encode()).unwrap();
+        txn.delete(&keys::references(other)).unwrap();
+        let now = Timestamp::now().parts();
+        let row = crate::meta::codec::Encoder::default().i64(now.0).u32(now.1).finish();
+        txn.put(&keys::garbage(other), &row).unwrap();
+    });
+    home.mends(ProblemKind::GarbageInUse);
+    assert_eq!(home.view.read_file("a/b/file-21").unwrap().len(), 21 * 700);
+}
+
+#[test]
+fn objects_that_nothing_points_at_are_collected() {
+    let home = Home::new();
+    let object = home.object("a/b/file-22");
+    let path = home.dir.path().join("datafs/objects").join(object.data_name());
+    let stray = ObjectId::from_bytes([0x42; 16]);
+    let stray_path = home.dir.path().join("datafs/objects").join(stray.data_name());
+    std::fs::create_dir_all(stray_path.parent().unwrap()).unwrap();
+    std::fs::copy(path, &stray_path).unwrap();
+    home.mends(ProblemKind::LostObject);
+    assert!(!stray_path.exists());
+}
+
+#[test]
+fn lost_and_damaged_data_is_told_with_its_files() {
+    let home = Home::new();
+    let path = |file| home.dir.path().join("datafs/objects").join(home.object(file).data_name());
+    std::fs::remove_file(path("a/b/file-25")).unwrap();
+    let damaged = path("a/b/file-26");
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    bytes[77] ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    let report = home.check(true, true);
+    let found: Vec<_> = report.found.iter().map(|p| (p.kind, p.remedy)).collect();
+    assert_eq!(report.problems, 2, "{:#?}", report.found);
+    assert!(found.contains(&(ProblemKind::MissingObject, Remedy::None)));
+    assert!(found.contains(&(ProblemKind::DamagedObject, Remedy::None)));
+    assert!(report.is_damaged());
+    for file in ["a/b/file-25", "a/b/file-26"] {
+        let ino = format!("inode {} ", home.ino(file));
+        assert!(report.found.iter().any(|p| p.detail.contains(&ino)), "{:#?}", report.found);
+    }
+}
+
+#[test]
+fn damaged_records_and_rings_of_folders_are_told() {
+    let home = Home::new();
+    let (new, inner) = (home.ino("new"), home.ino("new/folder/inner"));
+    let link = home.live(&keys::target(home.ino("new-link")));
+    home.change(|txn| txn.put(&link, b"12345678much too long").unwrap());
+    let entries = [home.live(&keys::child(ROOT_INO, b"new")), home.live(&keys::child(inner, b"new"))];
+    let key = home.live(&keys::attributes(new));
+    home.change(|txn| {
+        let entry = txn.get(&entries[0]).unwrap().unwrap();
+        txn.delete(&entries[0]).unwrap();
+        txn.put(&entries[1], &entry).unwrap();
+        edit(txn, &key, |inode| inode.parent = inner);
+    });
+    let report = home.check(false, true);
+    let kinds: Vec<_> = report.found.iter().map(|p| p.kind).collect();
+    assert!(kinds.contains(&ProblemKind::DamagedRecord), "{:#?}", report.found);
+    assert!(report.found.iter().any(|p| p.detail.contains("its own ancestor")), "{:#?}", report.found);
+    assert!(report.is_damaged());
+}

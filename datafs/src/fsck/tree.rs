@@ -1,0 +1,225 @@
+//! The records of one tree, live or of a snapshot, taken in key order: each inode for itself. What
+//! ties inodes and names together leaves as facts, sorted by inode and joined in `names`.
+
+use super::report::{Findings, ProblemKind};
+use super::sorter::Sorter;
+use crate::error::Result;
+use crate::fs::content::INLINE_BYTES_MAX;
+use crate::fs::types::FileKind;
+use crate::meta::codec::Decoder;
+use crate::meta::inode::{Dentry, Inode, decode_extent};
+use crate::meta::keys;
+
+/// A fact about an inode; the order is that in which they are joined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Fact {
+    /// It has attributes; `sum` is the checksum of their record.
+    Inode { nlink: u32, parent: u64, folders: u32, is_folder: bool, sum: u32 },
+    /// It is on the list of those that are freed.
+    Orphan,
+    /// It has records, but no attributes.
+    Stray,
+    /// A name leads to it: the record key of the entry.
+    Name { parent: u64, is_folder: bool, record: Vec<u8> },
+}
+
+/// Of which tree and inode a fact is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Whose {
+    pub(super) volume: u64,
+    /// 0 for the live tree.
+    pub(super) snapshot: u64,
+    pub(super) ino: u64,
+}
+
+impl Whose {
+    pub(super) fn is_live(self) -> bool {
+        self.snapshot == 0
+    }
+
+    fn push(self, facts: &mut Sorter, fact: &Fact) -> Result<()> {
+        let [volume, snapshot, ino] = [self.volume, self.snapshot, self.ino].map(u64::to_be_bytes);
+        let head = [volume, snapshot, ino].concat();
+        match fact {
+            Fact::Inode { nlink, parent, folders, is_folder, sum } => facts.push(&[
+                &head,
+                &[0, u8::from(*is_folder)],
+                &nlink.to_be_bytes(),
+                &parent.to_be_bytes(),
+                &folders.to_be_bytes(),
+                &sum.to_be_bytes(),
+            ]),
+            Fact::Orphan => facts.push(&[&head, &[1, 0]]),
+            Fact::Stray => facts.push(&[&head, &[2, 0]]),
+            Fact::Name { parent, is_folder, record } => {
+                facts.push(&[&head, &[3, u8::from(*is_folder)], &parent.to_be_bytes(), record])
+            }
+        }
+    }
+}
+
+/// Takes a record of the sorter apart.
+pub(super) fn parse(record: &[u8]) -> Result<(Whose, Fact)> {
+    let mut from = Decoder::new("spilled fact", record);
+    let whose = Whose { volume: from.u64()?, snapshot: from.u64()?, ino: from.u64()? };
+    let (tag, is_folder) = (from.u8()?, from.u8()? != 0);
+    let fact = match tag {
+        0 => Fact::Inode {
+            nlink: from.u32()?,
+            parent: from.u64()?,
+            folders: from.u32()?,
+            is_folder,
+            sum: from.u32()?,
+        },
+        1 => Fact::Orphan,
+        2 => Fact::Stray,
+        _ => Fact::Name { parent: from.u64()?, is_folder, record: record[34..].to_vec() },
+    };
+    Ok((whose, fact))
+}
+
+/// Notes an orphan's row.
+pub(super) fn orphan(facts: &mut Sorter, volume: u64, ino: u64) -> Result<()> {
+    Whose { volume, snapshot: 0, ino }.push(facts, &Fact::Orphan)
+}
+
+/// Checksum by which a repair knows that attributes are still those that were looked at.
+pub(super) fn sum_of(value: &[u8]) -> u32 {
+    crc32c::crc32c(value)
+}
+
+/// The scan of one tree.
+pub(super) struct TreeScan {
+    volume: u64,
+    snapshot: u64,
+    /// As people write it: `VOLUME` or `VOLUME@SNAPSHOT`.
+    name: String,
+    now: Option<Current>,
+}
+
+/// The inode whose records come by.
+struct Current {
+    ino: u64,
+    inode: Option<(Inode, u32)>,
+    folders: u32,
+    /// End of the last extent.
+    extents_end: u64,
+    head_len: u64,
+    target_len: Option<u64>,
+}
+
+impl TreeScan {
+    pub(super) fn new(volume: u64, snapshot: u64, name: String) -> TreeScan {
+        TreeScan { volume, snapshot, name, now: None }
+    }
+
+    fn place(&self, ino: u64) -> String {
+        format!("inode {ino} of {}", self.name)
+    }
+
+    /// Takes the next record.
+    pub(super) fn record(
+        &mut self,
+        record: &[u8],
+        value: &[u8],
+        facts: &mut Sorter,
+        findings: &mut Findings<'_>,
+    ) -> Result<()> {
+        let Some((ino, tag)) = keys::node_of(record) else { return Ok(()) };
+        if self.now.as_ref().is_none_or(|now| now.ino != ino) {
+            self.flush(facts, findings)?;
+            self.now =
+                Some(Current { ino, inode: None, folders: 0, extents_end: 0, head_len: 0, target_len: None });
+        }
+        let place = self.place(ino);
+        let Some(now) = &mut self.now else { return Ok(()) };
+        let mut damaged = |detail: String| {
+            findings.problem(ProblemKind::DamagedRecord, place.clone(), detail, None);
+        };
+        match tag {
+            keys::NodeTag::Attributes => match Inode::decode(value) {
+                Ok(inode) => now.inode = Some((inode, sum_of(value))),
+                Err(error) => damaged(error.to_string()),
+            },
+            keys::NodeTag::Child => {
+                let Some((hash, name)) = keys::child_name(record) else {
+                    damaged("the key of an entry is damaged".into());
+                    return Ok(());
+                };
+                let shown = String::from_utf8_lossy(name).into_owned();
+                if hash != keys::name_hash(name) {
+                    damaged(format!("the hash of entry {shown:?} is not that of its name"));
+                }
+                match Dentry::decode(value) {
+                    Ok(dentry) => {
+                        let is_folder = dentry.kind == FileKind::Directory;
+                        now.folders += u32::from(is_folder);
+                        if self.snapshot == 0 {
+                            findings.report().names += 1;
+                        }
+                        let whose = Whose { volume: self.volume, snapshot: self.snapshot, ino: dentry.ino };
+                        let record = record.to_vec();
+                        whose.push(facts, &Fact::Name { parent: ino, is_folder, record })?;
+                    }
+                    Err(error) => damaged(format!("entry {shown:?}: {error}")),
+                }
+            }
+            keys::NodeTag::Head => {
+                now.head_len = value.len() as u64;
+                if value.len() > INLINE_BYTES_MAX {
+                    damaged(format!("{} bytes are kept in the metadata", value.len()));
+                }
+            }
+            keys::NodeTag::Extent => {
+                let extent = keys::extent_offset(record).map(|offset| decode_extent(offset, value));
+                match extent {
+                    Some(Ok(extent)) => {
+                        if extent.file_offset < now.extents_end {
+                            let detail = format!("extents overlap at byte {}", extent.file_offset);
+                            findings.problem(ProblemKind::WrongExtents, place, detail, None);
+                        }
+                        now.extents_end = now.extents_end.max(extent.end());
+                    }
+                    Some(Err(error)) => damaged(error.to_string()),
+                    None => damaged("the key of an extent is damaged".into()),
+                }
+            }
+            keys::NodeTag::Target => now.target_len = Some(value.len() as u64),
+            keys::NodeTag::Other => {}
+        }
+        Ok(())
+    }
+
+    /// The last record has come by.
+    pub(super) fn finish(mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
+        self.flush(facts, findings)
+    }
+
+    fn flush(&mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
+        let Some(now) = self.now.take() else { return Ok(()) };
+        let whose = Whose { volume: self.volume, snapshot: self.snapshot, ino: now.ino };
+        let Some((inode, sum)) = now.inode else { return whose.push(facts, &Fact::Stray) };
+        if whose.is_live() {
+            findings.report().inodes += 1;
+        }
+        let is_file = inode.kind == FileKind::File;
+        let stored_end = now.extents_end.max(now.head_len);
+        if (!is_file && stored_end > 0) || stored_end > inode.size.max(u64::from(!is_file)) {
+            let detail = format!("data up to byte {stored_end}, its size is {}", inode.size);
+            findings.problem(ProblemKind::WrongExtents, self.place(now.ino), detail, None);
+        }
+        let expected = (inode.kind == FileKind::Symlink).then_some(inode.size);
+        if now.target_len != expected {
+            let detail = format!("its target has {:?} bytes, {expected:?} belong there", now.target_len);
+            findings.problem(ProblemKind::DamagedRecord, self.place(now.ino), detail, None);
+        }
+        let is_folder = inode.is_directory();
+        if !is_folder && now.folders > 0 {
+            let detail = "it has entries, but is no folder";
+            findings.problem(ProblemKind::DamagedRecord, self.place(now.ino), detail, None);
+        }
+        let fact =
+            Fact::Inode { nlink: inode.nlink, parent: inode.parent, folders: now.folders, is_folder, sum };
+        whose.push(facts, &fact)
+    }
+}
