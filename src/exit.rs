@@ -44,7 +44,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
         | E::NewerFormat { .. } => Exit::Conflict,
         E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) => Exit::Usage,
         E::NoSpace { .. } => Exit::NoSpace,
-        E::NotWritable { .. } | E::Unsupported(_) => Exit::Unavailable,
+        E::NotWritable { .. } | E::StoreAway { .. } | E::Unsupported(_) => Exit::Unavailable,
         E::Corrupt { .. } => Exit::Corrupt,
         _ => Exit::Failed,
     }

@@ -78,11 +78,9 @@ async fn run(cli: Cli) -> Result<()> {
     };
     let loaded = settings::load(cli.config.as_deref(), &root)?;
     if let Command::Config = cli.command {
-        return if out.is_json() {
-            out.object(&loaded.settings)
-        } else {
-            out.raw(&toml::to_string(&loaded.settings)?)
-        };
+        let mut shown = loaded.settings;
+        shown.datafs = shown.datafs.without_secrets();
+        return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
     let home = home::Home::open(root)?;
     let context = Context { out, home, loaded, log: cli.log, stop: stop_signal()? };

@@ -1,7 +1,11 @@
 //! The `[datafs]` table of `millrace.toml`.
 
+mod secret;
+
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+pub use secret::{FromEnvironment, FromFile, Secret};
 use serde::{Deserialize, Serialize};
 
 /// Where a datafs keeps its state and how much memory and time it takes.
@@ -10,8 +14,16 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// The metadata file (SQLite, with `-wal` and `-shm` beside it), relative to the home folder.
     pub meta_file: PathBuf,
-    /// The directory of the object store, relative to the home folder.
+    /// The directory of the object store, relative to the home folder. Not used with a `store_url`.
     pub store_dir: PathBuf,
+    /// Where file data is kept instead: `file:///PATH`, `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or
+    /// `az://CONTAINER/PREFIX`. Stores in the cloud also take the environment variables of their kind
+    /// (`AWS_ACCESS_KEY_ID`, …); `store_options` go before those.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store_url: Option<String>,
+    /// How long a request to a store in the cloud is tried, with growing pauses, before it fails. At
+    /// least 1.
+    pub store_timeout_ms: u64,
     /// How long a write waits for other processes before it fails with `Busy`. At least 1.
     pub lock_wait_ms: u64,
     /// Unflushed bytes of one open file that are kept in memory before they become an object.
@@ -23,6 +35,9 @@ pub struct Config {
     pub garbage_grace_ms: u64,
     /// How often the background collection of garbage runs; 0 turns it off.
     pub gc_interval_ms: u64,
+    /// Options of the store, by the names of the `object_store` crate: `endpoint`, `region`,
+    /// `allow_http`, `access_key_id`, `secret_access_key`, …
+    pub store_options: BTreeMap<String, Secret>,
 }
 
 impl Default for Config {
@@ -30,11 +45,14 @@ impl Default for Config {
         Config {
             meta_file: PathBuf::from("datafs/meta.sqlite"),
             store_dir: PathBuf::from("datafs/objects"),
+            store_url: None,
+            store_timeout_ms: 30_000,
             lock_wait_ms: 60_000,
             write_buffer_bytes_max: 32 << 20,
             write_buffers_bytes_max: 256 << 20,
             garbage_grace_ms: 10_000,
             gc_interval_ms: 30_000,
+            store_options: BTreeMap::new(),
         }
     }
 }
@@ -42,6 +60,13 @@ impl Default for Config {
 impl Config {
     pub(crate) fn meta_path(&self, home: &Path) -> PathBuf {
         home.join(&self.meta_file)
+    }
+
+    /// The same without the values of secrets that stand in it: what may be shown.
+    #[must_use]
+    pub fn without_secrets(&self) -> Config {
+        let hide = |(name, value): (&String, &Secret)| (name.clone(), value.hidden());
+        Config { store_options: self.store_options.iter().map(hide).collect(), ..self.clone() }
     }
 
     pub(crate) fn store_path(&self, home: &Path) -> PathBuf {

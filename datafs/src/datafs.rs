@@ -67,9 +67,11 @@ impl Datafs {
         let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
         let meta = Metadata::direct(Arc::new(engine));
         create_dir(&sessions_dir)?;
-        create_dir(&config.store_path(home))?;
+        if config.store_url.is_none() {
+            create_dir(&config.store_path(home))?;
+        }
         let session = Session::start(&meta, &sessions_dir)?;
-        let pool = ObjectPool::open_local(&config.store_path(home), session.id())?;
+        let pool = ObjectPool::open(home, config, session.id())?;
         let shared = Arc::new(Shared {
             config: config.clone(),
             meta,
@@ -135,6 +137,9 @@ impl Drop for Shared {
         self.collector.stop();
         // A pack that nothing points at goes with it, which must not outlive the session's row.
         self.packs.close();
+        if self.pool.has_left_behind() {
+            self.session.leave_unclean();
+        }
         self.session.end(&self.meta);
     }
 }

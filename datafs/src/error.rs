@@ -164,6 +164,22 @@ pub enum Error {
         /// How it shows.
         reason: String,
     },
+    /// The object store did not answer for `store_timeout_ms` (EIO). Repeat the call once it is back;
+    /// what was written and not committed is still there.
+    #[error(
+        "the object store at {place} could not {operation} for {tried_ms} ms: see that it can be reached, then retry"
+    )]
+    StoreAway {
+        /// The store.
+        place: String,
+        /// What was being done, in words.
+        operation: &'static str,
+        /// How long it was tried.
+        tried_ms: u64,
+        /// What went wrong the last time.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The object store failed (EIO).
     #[error("file data")]
     Object(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -192,7 +208,7 @@ pub enum Error {
 impl Error {
     /// Whether the same call may succeed when it is simply repeated.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Busy { .. })
+        matches!(self, Self::Busy { .. } | Self::StoreAway { .. })
     }
 
     /// Whether the error is [`Error::NotFound`].
@@ -230,6 +246,9 @@ impl From<ObjectError> for Error {
             ObjectError::NoSpace { place, .. } => Self::NoSpace { place },
             ObjectError::Corrupt { id, byte, reason } => {
                 Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
+            }
+            ObjectError::Away { operation, place, tried_ms, source } => {
+                Self::StoreAway { place, operation, tried_ms, source }
             }
             other => Self::Object(Box::new(other)),
         }

@@ -62,7 +62,7 @@ mod store_view;
 mod view;
 mod volume;
 
-pub use config::Config;
+pub use config::{Config, FromEnvironment, FromFile, Secret};
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{

@@ -53,6 +53,11 @@ pub(crate) static OBJECT_READ_BYTES: Counter = Counter(LazyLock::new(|| {
 pub(crate) static OBJECTS_OPENED: Counter =
     Counter(LazyLock::new(|| counter("millrace_datafs_objects_opened_total", "Object files opened.")));
 
+/// Requests to a store in the cloud that were tried again.
+pub(crate) static STORE_RETRIES: Counter = Counter(LazyLock::new(|| {
+    counter("millrace_datafs_store_retries_total", "Requests to the object store that were tried again.")
+}));
+
 /// Files that a mount opened and handed to the kernel.
 pub(crate) static PASSTHROUGH_OPENS: Counter = Counter(LazyLock::new(|| {
     counter("millrace_datafs_mount_passthrough_opens_total", "Files handed to the kernel at open.")

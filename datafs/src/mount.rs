@@ -128,6 +128,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::NewerFormat { .. }
         | Error::Corrupt { .. }
         | Error::Object(_)
+        | Error::StoreAway { .. }
         | Error::Metadata { .. }
         | Error::Io { .. } => Errno::EIO,
     }

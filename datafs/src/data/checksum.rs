@@ -133,6 +133,17 @@ impl Sums {
         Ok(Sums { frame_bytes: footer.frame_bytes, data_bytes: footer.data_bytes, sums })
     }
 
+    /// Reads the table and footer that end `bytes`.
+    pub(crate) fn parse_end(bytes: &[u8], id: ObjectId) -> Result<Sums, String> {
+        let Some((before, raw)) = bytes.split_last_chunk::<{ FOOTER_BYTES as usize }>() else {
+            return Err("too short for a footer".into());
+        };
+        let footer = Footer::parse(raw, id)?;
+        let table_at = (before.len() as u64).checked_sub(footer.table_bytes());
+        let table_at = table_at.ok_or("too short for its checksum table")?;
+        Sums::parse(&before[table_at as usize..], raw, footer)
+    }
+
     /// Bytes of data in the object.
     pub(crate) fn data_bytes(&self) -> u64 {
         self.data_bytes

@@ -46,6 +46,19 @@ pub(crate) enum ObjectError {
         #[source]
         source: io::Error,
     },
+    /// A store in the cloud did not answer for as long as the configuration allows.
+    #[error("the object store at {place} could not {operation} for {tried_ms} ms")]
+    Away {
+        /// What was being done, in words.
+        operation: &'static str,
+        /// The store.
+        place: String,
+        /// How long it was tried.
+        tried_ms: u64,
+        /// What went wrong the last time.
+        #[source]
+        source: Box<dyn StdError + Send + Sync>,
+    },
     /// The object store refused.
     #[error("{operation} in the object store at {place}")]
     Store {
@@ -72,6 +85,12 @@ impl ObjectError {
         Self::Io { operation, path, source }
     }
 
+    /// Whether the store said that there is no such object.
+    pub(super) fn is_not_found(&self) -> bool {
+        let Self::Store { source, .. } = self else { return false };
+        matches!(source.downcast_ref::<object_store::Error>(), Some(object_store::Error::NotFound { .. }))
+    }
+
     /// An object-store error; a full disk below it becomes [`ObjectError::NoSpace`].
     pub(crate) fn store(operation: &'static str, place: &str, source: object_store::Error) -> Self {
         let source: Box<dyn StdError + Send + Sync> = source.into();
@@ -84,6 +103,12 @@ impl ObjectError {
         }
         Self::Store { operation, place: place.to_owned(), source }
     }
+}
+
+/// The error when the runtime that asks the store has stopped.
+pub(super) fn threads_gone(place: &str) -> ObjectError {
+    let source = "the object store's threads have stopped".into();
+    ObjectError::Store { operation: "ask", place: place.to_owned(), source }
 }
 
 fn is_no_space(error: &io::Error) -> bool {

@@ -15,15 +15,26 @@ mod checksum;
 mod durable;
 mod error;
 mod extent;
+mod fetch;
+mod local;
 mod local_file;
 mod object;
 mod pack;
 mod pack_reader;
 mod pool;
 mod reader;
+mod remote;
+mod retry;
 mod runtime;
 #[cfg(test)]
+#[path = "../../tests/support/s3_server.rs"]
+pub(crate) mod s3_server;
+#[cfg(test)]
+mod s3_tests;
+mod store;
+#[cfg(test)]
 mod tests;
+mod upload;
 mod writer;
 
 pub(crate) use error::ObjectError;

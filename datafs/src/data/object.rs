@@ -102,11 +102,6 @@ impl ObjectId {
     pub(crate) fn data_path(self) -> StorePath {
         StorePath::from(self.data_name())
     }
-
-    /// [`ObjectId::sums_name`] as the object store's path.
-    pub(crate) fn sums_path(self) -> StorePath {
-        StorePath::from(self.sums_name())
-    }
 }
 
 impl fmt::Display for ObjectId {

@@ -1,4 +1,4 @@
-//! Reads objects: a small set of open files, positional reads, every frame verified.
+//! Reads objects: a small set of open ones, positional reads, every frame verified.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,7 +16,10 @@ use parking_lot::Mutex;
 
 use super::checksum::{FOOTER_BYTES, Footer, Sums};
 use super::error::{ObjectError, Result};
+use super::fetch::RemoteData;
 use super::object::{Layout, ObjectId};
+use super::pool::ObjectPool;
+use super::store::Store;
 use crate::metrics;
 
 /// Most files kept open: a quarter of the usual limit of 1024 descriptors.
@@ -34,39 +37,27 @@ const NEAR_BYTES: u64 = 4 * 1024 * 1024;
 #[derive(Debug)]
 pub(super) struct OpenObject {
     id: ObjectId,
-    path: PathBuf,
-    file: File,
+    data: Data,
     sums: Sums,
-    /// Where the last read ended.
-    position: AtomicU64,
-    /// Up to where the disk has been asked for data.
-    ahead: AtomicU64,
+}
+
+/// Where the bytes of an open object are.
+#[derive(Debug)]
+enum Data {
+    Local(LocalData),
+    Remote(RemoteData),
 }
 
 impl OpenObject {
-    fn open(root: &Path, id: ObjectId) -> Result<OpenObject> {
-        let path = root.join(id.data_name());
-        let file = open_file(&path, id)?;
-        let file_bytes = size_of_file(&file, &path)?;
-        let (sums, stored_bytes) = match id.layout() {
-            // A pack is read piece by piece, by another reader.
-            Layout::Framed | Layout::Pack => {
-                let sums = read_sums(&file, &path, file_bytes, id)?;
-                let data_bytes = file_bytes.saturating_sub(sums.trailer_bytes());
-                (sums, data_bytes)
+    fn open(pool: &ObjectPool, id: ObjectId) -> Result<OpenObject> {
+        let (data, sums, stored_bytes) = match pool.store() {
+            Store::Local(local) => {
+                let (data, sums, bytes) = LocalData::open(local.root(), id)?;
+                (Data::Local(data), sums, bytes)
             }
-            Layout::Plain => {
-                let sums_path = root.join(id.sums_name());
-                let sums_file = open_file(&sums_path, id).map_err(|e| match e {
-                    ObjectError::Missing { id } => ObjectError::Corrupt {
-                        id,
-                        byte: file_bytes,
-                        reason: "its checksum file is missing (torn upload)".into(),
-                    },
-                    other => other,
-                })?;
-                let sums_bytes = size_of_file(&sums_file, &sums_path)?;
-                (read_sums(&sums_file, &sums_path, sums_bytes, id)?, file_bytes)
+            Store::Remote(remote) => {
+                let (data, sums, bytes) = RemoteData::open(pool, remote, id)?;
+                (Data::Remote(data), sums, bytes)
             }
         };
         if sums.data_bytes() != stored_bytes {
@@ -77,8 +68,7 @@ impl OpenObject {
             });
         }
         metrics::OBJECTS_OPENED.inc();
-        let (position, ahead) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(OpenObject { id, path, file, sums, position, ahead })
+        Ok(OpenObject { id, data, sums })
     }
 
     pub(super) fn read(&self, range: Range<u64>) -> Result<Bytes> {
@@ -114,8 +104,9 @@ impl OpenObject {
     }
 
     fn length(&self, from: u64, to: u64) -> Result<usize> {
-        usize::try_from(to - from)
-            .map_err(|_| ObjectError::io("read", &self.path, io::Error::from(ErrorKind::OutOfMemory)))
+        usize::try_from(to - from).map_err(|_| {
+            ObjectError::io("read", self.id.data_name(), io::Error::from(ErrorKind::OutOfMemory))
+        })
     }
 
     /// Reads and verifies whole frames.
@@ -123,32 +114,80 @@ impl OpenObject {
         if window.is_empty() {
             return Ok(());
         }
-        self.file.read_exact_at(window, from).map_err(|e| match e.kind() {
-            ErrorKind::UnexpectedEof => {
-                ObjectError::Corrupt { id: self.id, byte: from, reason: "the file was cut short".into() }
-            }
-            _ => ObjectError::io("read object file", &self.path, e),
-        })?;
+        match &self.data {
+            Data::Local(data) => data.read(self.id, from, window)?,
+            Data::Remote(data) => data.read(from, window)?,
+        }
         self.sums.verify(from, window).map_err(|byte| ObjectError::Corrupt {
             id: self.id,
             byte,
             reason: "checksum mismatch".into(),
         })?;
         metrics::OBJECT_READ_BYTES.inc_by(window.len() as u64);
-        self.read_ahead(from, from + window.len() as u64);
+        if let Data::Local(data) = &self.data {
+            data.read_ahead(from, from + window.len() as u64, self.sums.data_bytes());
+        }
         Ok(())
+    }
+}
+
+/// The file of an object on a local store.
+#[derive(Debug)]
+struct LocalData {
+    path: PathBuf,
+    file: File,
+    /// Where the last read ended.
+    position: AtomicU64,
+    /// Up to where the disk has been asked for data.
+    ahead: AtomicU64,
+}
+
+impl LocalData {
+    /// The file, its checksums and how many bytes of data there are.
+    fn open(root: &Path, id: ObjectId) -> Result<(LocalData, Sums, u64)> {
+        let path = root.join(id.data_name());
+        let file = open_file(&path, id)?;
+        let file_bytes = size_of_file(&file, &path)?;
+        let (sums, stored_bytes) = match id.layout() {
+            // A pack is read piece by piece, by another reader.
+            Layout::Framed | Layout::Pack => {
+                let sums = read_sums(&file, &path, file_bytes, id)?;
+                let data_bytes = file_bytes.saturating_sub(sums.trailer_bytes());
+                (sums, data_bytes)
+            }
+            Layout::Plain => {
+                let sums_path = root.join(id.sums_name());
+                let sums_file = open_file(&sums_path, id).map_err(|e| match e {
+                    ObjectError::Missing { id } => torn(id, file_bytes),
+                    other => other,
+                })?;
+                let sums_bytes = size_of_file(&sums_file, &sums_path)?;
+                (read_sums(&sums_file, &sums_path, sums_bytes, id)?, file_bytes)
+            }
+        };
+        let (position, ahead) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok((LocalData { path, file, position, ahead }, sums, stored_bytes))
+    }
+
+    fn read(&self, id: ObjectId, from: u64, window: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(window, from).map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => {
+                ObjectError::Corrupt { id, byte: from, reason: "the file was cut short".into() }
+            }
+            _ => ObjectError::io("read object file", &self.path, e),
+        })
     }
 
     /// Asks the disk for what a sequential reader will want next. The kernel's own read-ahead stops at
     /// 128 KiB by default, less than one request of a mount.
-    fn read_ahead(&self, from: u64, to: u64) {
+    fn read_ahead(&self, from: u64, to: u64, data_bytes: u64) {
         let last = self.position.swap(to, Ordering::Relaxed);
         if from.abs_diff(last) > NEAR_BYTES {
             self.ahead.store(0, Ordering::Relaxed);
             return;
         }
         let start = self.ahead.load(Ordering::Relaxed).max(to);
-        let end = to.saturating_add(AHEAD_BYTES).min(self.sums.data_bytes());
+        let end = to.saturating_add(AHEAD_BYTES).min(data_bytes);
         // In steps of half the distance, so that few reads pay for a call.
         if last == 0 || start.saturating_add(AHEAD_BYTES / 2) > end {
             return;
@@ -160,6 +199,11 @@ impl OpenObject {
             tracing::debug!(%error, path = %self.path.display(), "read-ahead");
         }
     }
+}
+
+/// What an upload that died between data and checksums leaves.
+pub(super) fn torn(id: ObjectId, byte: u64) -> ObjectError {
+    ObjectError::Corrupt { id, byte, reason: "its checksum file is missing (torn upload)".into() }
 }
 
 fn open_file(path: &Path, id: ObjectId) -> Result<File> {
@@ -194,9 +238,8 @@ fn read_sums(file: &File, path: &Path, end: u64, id: ObjectId) -> Result<Sums> {
 }
 
 /// The open objects of a pool, least recently used out first.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct OpenObjects {
-    root: PathBuf,
     open: Mutex<HashMap<ObjectId, Slot>>,
 }
 
@@ -207,18 +250,14 @@ struct Slot {
 }
 
 impl OpenObjects {
-    pub(super) fn new(root: PathBuf) -> OpenObjects {
-        OpenObjects { root, open: Mutex::new(HashMap::new()) }
-    }
-
-    pub(super) fn get(&self, id: ObjectId) -> Result<Arc<OpenObject>> {
+    pub(super) fn get(&self, pool: &ObjectPool, id: ObjectId) -> Result<Arc<OpenObject>> {
         let now = Instant::now();
         if let Some(slot) = self.open.lock().get_mut(&id) {
             slot.used = now;
             return Ok(Arc::clone(&slot.object));
         }
         // Opened outside of the lock; two threads that race here open the file twice, once.
-        let object = Arc::new(OpenObject::open(&self.root, id)?);
+        let object = Arc::new(OpenObject::open(pool, id)?);
         let mut open = self.open.lock();
         open.retain(|_, slot| now.saturating_duration_since(slot.used) < IDLE_MAX);
         if open.len() >= OPEN_MAX {

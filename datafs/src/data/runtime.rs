@@ -5,6 +5,7 @@ use std::io;
 use std::sync::mpsc;
 
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::task::AbortHandle;
 
 /// Threads that poll object-store futures; the waiting happens elsewhere, so two are plenty.
 const WORKER_THREADS: usize = 2;
@@ -14,8 +15,12 @@ const WORKER_THREADS: usize = 2;
 #[derive(Debug)]
 pub(crate) struct IoRuntime {
     runtime: Option<Runtime>,
-    handle: Handle,
+    io: Io,
 }
+
+/// A handle to the runtime. It does not keep it alive: once the runtime is gone, nothing is answered.
+#[derive(Debug, Clone)]
+pub(crate) struct Io(Handle);
 
 /// A future that runs on the runtime; dropping it leaves the future running.
 #[derive(Debug)]
@@ -36,13 +41,20 @@ impl IoRuntime {
             .thread_name("datafs-io")
             .enable_all()
             .build()?;
-        let handle = runtime.handle().clone();
-        Ok(IoRuntime { runtime: Some(runtime), handle })
+        let io = Io(runtime.handle().clone());
+        Ok(IoRuntime { runtime: Some(runtime), io })
     }
 
+    /// The handle.
+    pub(crate) fn io(&self) -> &Io {
+        &self.io
+    }
+}
+
+impl Io {
     /// A handle for `spawn` and `spawn_blocking`.
     pub(crate) fn handle(&self) -> &Handle {
-        &self.handle
+        &self.0
     }
 
     /// Starts a future without waiting for it.
@@ -50,13 +62,21 @@ impl IoRuntime {
         &self,
         future: impl Future<Output = T> + Send + 'static,
     ) -> Pending<T> {
+        self.start_task(future).0
+    }
+
+    /// [`Io::start_future`] of what can be stopped half-way.
+    pub(crate) fn start_task<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> (Pending<T>, AbortHandle) {
         // A std channel, not `block_on`: the caller may itself be inside a runtime, where
         // `block_on` panics.
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.handle.spawn(async move {
+        let task = self.0.spawn(async move {
             let _ = sender.send(future.await);
         });
-        Pending(receiver)
+        (Pending(receiver), task.abort_handle())
     }
 
     /// Runs a future to its end, blocking the calling thread. `None` as in [`Pending::wait`].

@@ -12,9 +12,11 @@ use tempfile::TempDir;
 
 use super::checksum::{FOOTER_BYTES, FRAME_BYTES};
 use super::object::Layout;
-use super::writer::{FRAMED_BYTES_MAX, PART_BYTES};
+use super::writer::FRAMED_BYTES_MAX;
 use super::*;
 
+/// Larger than what a writer keeps in memory.
+const PART_BYTES: usize = 4 * 1024 * 1024;
 const SESSION: u64 = 0xfeed_0000_0000_0001;
 
 fn pool() -> (TempDir, ObjectPool) {

@@ -3,21 +3,18 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use object_store::{MultipartUpload, ObjectStoreExt as _, PutPayload};
 
 use super::checksum::{OBJECT_BYTES_MAX, Summer};
 use super::error::{ObjectError, Result};
 use super::local_file::{LocalFile, Unsynced};
 use super::object::{Layout, ObjectId, StoredObject};
 use super::pool::ObjectPool;
-use super::runtime::Pending;
+use super::upload::{Upload, part_bytes};
 use crate::metrics;
 
 /// Objects up to this size keep their checksums behind the data: one file to sync instead of two,
 /// and too small for handing the file to the kernel to pay.
 pub(crate) const FRAMED_BYTES_MAX: usize = 1024 * 1024;
-/// One part of a multipart upload. Two of them (one filling, one on its way) are a writer's memory.
-pub(crate) const PART_BYTES: usize = 4 * 1024 * 1024;
 /// On a local store, shorter pieces are gathered before they are written.
 const GATHER_BYTES: usize = 256 * 1024;
 
@@ -32,6 +29,8 @@ pub(crate) struct ObjectWriter {
     /// Given out before the object is finished: it is plain, however small it stays.
     id: Option<ObjectId>,
     sink: Option<Sink>,
+    /// Parts that were sent to a store in the cloud.
+    parts: usize,
     failed: bool,
 }
 
@@ -39,14 +38,6 @@ pub(crate) struct ObjectWriter {
 enum Sink {
     Local(LocalFile),
     Upload(Upload),
-}
-
-/// A multipart upload under way.
-#[derive(Debug)]
-struct Upload {
-    id: ObjectId,
-    parts: Box<dyn MultipartUpload>,
-    in_flight: Option<Pending<object_store::Result<()>>>,
 }
 
 /// An object that is complete.
@@ -66,6 +57,7 @@ impl ObjectWriter {
             summer: Summer::default(),
             id: None,
             sink: None,
+            parts: 0,
             failed: false,
         }
     }
@@ -105,7 +97,7 @@ impl ObjectWriter {
         Ok(())
     }
 
-    /// Appends bytes. Blocks while the store is more than one part behind.
+    /// Appends bytes. Blocks while the store is too many parts behind.
     pub(crate) fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
@@ -117,12 +109,13 @@ impl ObjectWriter {
             return self.append_local(bytes);
         }
         while !bytes.is_empty() {
-            let room = PART_BYTES - self.buffer.len();
+            let part_bytes = part_bytes(self.parts);
+            let room = part_bytes - self.buffer.len();
             let (now, rest) = bytes.split_at(room.min(bytes.len()));
             self.summer.update(now);
             self.buffer.extend_from_slice(now);
             bytes = rest;
-            if self.buffer.len() == PART_BYTES {
+            if self.buffer.len() == part_bytes {
                 self.send_part().inspect_err(|_| self.failed = true)?;
             }
         }
@@ -222,81 +215,49 @@ impl ObjectWriter {
         if data.len() <= FRAMED_BYTES_MAX && self.id.is_none() {
             let id = self.pool.new_id(Layout::Framed);
             let sums = Bytes::from(std::mem::take(&mut self.summer).finish(id));
-            self.put(id, id.data_name(), PutPayload::from_iter([data, sums]))?;
+            self.pool.put_data(id, vec![data, sums])?;
             return Ok(id);
         }
         let id = self.id();
-        self.put(id, id.data_name(), PutPayload::from_bytes(data))?;
+        self.pool.put_data(id, vec![data])?;
         self.put_sums(id)?;
         Ok(id)
     }
 
     fn finish_upload(&mut self, upload: Upload) -> Result<ObjectId> {
+        let id = upload.id();
         self.sink = Some(Sink::Upload(upload));
         if !self.buffer.is_empty() {
             self.send_part()?;
         }
-        let Some(Sink::Upload(Upload { id, mut parts, in_flight })) = self.sink.take() else {
-            return Err(self.refusal("the upload is gone"));
-        };
-        if let Some(part) = in_flight {
-            self.pool.settle("write", part.wait())?;
+        if let Some(Sink::Upload(upload)) = self.sink.take() {
+            upload.complete()?;
         }
-        self.pool.on_store("complete", |_| async move { parts.complete().await })?;
-        self.pool.make_durable(id, &id.data_name())?;
         self.put_sums(id)?;
         Ok(id)
     }
 
     /// Writes the sidecar of a plain object, last: it is what makes the object readable.
     fn put_sums(&mut self, id: ObjectId) -> Result<()> {
-        let sums = Bytes::from(std::mem::take(&mut self.summer).finish(id));
-        self.put(id, id.sums_name(), PutPayload::from_bytes(sums))
+        self.pool.put_sums(id, Bytes::from(std::mem::take(&mut self.summer).finish(id)))
     }
 
-    fn put(&self, id: ObjectId, name: String, payload: PutPayload) -> Result<()> {
-        let path = object_store::path::Path::from(name.as_str());
-        self.pool.on_store("write", move |store| async move { store.put(&path, payload).await })?;
-        self.pool.make_durable(id, &name)
-    }
-
-    /// Sends the buffer as the next part, after the one before it has arrived.
+    /// Sends the buffer as the next part.
     fn send_part(&mut self) -> Result<()> {
-        let buffer = std::mem::replace(&mut self.buffer, Vec::with_capacity(PART_BYTES));
+        self.parts += 1;
+        let room = Vec::with_capacity(part_bytes(self.parts));
+        let part = Bytes::from(std::mem::replace(&mut self.buffer, room));
         if self.sink.is_none() {
             let id = self.id();
-            let path = id.data_path();
-            let parts = self
-                .pool
-                .on_store("start an upload", |store| async move { store.put_multipart(&path).await })?;
-            self.sink = Some(Sink::Upload(Upload { id, parts, in_flight: None }));
+            self.sink = Some(Sink::Upload(Upload::begin(&self.pool, id)?));
         }
-        let Some(Sink::Upload(upload)) = &mut self.sink else {
-            return Err(self.refusal("the upload is gone"));
-        };
-        if let Some(part) = upload.in_flight.take() {
-            self.pool.settle("write", part.wait())?;
+        match &mut self.sink {
+            Some(Sink::Upload(upload)) => upload.send(part),
+            _ => Err(self.refusal("the upload is gone")),
         }
-        let part = upload.parts.put_part(PutPayload::from(buffer));
-        upload.in_flight = Some(self.pool.runtime().start_future(part));
-        Ok(())
     }
 
     fn refusal(&self, reason: &'static str) -> ObjectError {
         ObjectError::Store { operation: "write", place: "a new object".into(), source: reason.into() }
-    }
-}
-
-impl Drop for ObjectWriter {
-    fn drop(&mut self) {
-        if let Some(Sink::Upload(Upload { mut parts, in_flight, .. })) = self.sink.take() {
-            if let Some(part) = in_flight {
-                part.wait();
-            }
-            let aborted = self.pool.on_store("abort", |_| async move { parts.abort().await });
-            if let Err(error) = aborted {
-                tracing::warn!(%error, "an abandoned upload could not be removed");
-            }
-        }
     }
 }

@@ -356,7 +356,7 @@ fn place(view: &View, open: &OpenInode, dirty: &mut Dirty) -> Result<Placed> {
     if dirty.fits_inline() {
         return Ok(Placed::Inline);
     }
-    if dirty.fits_pack() {
+    if dirty.fits_pack() && view.shared.pool.has_packs() {
         return Ok(Placed::Packed(view.shared.packs.append(open.volume, open.ino, dirty.runs())?));
     }
     counted(&view.shared, dirty, |dirty| dirty.seal(&view.shared))?;

@@ -1,0 +1,138 @@
+//! A value of the configuration that may be secret: written in place, or where it is to be found.
+
+use std::fmt;
+use std::fs;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Longest file that a value is read from, in bytes.
+const FILE_BYTES_MAX: u64 = 64 * 1024;
+
+/// A value, or `{ env = "NAME" }` or `{ file = "PATH" }` for where it is. `Debug` never shows the
+/// value; `Serialize` does, because processes hand their configuration on.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Secret {
+    /// A text, as it is.
+    Text(String),
+    /// A flag, as TOML writes it.
+    Flag(bool),
+    /// A number, as TOML writes it.
+    Number(i64),
+    /// In a variable of the environment.
+    Environment(FromEnvironment),
+    /// In a file; a line break at its end is not part of the value.
+    File(FromFile),
+}
+
+/// Names a variable of the environment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FromEnvironment {
+    /// The variable.
+    pub env: String,
+}
+
+/// Names a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FromFile {
+    /// The file; a path that is not absolute begins at the working directory.
+    pub file: PathBuf,
+}
+
+impl Secret {
+    /// The value as bytes; `what` names it in errors. Those of a file are all of its bytes.
+    pub(crate) fn bytes(&self, what: &str) -> Result<Vec<u8>> {
+        match self {
+            Self::Text(text) => Ok(text.clone().into_bytes()),
+            Self::Flag(flag) => Ok(flag.to_string().into_bytes()),
+            Self::Number(number) => Ok(number.to_string().into_bytes()),
+            Self::Environment(FromEnvironment { env }) => match std::env::var(env) {
+                Ok(value) => Ok(value.into_bytes()),
+                Err(_) => Err(Error::Invalid(format!(
+                    "{what}: the environment variable {env} is not set (or is no text)"
+                ))),
+            },
+            Self::File(FromFile { file }) => {
+                let failed = |e| Error::Invalid(format!("{what}: cannot read {}: {e}", file.display()));
+                if fs::metadata(file).map_err(failed)?.len() > FILE_BYTES_MAX {
+                    return Err(Error::Invalid(format!("{what}: {} is too large", file.display())));
+                }
+                fs::read(file).map_err(failed)
+            }
+        }
+    }
+
+    /// The value as text, without the line break at the end of a file.
+    pub(crate) fn text(&self, what: &str) -> Result<String> {
+        let mut bytes = self.bytes(what)?;
+        if matches!(self, Self::File(_)) {
+            while bytes.last().is_some_and(|byte| matches!(byte, b'\n' | b'\r')) {
+                bytes.pop();
+            }
+        }
+        String::from_utf8(bytes).map_err(|_| Error::Invalid(format!("{what}: the value is no text")))
+    }
+
+    /// Whether the value itself stands in the configuration.
+    pub(crate) fn is_in_place(&self) -> bool {
+        matches!(self, Self::Text(_) | Self::Flag(_) | Self::Number(_))
+    }
+
+    /// The same without the value.
+    pub(crate) fn hidden(&self) -> Secret {
+        if self.is_in_place() { Self::Text("(set)".into()) } else { self.clone() }
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Environment(from) => from.fmt(f),
+            Self::File(from) => from.fmt(f),
+            _ => f.write_str("(set)"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::Config;
+
+    #[test]
+    fn values_come_from_where_the_configuration_says_and_are_never_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("secret");
+        fs::write(&file, "from a file\n").unwrap();
+        let config: Config = serde_json::from_value(serde_json::json!({
+            "store_url": "s3://bucket/prefix",
+            "store_options": {
+                "allow_http": true,
+                "secret_access_key": "hunter2",
+                "access_key_id": { "file": file },
+                "token": { "env": "MILLRACE_TEST_NO_SUCH_VARIABLE" },
+            },
+        }))
+        .unwrap();
+        let text = |name: &str| config.store_options[name].text(name);
+        assert_eq!(text("allow_http").unwrap(), "true");
+        assert_eq!(text("secret_access_key").unwrap(), "hunter2");
+        assert_eq!(text("access_key_id").unwrap(), "from a file");
+        let error = text("token").unwrap_err().to_string();
+        assert!(error.contains("token") && error.contains("MILLRACE_TEST_NO_SUCH_VARIABLE"), "{error}");
+        assert!(!format!("{config:?}").contains("hunter2"));
+        let shown = serde_json::to_string(&config.without_secrets()).unwrap();
+        assert!(!shown.contains("hunter2") && shown.contains("MILLRACE_TEST_NO_SUCH_VARIABLE"), "{shown}");
+        // A process hands its configuration on whole.
+        let again: Config = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
+        assert_eq!(again, config);
+        let wrong = serde_json::json!({ "store_options": { "key": { "envv": "X" } } });
+        assert!(serde_json::from_value::<Config>(wrong).is_err());
+    }
+}

@@ -1,0 +1,156 @@
+//! A store that is a directory of this machine: objects are files, and durable ones are synced.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use super::durable;
+use super::error::{ObjectError, Result};
+use super::object::{Layout, ObjectId, SUMS_SUFFIX};
+use super::store::StoreSpace;
+
+/// The directory, with 256 directories below for the objects.
+#[derive(Debug)]
+pub(super) struct LocalStore {
+    root: PathBuf,
+    place: String,
+    /// Fan-out directories whose own names this process has synced.
+    named: Box<[AtomicBool; 256]>,
+}
+
+impl LocalStore {
+    /// Opens the directory, which is created when missing.
+    pub(super) fn open(root: &Path) -> Result<LocalStore> {
+        fs::create_dir_all(root).map_err(|e| ObjectError::io("create object store directory", root, e))?;
+        let root =
+            root.canonicalize().map_err(|e| ObjectError::io("open object store directory", root, e))?;
+        let place = root.display().to_string();
+        let named = Box::new([const { AtomicBool::new(false) }; 256]);
+        Ok(LocalStore { root, place, named })
+    }
+
+    pub(super) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// The file of a plain object.
+    pub(super) fn image(&self, id: ObjectId) -> Result<File> {
+        let path = self.root.join(id.data_name());
+        File::open(&path).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => ObjectError::Missing { id },
+            _ => ObjectError::io("open object file", path, e),
+        })
+    }
+
+    /// Removes the files of an object; those that are not there are removed already.
+    pub(super) fn delete(&self, id: ObjectId) -> Result<()> {
+        self.remove(&id.data_name())?;
+        if id.layout() == Layout::Plain { self.remove(&id.sums_name()) } else { Ok(()) }
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let path = self.root.join(name);
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(ObjectError::io("delete object file", path, e))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The objects of a session; looks through the whole store.
+    pub(super) fn list_session(&self, session: u64) -> Result<BTreeSet<ObjectId>> {
+        let mut ids = BTreeSet::new();
+        self.each_file(|_, name| {
+            let id = name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse::<ObjectId>();
+            ids.extend(id.ok().filter(|id| id.session() == session));
+        })?;
+        Ok(ids)
+    }
+
+    /// Shows everything in the store: object, whether that is its data, and bytes.
+    pub(super) fn survey(&self, visit: &mut dyn FnMut(ObjectId, bool, u64)) -> Result<()> {
+        self.each_file(|entry, name| {
+            let data = name.strip_suffix(SUMS_SUFFIX);
+            if let (Ok(id), Ok(file)) = (data.unwrap_or(name).parse(), entry.metadata()) {
+                visit(id, data.is_none(), file.len());
+            }
+        })
+    }
+
+    /// Removes what writers that died have left half-written for longer than `age`; returns how many
+    /// files that were.
+    pub(super) fn remove_abandoned(&self, age: Duration) -> Result<u64> {
+        let mut removed = 0;
+        let Some(before) = SystemTime::now().checked_sub(age) else { return Ok(0) };
+        self.each_file(|entry, name| {
+            // Unfinished files are `NAME#N` until they are renamed.
+            let old = || entry.metadata().and_then(|m| m.modified()).is_ok_and(|m| m < before);
+            if name.contains('#') && old() && fs::remove_file(entry.path()).is_ok() {
+                removed += 1;
+            }
+        })?;
+        Ok(removed)
+    }
+
+    fn each_file(&self, mut visit: impl FnMut(&fs::DirEntry, &str)) -> Result<()> {
+        for fan_out in 0..=u8::MAX {
+            let directory = self.root.join(format!("{fan_out:02x}"));
+            let entries = match fs::read_dir(&directory) {
+                Ok(entries) => entries,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(ObjectError::io("list object directory", directory, e)),
+            };
+            for entry in entries {
+                let entry = entry.map_err(|e| ObjectError::io("list object directory", &directory, e))?;
+                if let Some(name) = entry.file_name().to_str() {
+                    visit(&entry, name);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How full the disk is.
+    pub(super) fn space(&self) -> Result<StoreSpace> {
+        StoreSpace::of_disk(&self.root)
+    }
+
+    /// A new file below, open for reading and writing, and its path.
+    pub(super) fn create(&self, name: &str) -> Result<(PathBuf, File)> {
+        let path = self.root.join(name);
+        let create = || File::options().read(true).write(true).create_new(true).open(&path);
+        let file = match create() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let directory = path.parent().unwrap_or(&self.root);
+                fs::create_dir_all(directory)
+                    .map_err(|e| ObjectError::io("create object directory", directory, e))?;
+                create()
+            }
+            other => other,
+        };
+        match file {
+            Ok(file) => Ok((path, file)),
+            Err(e) => Err(ObjectError::io("create the file of an object at", path, e)),
+        }
+    }
+
+    /// Makes the name of an object's file survive a power failure.
+    pub(super) fn make_name_durable(&self, id: ObjectId) -> Result<()> {
+        let path = self.root.join(id.data_name());
+        durable::sync_directory(path.parent().unwrap_or(&self.root))?;
+        let named = &self.named[usize::from(id.fan_out())];
+        if !named.load(Ordering::Acquire) {
+            durable::sync_directory(&self.root)?;
+            named.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+}

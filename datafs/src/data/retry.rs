@@ -1,0 +1,125 @@
+//! Patience with a store in the cloud: what may help is tried again, with growing pauses, for a bounded
+//! time; then there is one error that says how long.
+
+use std::error::Error as StdError;
+use std::future::Future;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::time::{Duration, Instant};
+
+use super::error::{ObjectError, Result};
+use crate::metrics;
+
+/// The first pause; each further one is twice as long, less up to a half at random.
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+/// The longest pause.
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// A single try is given up after this share of the time that is allowed in all, so that a server that
+/// accepts a request and never answers is asked again.
+const TRIES_MIN: u32 = 3;
+
+/// Runs `attempt` (which is told how often it was run before) until it succeeds, fails for good or
+/// `limit` is over.
+pub(super) async fn insist<T, Fut>(
+    operation: &'static str,
+    place: &str,
+    limit: Duration,
+    mut attempt: impl FnMut(u32) -> Fut,
+) -> Result<T>
+where
+    Fut: Future<Output = object_store::Result<T>>,
+{
+    let started = Instant::now();
+    let mut pause = PAUSE_MIN;
+    for tries in 0.. {
+        let left = limit.saturating_sub(started.elapsed());
+        let cause: Box<dyn StdError + Send + Sync> =
+            match tokio::time::timeout(left.min(limit / TRIES_MIN), attempt(tries)).await {
+                Ok(Ok(done)) => return Ok(done),
+                Ok(Err(error)) if !may_pass(&error) => {
+                    return Err(ObjectError::store(operation, place, error));
+                }
+                Ok(Err(error)) => error.into(),
+                Err(_) => "the store accepted the request and did not answer".into(),
+            };
+        let now = pause.mul_f64(1.0 - random_fraction() / 2.0);
+        if started.elapsed() + now >= limit {
+            let (place, tried_ms) = (place.to_owned(), started.elapsed().as_millis() as u64);
+            return Err(ObjectError::Away { operation, place, tried_ms, source: cause });
+        }
+        metrics::STORE_RETRIES.inc();
+        tracing::debug!(operation, place, tries, error = %cause, "asking the object store again");
+        tokio::time::sleep(now).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+    unreachable!("the loop counts until the time is over")
+}
+
+/// Whether the same request may succeed later.
+fn may_pass(error: &object_store::Error) -> bool {
+    match error {
+        object_store::Error::Generic { source, .. } => !is_refusal(&source.to_string()),
+        object_store::Error::JoinError { .. } => true,
+        _ => false,
+    }
+}
+
+/// Whether a message reports a status of the kind "the request is wrong", which no repetition mends. The
+/// crate that makes it keeps the type to itself.
+fn is_refusal(message: &str) -> bool {
+    let status = message.split("status code: ").nth(1).and_then(|rest| rest.get(..3)?.parse::<u16>().ok());
+    status.is_some_and(|status| (400..500).contains(&status) && !matches!(status, 408 | 425 | 429))
+}
+
+fn random_fraction() -> f64 {
+    // Seeded by the operating system for each process, and different for each value made.
+    let bits = RandomState::new().build_hasher().finish();
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn generic(message: &str) -> object_store::Error {
+        object_store::Error::Generic { store: "test", source: message.into() }
+    }
+
+    #[test]
+    fn refusals_are_told_from_trouble() {
+        let status = |code: &str| {
+            generic(&format!("Error performing GET in 1ms - Server returned non-2xx status code: {code}: "))
+        };
+        assert!(may_pass(&status("500 Internal Server Error")));
+        assert!(may_pass(&status("503 Service Unavailable")));
+        assert!(may_pass(&status("429 Too Many Requests")));
+        assert!(!may_pass(&status("400 Bad Request")));
+        assert!(may_pass(&generic("HTTP error: error sending request")));
+        assert!(!may_pass(&object_store::Error::NotImplemented {
+            operation: "x".into(),
+            implementer: "y".into()
+        }));
+    }
+
+    #[tokio::test]
+    async fn trouble_is_tried_again_and_bounded() {
+        let mut calls = 0;
+        let done = insist("read", "s3://b", Duration::from_secs(60), |tries| {
+            calls += 1;
+            async move { if tries < 2 { Err(generic("reset")) } else { Ok(tries) } }
+        });
+        assert_eq!(done.await.unwrap(), 2);
+        assert_eq!(calls, 3);
+        let limit = Duration::from_millis(120);
+        let error = insist::<(), _>("read", "s3://b", limit, |_| async { Err(generic("reset")) });
+        let error = error.await.unwrap_err();
+        assert!(matches!(&error, ObjectError::Away { operation: "read", place, .. } if place == "s3://b"));
+        let mut calls = 0;
+        let refused = insist::<(), _>("read", "s3://b", Duration::from_secs(60), |_| {
+            calls += 1;
+            async { Err(generic("status code: 400 Bad Request")) }
+        });
+        assert!(matches!(refused.await.unwrap_err(), ObjectError::Store { .. }));
+        assert_eq!(calls, 1);
+    }
+}

@@ -1,0 +1,182 @@
+//! Which store a pool has: a directory of this machine, or a bucket in the cloud.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::multipart::MultipartStore;
+use object_store::path::Path as StorePath;
+use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
+
+use super::error::ObjectError;
+use super::local::LocalStore;
+use super::remote::RemoteStore;
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// A connection that is not there after this long is tried again. Options may say otherwise.
+const CONNECT_TIMEOUT: &str = "5s";
+
+/// The store of a pool.
+#[derive(Debug)]
+pub(super) enum Store {
+    Local(LocalStore),
+    Remote(Arc<RemoteStore>),
+}
+
+/// How full the store is, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StoreSpace {
+    /// Size of the store.
+    pub(crate) total_bytes: u64,
+    /// Not used by anything.
+    pub(crate) free_bytes: u64,
+    /// Usable without privilege.
+    pub(crate) available_bytes: u64,
+}
+
+impl StoreSpace {
+    /// What a bucket, which has no size, is said to have: 1 PiB, all of it free.
+    pub(super) const BUCKET: StoreSpace =
+        StoreSpace { total_bytes: 1 << 50, free_bytes: 1 << 50, available_bytes: 1 << 50 };
+
+    /// That of the disk under a directory.
+    pub(super) fn of_disk(directory: &Path) -> Result<StoreSpace, ObjectError> {
+        let stat = nix::sys::statvfs::statvfs(directory)
+            .map_err(|e| ObjectError::io("get free space of", directory, e.into()))?;
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.fragment_size());
+        Ok(StoreSpace {
+            total_bytes: bytes(stat.blocks()),
+            free_bytes: bytes(stat.blocks_free()),
+            available_bytes: bytes(stat.blocks_available()),
+        })
+    }
+}
+
+impl Store {
+    /// Opens what the configuration names.
+    pub(super) fn open(home: &Path, config: &Config) -> Result<Store> {
+        match &config.store_url {
+            None => Ok(Store::Local(LocalStore::open(&config.store_path(home))?)),
+            Some(url) => match local_path(url)? {
+                Some(path) => Ok(Store::Local(LocalStore::open(&path)?)),
+                None => Ok(Store::Remote(Arc::new(open_remote(url, config)?))),
+            },
+        }
+    }
+
+    /// The directory of a local store; empty for one in the cloud.
+    pub(super) fn root(&self) -> &Path {
+        match self {
+            Self::Local(local) => local.root(),
+            Self::Remote(_) => Path::new(""),
+        }
+    }
+
+    /// What errors call it.
+    pub(super) fn place(&self) -> &str {
+        match self {
+            Self::Local(local) => local.place(),
+            Self::Remote(remote) => remote.place(),
+        }
+    }
+}
+
+/// The directory that a `file:` URL names.
+fn local_path(url: &str) -> Result<Option<PathBuf>> {
+    let Some(path) = url.strip_prefix("file://") else { return Ok(None) };
+    if path.starts_with('/') {
+        return Ok(Some(PathBuf::from(path)));
+    }
+    Err(Error::Invalid(format!("[datafs] store_url {url:?}: write file:///PATH with an absolute path")))
+}
+
+fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
+    let wrong = |reason: String| Error::Invalid(format!("[datafs] store_url {url:?}: {reason}"));
+    if config.store_timeout_ms == 0 {
+        return Err(Error::Invalid("[datafs] store_timeout_ms must be at least 1".into()));
+    }
+    let (scheme, rest) = url.split_once("://").ok_or_else(|| wrong("it has no scheme".into()))?;
+    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+    if bucket.is_empty() {
+        return Err(wrong("it names no bucket".into()));
+    }
+    let prefix = StorePath::parse(prefix.trim_end_matches('/')).map_err(|e| wrong(e.to_string()))?;
+    let mut options = Vec::with_capacity(config.store_options.len());
+    for (name, value) in &config.store_options {
+        options.push((name.to_ascii_lowercase(), value.text(&format!("[datafs.store_options] {name}"))?));
+    }
+    let refused = |e: object_store::Error| wrong(e.to_string());
+    let unknown =
+        |name: &str| Error::Invalid(format!("[datafs.store_options] {name} is no option of {scheme}"));
+    // Repetitions are this crate's own business: see `retry`.
+    let no_retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
+    let connect = ClientConfigKey::ConnectTimeout;
+    // Three builders of one shape, without a trait in common.
+    macro_rules! build {
+        ($builder:ty, $key:ty) => {{
+            let mut builder = <$builder>::from_env()
+                .with_url(format!("{scheme}://{bucket}"))
+                .with_retry(no_retries)
+                .with_config(<$key>::Client(connect), CONNECT_TIMEOUT);
+            for (name, value) in options {
+                let key = name.parse::<$key>().map_err(|_| unknown(&name))?;
+                builder = builder.with_config(key, value);
+            }
+            handles(builder.build().map_err(refused)?)
+        }};
+    }
+    let (objects, parts) = match scheme {
+        "s3" | "s3a" => build!(AmazonS3Builder, AmazonS3ConfigKey),
+        "gs" => build!(GoogleCloudStorageBuilder, GoogleConfigKey),
+        "az" | "azure" | "abfs" | "abfss" => build!(MicrosoftAzureBuilder, AzureConfigKey),
+        _ => return Err(wrong("write file://, s3://, gs:// or az://".into())),
+    };
+    let timeout = Duration::from_millis(config.store_timeout_ms);
+    Ok(RemoteStore::new(objects, parts, prefix, url.to_owned(), timeout))
+}
+
+/// One store by both of its interfaces.
+fn handles<S: ObjectStore + MultipartStore>(store: S) -> (Arc<dyn ObjectStore>, Arc<dyn MultipartStore>) {
+    let store = Arc::new(store);
+    (Arc::clone(&store) as Arc<dyn ObjectStore>, store)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::config::Secret;
+
+    fn open(url: &str, options: &[(&str, &str)]) -> Result<Store> {
+        let options = options.iter().map(|(k, v)| ((*k).to_owned(), Secret::Text((*v).to_owned())));
+        let config =
+            Config { store_url: Some(url.into()), store_options: options.collect(), ..Config::default() };
+        Store::open(Path::new("/nonexistent"), &config)
+    }
+
+    #[test]
+    fn urls_and_options_are_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let url = format!("file://{}/objects", dir.path().display());
+        assert!(matches!(open(&url, &[]).unwrap(), Store::Local(_)));
+        let s3 = open("s3://bucket/some/prefix", &[("region", "eu-central-1"), ("allow_http", "true")]);
+        assert_eq!(s3.unwrap().place(), "s3://bucket/some/prefix");
+        assert!(matches!(open("gs://bucket", &[("skip_signature", "true")]).unwrap(), Store::Remote(_)));
+        let azure = [("account_name", "me"), ("access_key", "c2VjcmV0")];
+        assert!(matches!(open("az://container/p", &azure).unwrap(), Store::Remote(_)));
+        for (url, options, word) in [
+            ("file://objects", vec![], "absolute"),
+            ("bucket/prefix", vec![], "scheme"),
+            ("s3:///prefix", vec![], "bucket"),
+            ("ftp://bucket", vec![], "s3://"),
+            ("s3://bucket", vec![("regoin", "x")], "regoin is no option"),
+        ] {
+            let error = open(url, &options).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! A real S3 server over HTTP on a port of this machine, with its data in a folder of its own: it can be
+//! stopped and started again, and made to fail in ways that networks and servers do.
+#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(clippy::unwrap_used)]
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto::Builder;
+use s3s::auth::SimpleAuth;
+use s3s::dto::*;
+use s3s::service::{S3Service, S3ServiceBuilder};
+use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
+use s3s_fs::FileSystem;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tokio::task::{JoinHandle, JoinSet};
+
+const BUCKET: &str = "bucket";
+const KEY: &str = "test";
+const SECRET: &str = "test-secret";
+
+/// What goes wrong with a request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Fault {
+    /// The server answers with this status: 500 or 503.
+    Status(u16),
+    /// The body of the answer breaks off after so many bytes.
+    Cut(usize),
+    /// The body has so many bytes fewer, and says so.
+    Short(usize),
+    /// One byte of the body, at this place, is another.
+    Flip(usize),
+    /// The answer comes late.
+    Late(Duration),
+    /// The request is carried out; the answer is an error.
+    Lost,
+}
+
+/// Requests by kind, and what shall happen to them.
+#[derive(Debug, Default)]
+pub(crate) struct Faults {
+    planned: Mutex<VecDeque<(&'static str, Fault)>>,
+    /// Of each GET, when set.
+    always: Mutex<Option<(&'static str, Fault)>>,
+    counts: [AtomicU64; KINDS.len()],
+}
+
+const KINDS: [&str; 9] = ["get", "put", "head", "delete", "list", "begin", "part", "complete", "abort"];
+
+impl Faults {
+    /// The next `times` requests of a kind fail so.
+    pub(crate) fn next(&self, kind: &'static str, times: usize, fault: Fault) {
+        assert!(KINDS.contains(&kind));
+        self.planned.lock().unwrap().extend((0..times).map(|_| (kind, fault)));
+    }
+
+    /// All requests of a kind fail so, until told otherwise.
+    pub(crate) fn always(&self, fault: Option<(&'static str, Fault)>) {
+        *self.always.lock().unwrap() = fault;
+    }
+
+    /// How many requests of a kind there were.
+    pub(crate) fn count(&self, kind: &'static str) -> u64 {
+        self.counts[KINDS.iter().position(|k| *k == kind).unwrap()].load(Ordering::SeqCst)
+    }
+
+    fn take(&self, kind: &'static str) -> Option<Fault> {
+        self.counts[KINDS.iter().position(|k| *k == kind).unwrap()].fetch_add(1, Ordering::SeqCst);
+        let mut planned = self.planned.lock().unwrap();
+        if let Some(at) = planned.iter().position(|(k, _)| *k == kind) {
+            return planned.remove(at).map(|(_, fault)| fault);
+        }
+        self.always.lock().unwrap().filter(|(k, _)| *k == kind).map(|(_, fault)| fault)
+    }
+
+    /// What happens before the request is carried out; returns what shall happen after.
+    async fn before(&self, kind: &'static str) -> S3Result<Option<Fault>> {
+        let fault = self.take(kind);
+        match fault {
+            Some(Fault::Status(503)) => Err(s3_error!(SlowDown)),
+            Some(Fault::Status(_)) => Err(s3_error!(InternalError)),
+            Some(Fault::Late(delay)) => {
+                tokio::time::sleep(delay).await;
+                Ok(None)
+            }
+            other => Ok(other),
+        }
+    }
+}
+
+/// The server. Dropping it stops it and removes its data.
+pub(crate) struct S3Server {
+    pub(crate) faults: Arc<Faults>,
+    root: TempDir,
+    runtime: Option<Runtime>,
+    service: S3Service,
+    address: SocketAddr,
+    serving: Option<JoinHandle<()>>,
+}
+
+impl S3Server {
+    pub(crate) fn start() -> S3Server {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join(BUCKET)).unwrap();
+        let faults = Arc::new(Faults::default());
+        let files = FileSystem::new(root.path()).unwrap();
+        let mut builder = S3ServiceBuilder::new(Faulty { files, faults: Arc::clone(&faults) });
+        builder.set_auth(SimpleAuth::from_single(KEY, SECRET));
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("s3-server")
+            .enable_all()
+            .build()
+            .unwrap();
+        let mut server = S3Server {
+            faults,
+            root,
+            runtime: Some(runtime),
+            service: builder.build(),
+            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            serving: None,
+        };
+        server.start_again();
+        server
+    }
+
+    /// Listens at the address it had before.
+    pub(crate) fn start_again(&mut self) {
+        let runtime = self.runtime.as_ref().unwrap();
+        let listener = runtime.block_on(tokio::net::TcpListener::bind(self.address)).unwrap();
+        self.address = listener.local_addr().unwrap();
+        let service = self.service.clone();
+        self.serving = Some(runtime.spawn(async move {
+            // Its tasks end with it.
+            let mut connections = JoinSet::new();
+            loop {
+                tokio::select! {
+                    Ok((socket, _)) = listener.accept() => {
+                        let _ = socket.set_nodelay(true);
+                        let service = service.clone();
+                        connections.spawn(async move {
+                            let http = Builder::new(TokioExecutor::new());
+                            let _ = http.serve_connection(TokioIo::new(socket), service).await;
+                        });
+                    }
+                    Some(_) = connections.join_next() => {}
+                }
+            }
+        }));
+    }
+
+    /// Closes the port and every connection.
+    pub(crate) fn stop(&mut self) {
+        if let Some(serving) = self.serving.take() {
+            serving.abort();
+            let _ = self.runtime.as_ref().unwrap().block_on(serving);
+        }
+    }
+
+    /// The `store_url` of a folder of its own.
+    pub(crate) fn url(&self, prefix: &str) -> String {
+        format!("s3://{BUCKET}/{prefix}")
+    }
+
+    /// The `store_options`.
+    pub(crate) fn options(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("endpoint", format!("http://{}", self.address)),
+            ("allow_http", "true".into()),
+            ("region", "us-east-1".into()),
+            ("access_key_id", KEY.into()),
+            ("secret_access_key", SECRET.into()),
+        ]
+    }
+
+    /// The folder that holds the bucket's objects as files.
+    pub(crate) fn folder(&self) -> std::path::PathBuf {
+        self.root.path().join(BUCKET)
+    }
+
+    /// Names of the objects below a prefix, sorted.
+    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
+        fn walk(folder: &std::path::Path, base: &std::path::Path, names: &mut Vec<String>) {
+            for entry in std::fs::read_dir(folder).into_iter().flatten() {
+                let path = entry.unwrap().path();
+                match path.is_dir() {
+                    true => walk(&path, base, names),
+                    false => names.push(path.strip_prefix(base).unwrap().display().to_string()),
+                }
+            }
+        }
+        let mut names = Vec::new();
+        let base = self.folder().join(prefix);
+        walk(&base, &base, &mut names);
+        names.sort();
+        names
+    }
+
+    /// Parts of uploads that were neither completed nor aborted.
+    pub(crate) fn loose_parts(&self) -> usize {
+        let entries = std::fs::read_dir(self.root.path()).unwrap();
+        entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().contains(".part-")).count()
+    }
+}
+
+impl Drop for S3Server {
+    fn drop(&mut self) {
+        self.stop();
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// The file system behind the faults.
+#[derive(Debug)]
+struct Faulty {
+    files: FileSystem,
+    faults: Arc<Faults>,
+}
+
+/// The answer, unless it is to be lost.
+fn after<T>(fault: Option<Fault>, answer: S3Result<S3Response<T>>) -> S3Result<S3Response<T>> {
+    match fault {
+        Some(Fault::Lost) => answer.and_then(|_| Err(s3_error!(InternalError))),
+        _ => answer,
+    }
+}
+
+macro_rules! pass_on {
+    ($($method:ident, $input:ty, $output:ty, $kind:literal;)*) => { $(
+        fn $method<'l, 'a>(&'l self, req: S3Request<$input>) -> futures::future::BoxFuture<'a, S3Result<S3Response<$output>>>
+        where
+            'l: 'a,
+            Self: 'a,
+        {
+            Box::pin(async move {
+                let fault = self.faults.before($kind).await?;
+                after(fault, self.files.$method(req).await)
+            })
+        }
+    )* };
+}
+
+impl S3 for Faulty {
+    pass_on! {
+        put_object, PutObjectInput, PutObjectOutput, "put";
+        head_object, HeadObjectInput, HeadObjectOutput, "head";
+        delete_object, DeleteObjectInput, DeleteObjectOutput, "delete";
+        delete_objects, DeleteObjectsInput, DeleteObjectsOutput, "delete";
+        list_objects_v2, ListObjectsV2Input, ListObjectsV2Output, "list";
+        create_multipart_upload, CreateMultipartUploadInput, CreateMultipartUploadOutput, "begin";
+        upload_part, UploadPartInput, UploadPartOutput, "part";
+        complete_multipart_upload, CompleteMultipartUploadInput, CompleteMultipartUploadOutput, "complete";
+        abort_multipart_upload, AbortMultipartUploadInput, AbortMultipartUploadOutput, "abort";
+    }
+
+    fn get_object<'l, 'a>(
+        &'l self,
+        req: S3Request<GetObjectInput>,
+    ) -> futures::future::BoxFuture<'a, S3Result<S3Response<GetObjectOutput>>>
+    where
+        'l: 'a,
+        Self: 'a,
+    {
+        Box::pin(async move {
+            let fault = self.faults.before("get").await?;
+            let mut answer = self.files.get_object(req).await?;
+            let Some(fault) = fault else { return Ok(answer) };
+            let Some(mut body) = answer.output.body.take() else { return Ok(answer) };
+            let mut bytes = Vec::new();
+            while let Some(piece) = body.next().await {
+                bytes.extend_from_slice(&piece.map_err(|_| s3_error!(InternalError))?);
+            }
+            let broken = match fault {
+                Fault::Cut(at) => {
+                    bytes.truncate(at);
+                    true
+                }
+                Fault::Short(less) => {
+                    bytes.truncate(bytes.len().saturating_sub(less));
+                    answer.output.content_length = Some(bytes.len() as i64);
+                    false
+                }
+                Fault::Flip(at) => {
+                    if let Some(byte) = bytes.get_mut(at) {
+                        *byte ^= 0x20;
+                    }
+                    false
+                }
+                _ => return Err(s3_error!(InternalError)),
+            };
+            let mut pieces = vec![Ok(bytes::Bytes::from(bytes))];
+            if broken {
+                pieces.push(Err(std::io::Error::other("cut")));
+            }
+            answer.output.body = Some(StreamingBlob::wrap(futures::stream::iter(pieces)));
+            Ok(answer)
+        })
+    }
+}
