@@ -65,7 +65,7 @@ impl Datafs {
         let meta_dir = meta_path.parent().unwrap_or(home);
         create_dir(meta_dir)?;
         let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
-        let meta = Metadata::direct(Arc::new(engine));
+        let meta = Metadata::grouped(engine)?;
         create_dir(&sessions_dir)?;
         if config.store_url.is_none() {
             create_dir(&config.store_path(home))?;

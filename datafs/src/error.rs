@@ -192,6 +192,15 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// An earlier commit of this process failed for good (EIO): operations that were answered and not
+    /// synced are lost, so that nothing goes on as if they were not. Open the datafs again.
+    #[error("metadata at {place}: a commit failed ({cause}), what was not synced is lost: open it again")]
+    Failed {
+        /// The metadata file.
+        place: String,
+        /// What the commit failed with.
+        cause: String,
+    },
     /// The operating system failed (EIO).
     #[error("{operation} {}", path.display())]
     Io {
@@ -218,7 +227,7 @@ impl Error {
 
     /// Whether the operation surely changed nothing (a commit whose outcome is unknown is not one).
     pub(crate) fn is_definite(&self) -> bool {
-        !matches!(self, Self::Metadata { .. } | Self::Io { .. })
+        !matches!(self, Self::Metadata { .. } | Self::Failed { .. } | Self::Io { .. })
     }
 
     pub(crate) fn not_found(what: impl Into<String>) -> Self {

@@ -130,6 +130,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         | Error::Object(_)
         | Error::StoreAway { .. }
         | Error::Metadata { .. }
+        | Error::Failed { .. }
         | Error::Io { .. } => Errno::EIO,
     }
 }

@@ -134,7 +134,7 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
 }
 
 /// A number, not 0, that no other process draws.
-fn random_id() -> Result<u64> {
+pub(crate) fn random_id() -> Result<u64> {
     let source = "/dev/urandom";
     let mut bytes = [0; 8];
     File::open(source)

@@ -46,8 +46,9 @@ pub struct DirEntry {
 /// the volume. Files whose names are not UTF-8 are only reachable at the inode level.
 ///
 /// Durability: [`View::write_file`] and [`View::publish`] are durable when they return. The other
-/// changes are visible to every process when they return, survive the death of processes, and become
-/// durable with the next durable change or [`View::sync`].
+/// changes are visible to every process when they return, survive the death of this process a few
+/// milliseconds later (all that were answered up to one of them, or none of the later ones), and
+/// become durable with the next durable change or [`View::sync`].
 #[derive(Debug, Clone)]
 pub struct View {
     pub(crate) shared: Arc<Shared>,

@@ -12,8 +12,8 @@ pub(crate) type Pair = (Vec<u8>, Vec<u8>);
 /// What a commit promises once it has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Durability {
-    /// It is visible in this process at once, and everywhere and safe from the death of every process
-    /// a few milliseconds later; a power failure may take it back, with everything committed after it.
+    /// It is visible everywhere, and safe from the death of its process a few milliseconds later; a
+    /// power failure may take it back, with everything committed after it.
     Relaxed,
     /// It survives a power failure, with everything committed before it.
     Durable,

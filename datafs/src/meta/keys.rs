@@ -13,6 +13,8 @@ use crate::data::ObjectId;
 pub(crate) const FORMAT: &[u8] = b"mformat";
 /// Rewritten to make earlier commits durable.
 pub(crate) const BARRIER: &[u8] = b"mbarrier";
+/// The number of the newest batch that was committed.
+pub(crate) const BATCH: &[u8] = b"mbatch";
 /// The last volume id that was given out.
 pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
 
@@ -338,6 +340,12 @@ pub(crate) fn applications(prefix: &str) -> Vec<u8> {
 pub(crate) fn application_name(record: &[u8]) -> Option<&str> {
     let name = record.get(1..record.len().checked_sub(1)?)?;
     std::str::from_utf8(name).ok()
+}
+
+/// Volume and record key of a live record's key.
+pub(crate) fn live_record(key: &[u8]) -> Option<(u64, Vec<u8>)> {
+    let (volume, record) = key.strip_prefix(b"r")?.split_first_chunk()?;
+    Some((u64::from_be_bytes(*volume), record.to_vec()))
 }
 
 #[cfg(test)]

@@ -8,34 +8,61 @@ use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
 use super::engine::{Durability, Engine, Prerequisite, ReadTxn, WriteTxn};
+use super::group::Group;
 use super::prerequisites::Prerequisites;
+use super::sqlite::Sqlite;
 use crate::error::{Error, Result};
 
 /// The metadata of an open datafs.
-pub(crate) struct Metadata {
-    engine: Arc<dyn Engine>,
+pub(crate) struct Metadata(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    /// Each transaction goes to the engine as it is.
+    Direct(Arc<dyn Engine>),
+    Group(Group),
 }
 
 impl fmt::Debug for Metadata {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Metadata").field("engine", &self.engine).finish_non_exhaustive()
+        self.0.fmt(f)
     }
 }
 
 impl Metadata {
     /// Metadata that hands each transaction to the engine as it is.
     pub(crate) fn direct(engine: Arc<dyn Engine>) -> Metadata {
-        Metadata { engine }
+        Metadata(Kind::Direct(engine))
+    }
+
+    /// Metadata in a SQLite file: transactions are answered from memory and committed in groups.
+    pub(crate) fn grouped(engine: Sqlite) -> Result<Metadata> {
+        Ok(Metadata(Kind::Group(Group::new(Arc::new(engine))?)))
     }
 
     /// Runs `body` in a read transaction: everything it reads is of one moment, and it sees whatever
-    /// this process was answered before. May run `body` again from the start.
-    pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+    /// any process was answered before. May run `body` again from the start.
+    pub(crate) fn view<T>(&self, body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        self.view_as_of(true, body)
+    }
+
+    /// [`Metadata::view`], which may miss what other processes were answered within the last few
+    /// milliseconds, and never waits for them. What this process was answered it sees.
+    pub(crate) fn view_recent<T>(&self, body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        self.view_as_of(false, body)
+    }
+
+    fn view_as_of<T>(&self, now: bool, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut result = None;
-        self.engine.read(&mut |txn| {
+        let mut body = |txn: &mut dyn ReadTxn| {
             result = Some(body(txn)?);
             Ok(())
-        })?;
+        };
+        match &self.0 {
+            Kind::Direct(engine) => engine.read(&mut body)?,
+            Kind::Group(group) if now => group.read(&mut body)?,
+            Kind::Group(group) => group.read_recent(&mut body)?,
+        }
         result.ok_or_else(no_run)
     }
 
@@ -48,29 +75,54 @@ impl Metadata {
         mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
     ) -> Result<T> {
         let mut result = None;
-        self.engine.write(durability, &mut |txn| {
-            let mut required = Requiring { txn, prerequisites: Prerequisites::default() };
-            result = Some(body(&mut required)?);
-            required.prerequisites.run()
-        })?;
+        let mut body = |txn: &mut dyn WriteTxn| {
+            result = Some(body(txn)?);
+            Ok(())
+        };
+        match &self.0 {
+            Kind::Direct(engine) => engine.write(durability, &mut |txn| {
+                let mut required = Requiring { txn, prerequisites: Prerequisites::default() };
+                body(&mut required)?;
+                required.prerequisites.run()
+            })?,
+            Kind::Group(group) => group.write(durability, &mut body)?,
+        }
         result.ok_or_else(no_run)
     }
 
     /// Makes every commit that any process has finished before the call durable.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.engine.sync()
+        match &self.0 {
+            Kind::Direct(engine) => engine.sync(),
+            Kind::Group(group) => group.sync(),
+        }
+    }
+
+    /// How often [`Metadata::sync`] was called.
+    #[cfg(test)]
+    pub(crate) fn syncs(&self) -> u64 {
+        match &self.0 {
+            Kind::Direct(_) => 0,
+            Kind::Group(group) => group.syncs(),
+        }
     }
 
     /// From its return on, reads of this process see everything that any process was answered before
-    /// the call.
+    /// the call; so do [`Metadata::view_recent`] ones.
     pub(crate) fn barrier(&self) -> Result<()> {
-        self.engine.barrier()
+        match &self.0 {
+            Kind::Direct(engine) => engine.barrier(),
+            Kind::Group(group) => group.barrier(),
+        }
     }
 
     /// Calls `listener` soon after another process has committed something, until the subscription is
     /// dropped. It runs on a thread of its own and may read, but must not wait for writers.
     pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
-        self.engine.on_change(listener)
+        match &self.0 {
+            Kind::Direct(engine) => engine.on_change(listener),
+            Kind::Group(group) => group.on_change(listener),
+        }
     }
 }
 

@@ -9,16 +9,24 @@
 // The seam is wider than its first users.
 #![allow(dead_code)]
 
+mod change_log;
 pub(crate) mod changes;
 pub(crate) mod codec;
+mod committer;
 pub(crate) mod engine;
+mod group;
 pub(crate) mod inode;
 pub(crate) mod keys;
+mod layer;
 pub(crate) mod metadata;
+mod overlay;
 mod prerequisites;
+mod record_cache;
 pub(crate) mod references;
+mod shared_page;
 pub(crate) mod snapshot;
 pub(crate) mod sqlite;
+mod turn;
 pub(crate) mod versioned;
 
 #[cfg(test)]

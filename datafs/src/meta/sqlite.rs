@@ -9,13 +9,15 @@
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, params};
 
 use super::changes::{ChangeListener, Changed, Subscription};
+use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
 use crate::error::{Error, Result};
@@ -41,6 +43,8 @@ pub(crate) struct Sqlite {
     lock_wait: Duration,
     writer: Mutex<Writer>,
     readers: Mutex<Vec<Connection>>,
+    /// The name of the log is on the disk.
+    log_named: AtomicBool,
 }
 
 struct Writer {
@@ -63,6 +67,7 @@ impl Sqlite {
             lock_wait,
             writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
             readers: Mutex::new(Vec::new()),
+            log_named: AtomicBool::new(false),
         };
         engine.prepare()?;
         Ok(engine)
@@ -123,7 +128,22 @@ impl Sqlite {
         Ok(())
     }
 
-    fn place(&self) -> String {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Free bytes on the disk of the file, if the system tells.
+    pub(crate) fn free_bytes(&self) -> Option<u64> {
+        let stat = nix::sys::statvfs::statvfs(&self.path).ok()?;
+        Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
+    }
+
+    /// How long a write waits for other processes.
+    pub(crate) fn lock_wait(&self) -> Duration {
+        self.lock_wait
+    }
+
+    pub(crate) fn place(&self) -> String {
         self.path.display().to_string()
     }
 
@@ -144,13 +164,20 @@ impl Sqlite {
     }
 
     /// Syncs the log as it is: all commits that are not in the synced file are in it.
-    fn sync_log(&self, place: String) -> Result<()> {
+    pub(crate) fn sync_log(&self) -> Result<()> {
         let mut log = self.path.clone().into_os_string();
         log.push("-wal");
-        match File::open(&log).and_then(|file| file.sync_all()) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(Error::NoSpace { place }),
-            result => result.map_err(|e| Error::io("sync", log, e)),
+        match File::open(&log).and_then(|file| file.sync_data()) {
+            // Nothing was ever committed to it.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            result => result.map_err(|e| Error::io("sync", log, e))?,
         }
+        if !self.log_named.load(Ordering::Acquire) {
+            let folder = self.path.parent().unwrap_or(Path::new("/"));
+            File::open(folder).and_then(|f| f.sync_all()).map_err(|e| Error::io("sync folder", folder, e))?;
+            self.log_named.store(true, Ordering::Release);
+        }
+        Ok(())
     }
 
     fn take_reader(&self) -> Result<Connection> {
@@ -166,6 +193,90 @@ impl Sqlite {
         })?;
         Ok(connection)
     }
+
+    fn return_reader(&self, connection: Connection) {
+        if connection.is_autocommit() {
+            let mut readers = self.readers.lock();
+            if readers.len() < READERS_IDLE_MAX {
+                readers.push(connection);
+            }
+        }
+    }
+}
+
+/// What was committed at one moment, readable for as long as this lives.
+pub(crate) struct Snapshot {
+    engine: Arc<Sqlite>,
+    /// `None` only while it is dropped.
+    connection: Option<Connection>,
+    /// The number of the newest batch in it.
+    batch: u64,
+}
+
+impl fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Snapshot").field("batch", &self.batch).finish_non_exhaustive()
+    }
+}
+
+impl Snapshot {
+    /// What is committed now.
+    pub(crate) fn take(engine: &Arc<Sqlite>) -> Result<Snapshot> {
+        let connection = engine.take_reader()?;
+        engine.locked(|| execute(&connection, "BEGIN"))?;
+        let mut snapshot = Snapshot { engine: Arc::clone(engine), connection: Some(connection), batch: 0 };
+        snapshot.batch = match snapshot.get(keys::BATCH)? {
+            Some(value) => Decoder::new("batch number", &value).u64()?,
+            None => 0,
+        };
+        Ok(snapshot)
+    }
+
+    /// The number of the newest batch in it.
+    pub(crate) fn batch(&self) -> u64 {
+        self.batch
+    }
+
+    fn connection(&self) -> Result<&Connection> {
+        self.connection
+            .as_ref()
+            .ok_or_else(|| Error::corrupt(self.engine.place(), "a snapshot without a connection"))
+    }
+
+    pub(crate) fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        let connection = self.connection()?;
+        get(connection, key).map_err(|e| self.engine.translate(e, Instant::now()))
+    }
+
+    /// Runs `body` with a source of the pairs with `start <= key < end`, in `order`.
+    pub(crate) fn pairs<T>(
+        &self,
+        start: &[u8],
+        end: &[u8],
+        order: Order,
+        body: impl FnOnce(&mut dyn FnMut() -> Result<Option<Pair>>) -> Result<T>,
+    ) -> Result<T> {
+        let sql = match order {
+            Order::Ascending => "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k",
+            Order::Descending => "SELECT k, v FROM kv WHERE k >= ?1 AND k < ?2 ORDER BY k DESC",
+        };
+        let fail = |e| self.engine.translate(e, Instant::now());
+        let mut statement = self.connection()?.prepare_cached(sql).map_err(fail)?;
+        let mut rows = statement.query(params![start, end]).map_err(fail)?;
+        body(&mut || {
+            let Some(row) = rows.next().map_err(fail)? else { return Ok(None) };
+            Ok(Some((row.get(0).map_err(fail)?, row.get(1).map_err(fail)?)))
+        })
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            roll_back(&connection);
+            self.engine.return_reader(connection);
+        }
+    }
 }
 
 impl Engine for Sqlite {
@@ -175,12 +286,7 @@ impl Engine for Sqlite {
         let open = OpenTxn { connection: &connection };
         let result = body(&mut Txn { engine: self, connection: &connection, start: Instant::now() });
         drop(open);
-        if connection.is_autocommit() {
-            let mut readers = self.readers.lock();
-            if readers.len() < READERS_IDLE_MAX {
-                readers.push(connection);
-            }
-        }
+        self.return_reader(connection);
         result
     }
 
@@ -211,7 +317,7 @@ impl Engine for Sqlite {
     fn sync(&self) -> Result<()> {
         match self.write(Durability::Durable, &mut |txn| txn.put(keys::BARRIER, &[])) {
             // A full disk must not stand in the way of who wants to make room on it.
-            Err(Error::NoSpace { place }) => self.sync_log(place),
+            Err(Error::NoSpace { .. }) => self.sync_log(),
             other => other,
         }
     }
@@ -267,13 +373,7 @@ impl Txn<'_> {
 
 impl ReadTxn for Txn<'_> {
     fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
-        let get = || {
-            self.connection
-                .prepare_cached("SELECT v FROM kv WHERE k = ?1")?
-                .query_row(params![key], |row| row.get(0))
-                .optional()
-        };
-        get().map_err(|e| self.fail(e))
+        get(self.connection, key).map_err(|e| self.fail(e))
     }
 
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
@@ -321,6 +421,13 @@ fn connect(path: &Path, lock_wait: Duration) -> Result<Connection> {
         Ok(connection)
     };
     open().map_err(|error| translate(path, error, Duration::ZERO))
+}
+
+fn get(connection: &Connection, key: &[u8]) -> rusqlite::Result<Option<Vec<u8>>> {
+    connection
+        .prepare_cached("SELECT v FROM kv WHERE k = ?1")?
+        .query_row(params![key], |row| row.get(0))
+        .optional()
 }
 
 fn execute(connection: &Connection, sql: &str) -> rusqlite::Result<()> {

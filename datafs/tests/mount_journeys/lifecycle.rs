@@ -139,6 +139,8 @@ fn mounts_until_killed() {
     let datafs = Datafs::open(&dir.join("home"), &Config::default()).unwrap();
     let mount = mount_of(&datafs, "data", &dir.join("mnt-dead"));
     fs::write(mount.path().join("file"), b"before the kill").unwrap();
+    // What is not synced may go with its process.
+    fs::File::open(mount.path().join("file")).unwrap().sync_all().unwrap();
     println!("is mounted");
     io::stdout().flush().unwrap();
     let _ = io::stdin().read_line(&mut String::new());

@@ -1,0 +1,289 @@
+//! The threads behind group commit: one commits batches and gives up the turn, one listens for other
+//! processes' requests, and one per listener tells what others have committed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use super::change_log::Read;
+use super::changes::{ChangeListener, Changed, Subscription};
+use super::codec::Decoder;
+use super::engine::{Durability, Engine};
+use super::group::{ANSWERED_MAX, Frozen, Shared, State};
+use super::keys;
+use super::shared_page;
+use crate::error::{Error, Result};
+use crate::failpoint;
+
+/// Time that a process keeps the turn, at least, while others want it.
+const SLICE_MIN: Duration = Duration::from_millis(2);
+/// Longest wait for a transaction that runs while the turn is to be given up.
+const WRITER_WAIT: Duration = Duration::from_millis(2);
+/// A snapshot that nobody uses is given back after one to two of these: it keeps the log from being
+/// reused.
+const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
+/// First and longest pause before a commit that found no space is tried again.
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
+const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
+/// Records that are put into the cache in one go.
+const CACHE_CHUNK: usize = 256;
+
+pub(super) fn start(shared: &Arc<Shared>) -> Result<Vec<JoinHandle<()>>> {
+    let mut threads = Vec::new();
+    for (name, run) in [("datafs-commit", commit_batches as fn(&Shared)), ("datafs-turn", watch_requests)] {
+        let shared = Arc::clone(shared);
+        threads.push(spawn(name, &shared.engine.place(), move || run(&shared))?);
+    }
+    Ok(threads)
+}
+
+fn spawn(name: &str, place: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(run)
+        .map_err(|e| Error::io("start a metadata thread for", place, e))
+}
+
+/// Commits batches until the metadata is closed.
+fn commit_batches(shared: &Shared) {
+    let mut state = shared.state.lock();
+    loop {
+        if state.failed.is_some() {
+            if state.stopping {
+                return;
+            }
+            shared.work.wait(&mut state);
+        } else if is_due(&state) {
+            let frozen = state.freeze(shared);
+            MutexGuard::unlocked(&mut state, || commit_or_fail(shared, &frozen));
+        } else if state.stopping && state.current.opened.is_none() {
+            if state.turn_since.take().is_some() {
+                shared.turn.release();
+            }
+            return;
+        } else if state.yielding {
+            MutexGuard::unlocked(&mut state, || give_up_turn(shared));
+        } else {
+            wait_for_work(shared, &mut state);
+        }
+    }
+}
+
+fn is_due(state: &State) -> bool {
+    let current = &state.current;
+    let Some(opened) = current.opened else { return false };
+    current.awaited
+        || current.careful
+        || current.full
+        || state.flush
+        || state.yielding
+        || state.stopping
+        || opened.elapsed() >= ANSWERED_MAX
+}
+
+fn wait_for_work(shared: &Shared, state: &mut MutexGuard<'_, State>) {
+    // Who wants the turn gets it, once it was used for a moment.
+    if let Some(since) = state.turn_since
+        && shared.turn.is_wanted()
+    {
+        let until = since + SLICE_MIN;
+        if Instant::now() >= until || state.current.opened.is_none() {
+            state.yielding = true;
+        } else {
+            shared.work.wait_until(state, until);
+        }
+        return;
+    }
+    if state.current.opened.is_none() {
+        state.flush = false;
+    }
+    if let Some(opened) = state.current.opened {
+        shared.work.wait_until(state, opened + ANSWERED_MAX);
+    } else if state.idle.is_empty() {
+        state.asleep = true;
+        shared.work.wait(state);
+        state.asleep = false;
+    } else if shared.work.wait_for(state, IDLE_SNAPSHOT_MAX).timed_out() {
+        let idle = std::mem::take(&mut state.idle);
+        MutexGuard::unlocked(state, || drop(idle));
+    }
+}
+
+/// Gives up the turn unless a transaction is running; then it is tried again.
+fn give_up_turn(shared: &Shared) {
+    let Some(writing) = shared.writing.try_lock_for(WRITER_WAIT) else { return };
+    let mut state = shared.state.lock();
+    if state.current.opened.is_some() {
+        return;
+    }
+    state.yielding = false;
+    if state.turn_since.take().is_some() {
+        shared.turn.release();
+    }
+    shared.progress.notify_all();
+    drop(state);
+    drop(writing);
+}
+
+/// Commits a frozen batch, however often it takes; else everything fails from now on.
+fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
+    let begin = Instant::now();
+    let mut pause = RETRY_PAUSE;
+    let failure = loop {
+        let error = match commit(shared, frozen) {
+            Ok(()) => break None,
+            Err(error) => error,
+        };
+        let mut state = shared.state.lock();
+        match &error {
+            Error::NoSpace { .. } if frozen.careful => {
+                state.take_back(shared, error);
+                shared.progress.notify_all();
+                return;
+            }
+            Error::NoSpace { place } if begin.elapsed() < shared.lock_wait && !state.stopping => {
+                tracing::warn!(%place, "no space to commit metadata; it is tried again");
+                state.full = Some(place.clone());
+            }
+            Error::Busy { .. } if begin.elapsed() < shared.lock_wait => {}
+            _ => break Some(error),
+        }
+        shared.progress.notify_all();
+        drop(state);
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(RETRY_PAUSE_MAX);
+    };
+    if let Some(error) = failure {
+        shared.fail(&error);
+        return;
+    }
+    {
+        let mut state = shared.state.lock();
+        state.full = None;
+        state.committed = frozen.number;
+        shared.progress.notify_all();
+    }
+    let layer = frozen.layer.read();
+    let mut records = layer.newest().peekable();
+    while records.peek().is_some() {
+        let mut cache = shared.cache.lock();
+        records.by_ref().take(CACHE_CHUNK).for_each(|(key, value)| cache.replace(key, value));
+    }
+    let mut state = shared.state.lock();
+    let outdated = state.thaw(shared);
+    if frozen.careful {
+        state.careful = Some(Ok(()));
+    }
+    drop(state);
+    shared.progress.notify_all();
+    drop(outdated);
+}
+
+fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
+    failpoint::hit("group-frozen");
+    frozen.prerequisites.run()?;
+    failpoint::hit("group-prerequisites");
+    let layer = frozen.layer.read();
+    let keys = layer.newest().map(|(key, _)| key);
+    shared.turn.log().append(shared.turn.words(), frozen.number, shared.writer, keys);
+    failpoint::hit("group-logged");
+    shared.engine.write(Durability::Relaxed, &mut |txn| {
+        let newest = match txn.get(keys::BATCH)? {
+            Some(value) => Decoder::new("batch number", &value).u64()?,
+            None => 0,
+        };
+        // An earlier attempt seemed to fail.
+        if newest == frozen.number {
+            return Ok(());
+        }
+        if newest + 1 != frozen.number {
+            return Err(shared.damaged(
+                "another process wrote to it out of turn: the file with the suffix -turn was removed or replaced",
+            ));
+        }
+        for (key, value) in layer.newest() {
+            match value {
+                Some(value) => txn.put(key, value)?,
+                None => txn.delete(key)?,
+            }
+        }
+        failpoint::hit("group-written");
+        txn.put(keys::BATCH, &frozen.number.to_be_bytes())
+    })?;
+    failpoint::hit("group-committed");
+    shared.turn.finish(frozen.number);
+    failpoint::hit("group-finished");
+    Ok(())
+}
+
+/// Tells the committing thread what other processes ask for.
+fn watch_requests(shared: &Shared) {
+    let words = shared.turn.words();
+    let mut flushes = words.flushes.load(Ordering::Acquire);
+    loop {
+        let bell = words.bell.load(Ordering::Acquire);
+        let asked = words.flushes.load(Ordering::Acquire);
+        {
+            let mut state = shared.state.lock();
+            if state.stopping {
+                return;
+            }
+            if state.turn_since.is_some() && (asked != flushes || shared.turn.is_wanted()) {
+                state.flush |= asked != flushes;
+                shared.work.notify_one();
+            }
+        }
+        flushes = asked;
+        shared_page::wait(&words.bell, bell, None);
+    }
+}
+
+/// Starts a thread that tells what other processes commit.
+pub(super) fn follow(shared: &Arc<Shared>, mut listener: ChangeListener) -> Result<Subscription> {
+    let (subscription, stopped) = Subscription::new();
+    let shared = Arc::clone(shared);
+    let mut cursor = shared.turn.log().end(shared.turn.words());
+    let mut told = shared.turn.finished();
+    let place = shared.engine.place();
+    spawn("datafs-changes", &place, move || {
+        let words = shared.turn.words();
+        loop {
+            let seen = words.finish_bell.load(Ordering::Acquire);
+            if stopped.load(Ordering::Acquire) || shared.state.lock().stopping {
+                return;
+            }
+            let finished = shared.turn.finished();
+            if finished != told {
+                told = finished;
+                if let Some(changed) = changes_of_others(&shared, &mut cursor, finished) {
+                    listener(&changed);
+                }
+                continue;
+            }
+            shared_page::wait(&words.finish_bell, seen, Some(IDLE_SNAPSHOT_MAX));
+        }
+    })?;
+    Ok(subscription)
+}
+
+fn changes_of_others(shared: &Shared, cursor: &mut super::change_log::Cursor, until: u64) -> Option<Changed> {
+    let (mut records, mut anything) = (Vec::new(), false);
+    loop {
+        match shared.turn.log().read(shared.turn.words(), cursor, until) {
+            Read::End => break,
+            Read::Gap => anything = true,
+            Read::Entry(entry) if entry.writer == shared.writer => {}
+            Read::Entry(entry) => match entry.keys {
+                None => anything = true,
+                Some(keys) => records.extend(keys.iter().filter_map(|key| keys::live_record(key))),
+            },
+        }
+    }
+    if anything {
+        return Some(Changed::Anything);
+    }
+    (!records.is_empty()).then_some(Changed::Records(records))
+}

@@ -1,0 +1,614 @@
+//! Group commit: transactions are answered from memory and committed together.
+//!
+//! A process that has the turn (see `turn.rs`) collects transactions in a batch. A thread commits it
+//! after [`ANSWERED_MAX`] at the latest, when it is large, when somebody waits for it to be durable, or
+//! when another process asks; the next batch fills meanwhile. Who wants to be durable then syncs the
+//! log, once for all who wait. Reads go through the two batches and a
+//! cache of records to a snapshot of the engine, all of one moment, so that nobody waits for anybody.
+//!
+//! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
+//! is committed.
+//!
+//! What a crash may take back: operations that were answered within the last few milliseconds and not
+//! synced, all of a batch or none. What a failed commit takes back is told to everybody: from then on
+//! this process gets nothing but the error.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+
+use super::change_log::{Cursor, Read};
+use super::changes::{ChangeListener, Subscription};
+use super::committer;
+use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
+use super::keys;
+use super::layer::Layer;
+use super::overlay::{Changes, View, Write};
+use super::prerequisites::Prerequisites;
+use super::record_cache::RecordCache;
+use super::sqlite::{Snapshot, Sqlite};
+use super::turn::Turn;
+use crate::error::{Error, Result};
+use crate::failpoint;
+
+/// An operation is committed this long after it was answered, plus the time that the commit takes.
+pub(super) const ANSWERED_MAX: Duration = Duration::from_millis(5);
+/// Changed records, and bytes, after which a batch is committed early. Two times that is in memory.
+const BATCH_RECORDS_MAX: usize = 16_384;
+const BATCH_BYTES_MAX: usize = 4 << 20;
+/// With less free space on the disk each transaction is answered when it is committed, so that who
+/// finds no space is told. A batch takes less.
+const CAREFUL_BELOW_BYTES: u64 = 128 << 20;
+/// Memory for records that were read or committed.
+const CACHE_BYTES_MAX: usize = 16 << 20;
+/// How long a wait for another process sleeps before it looks whether that one is alive.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
+/// Metadata in a SQLite file, with group commit. Dropping it commits what is pending.
+pub(crate) struct Group {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What its threads share.
+pub(super) struct Shared {
+    pub(super) engine: Arc<Sqlite>,
+    pub(super) turn: Turn,
+    /// Tells this open metadata from others, in the change log.
+    pub(super) writer: u64,
+    pub(super) lock_wait: Duration,
+    /// Held while a write transaction runs, up to its answer; not while its commit is awaited.
+    pub(super) writing: Mutex<()>,
+    pub(super) state: Mutex<State>,
+    /// Something that callers wait for has happened.
+    pub(super) progress: Condvar,
+    /// Something that the committing thread waits for has happened.
+    pub(super) work: Condvar,
+    pub(super) cache: Mutex<RecordCache>,
+    /// Held while the log is synced.
+    syncing: Mutex<()>,
+    syncs: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    /// Number of the newest transaction that was answered.
+    version: u64,
+    /// Number of the newest committed batch that views rest on.
+    pub(super) base: u64,
+    /// See `record_cache.rs`.
+    epoch: u64,
+    /// Where in the change log the cache is.
+    cursor: Cursor,
+    pub(super) current: Batch,
+    pub(super) frozen: Option<Frozen>,
+    /// Batches of this process up to this one are committed.
+    pub(super) committed: u64,
+    /// The transactions up to which somebody is reading, one for each reader.
+    readers: Vec<u64>,
+    /// Snapshots that nobody uses at the moment.
+    pub(super) idle: Vec<Snapshot>,
+    /// Since when this process has the turn.
+    pub(super) turn_since: Option<Instant>,
+    /// The turn is about to be given up: no new transactions.
+    pub(super) yielding: bool,
+    /// Somebody wants a commit of what is pending.
+    pub(super) flush: bool,
+    /// The committing thread sleeps until it is woken.
+    pub(super) asleep: bool,
+    pub(super) stopping: bool,
+    /// What has become of the careful transaction.
+    pub(super) careful: Option<Result<()>>,
+    /// The place that is full, while a commit is tried again and again.
+    pub(super) full: Option<String>,
+    /// Why nothing goes any more.
+    pub(super) failed: Option<Arc<str>>,
+}
+
+/// The batch that is being filled.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    pub(super) layer: Arc<RwLock<Layer>>,
+    pub(super) prerequisites: Prerequisites,
+    /// When its first transaction was answered.
+    pub(super) opened: Option<Instant>,
+    /// Somebody waits until it is committed.
+    pub(super) awaited: bool,
+    pub(super) full: bool,
+    /// Its one transaction is answered only when it is committed.
+    pub(super) careful: bool,
+}
+
+/// The batch that is being committed.
+#[derive(Debug, Clone)]
+pub(super) struct Frozen {
+    pub(super) number: u64,
+    pub(super) layer: Arc<RwLock<Layer>>,
+    pub(super) prerequisites: Arc<Prerequisites>,
+    pub(super) careful: bool,
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shared.fmt(f)
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group").field("engine", &self.engine).finish_non_exhaustive()
+    }
+}
+
+impl Group {
+    /// Group commit on an engine, whose file other processes use in the same way.
+    pub(crate) fn new(engine: Arc<Sqlite>) -> Result<Group> {
+        let lock_wait = engine.lock_wait();
+        let turn = Turn::open(engine.path(), lock_wait, &mut || Ok(Snapshot::take(&engine)?.batch()))?;
+        let cursor = turn.log().end(turn.words());
+        let base = Snapshot::take(&engine)?.batch();
+        let shared = Arc::new(Shared {
+            engine,
+            turn,
+            writer: crate::session::random_id()?,
+            lock_wait,
+            writing: Mutex::new(()),
+            state: Mutex::new(State {
+                version: 0,
+                base,
+                epoch: 0,
+                cursor,
+                current: Batch::default(),
+                frozen: None,
+                committed: 0,
+                readers: Vec::new(),
+                idle: Vec::new(),
+                turn_since: None,
+                yielding: false,
+                flush: false,
+                asleep: false,
+                stopping: false,
+                careful: None,
+                full: None,
+                failed: None,
+            }),
+            progress: Condvar::new(),
+            work: Condvar::new(),
+            cache: Mutex::new(RecordCache::new(CACHE_BYTES_MAX)),
+            syncing: Mutex::new(()),
+            syncs: AtomicU64::new(0),
+        });
+        let threads = committer::start(&shared)?;
+        Ok(Group { shared, threads: Mutex::new(threads) })
+    }
+
+    /// See [`Engine::read`].
+    pub(crate) fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.barrier()?;
+        body(&mut self.shared.open_view()?)
+    }
+
+    /// [`Group::read`], of what this process knows: what others were answered within the last few
+    /// milliseconds may be missing, and nobody is waited for.
+    pub(crate) fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        body(&mut self.shared.open_view()?)
+    }
+
+    /// See [`Engine::write`].
+    pub(crate) fn write(
+        &self,
+        durability: Durability,
+        body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
+    ) -> Result<()> {
+        let shared = &self.shared;
+        let batch = {
+            let _writing = shared.begin_write()?;
+            let mut write = Write {
+                view: shared.open_view()?,
+                changes: Changes::new(),
+                prerequisites: Prerequisites::default(),
+            };
+            body(&mut write)?;
+            let Write { view, changes, prerequisites } = write;
+            drop(view);
+            if changes.is_empty() && prerequisites.is_empty() {
+                None
+            } else {
+                Some(shared.answer(changes, prerequisites, durability)?)
+            }
+        };
+        match (durability, batch) {
+            (Durability::Relaxed, _) => Ok(()),
+            (Durability::Durable, Some(batch)) => shared.make_durable(batch),
+            (Durability::Durable, None) => self.sync(),
+        }
+    }
+
+    /// See [`Engine::sync`].
+    pub(crate) fn sync(&self) -> Result<()> {
+        let shared = &self.shared;
+        shared.syncs.fetch_add(1, Ordering::Relaxed);
+        let mut state = shared.state.lock();
+        state.check(shared)?;
+        if let Some(place) = &state.full {
+            return Err(Error::NoSpace { place: place.clone() });
+        }
+        let pending = if state.current.opened.is_some() {
+            state.current.awaited = true;
+            shared.work.notify_one();
+            state.next_batch()
+        } else {
+            state.frozen.as_ref().map_or(0, |frozen| frozen.number)
+        };
+        drop(state);
+        shared.make_durable(pending)
+    }
+
+    /// See [`Engine::barrier`].
+    pub(crate) fn barrier(&self) -> Result<()> {
+        let shared = &self.shared;
+        let turn = &shared.turn;
+        let started = turn.started();
+        if turn.finished() >= started || shared.state.lock().turn_since.is_some() {
+            return Ok(());
+        }
+        let begin = Instant::now();
+        loop {
+            turn.ask_for_flush();
+            // A batch that was taken back is not started any more.
+            if turn.wait_finished(started, LOOK_AGAIN) || turn.finished() >= turn.started() {
+                return Ok(());
+            }
+            // Was who had started it killed?
+            if let Some(_writing) = shared.writing.try_lock() {
+                if shared.state.lock().turn_since.is_some() {
+                    return Ok(());
+                }
+                if turn.try_take()? {
+                    let repaired = shared.repair();
+                    turn.release();
+                    return repaired;
+                }
+            }
+            if begin.elapsed() >= shared.lock_wait {
+                let waited_ms = u64::try_from(begin.elapsed().as_millis()).unwrap_or(u64::MAX);
+                return Err(Error::Busy { place: shared.engine.place(), waited_ms });
+            }
+        }
+    }
+
+    /// How often somebody asked for a sync of everything.
+    #[cfg(test)]
+    pub(crate) fn syncs(&self) -> u64 {
+        self.shared.syncs.load(Ordering::Relaxed)
+    }
+
+    /// See [`Engine::on_change`].
+    pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
+        committer::follow(&self.shared, listener)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.shared.state.lock().stopping = true;
+        self.shared.work.notify_one();
+        self.shared.turn.wake_all();
+        for thread in self.threads.lock().drain(..) {
+            // The last handle may be dropped by a listener.
+            if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
+                tracing::error!("a thread of the metadata panicked");
+            }
+        }
+    }
+}
+
+impl State {
+    /// The number of the batch that is being filled.
+    fn next_batch(&self) -> u64 {
+        self.frozen.as_ref().map_or(self.base, |frozen| frozen.number) + 1
+    }
+
+    pub(super) fn check(&self, shared: &Shared) -> Result<()> {
+        match &self.failed {
+            None => Ok(()),
+            Some(cause) => {
+                Err(Error::Failed { place: shared.engine.place(), cause: cause.as_ref().to_owned() })
+            }
+        }
+    }
+
+    /// Makes the current batch the one that is being committed.
+    pub(super) fn freeze(&mut self, shared: &Shared) -> Frozen {
+        let batch = std::mem::take(&mut self.current);
+        let frozen = Frozen {
+            number: self.next_batch(),
+            layer: batch.layer,
+            prerequisites: Arc::new(batch.prerequisites),
+            careful: batch.careful,
+        };
+        self.frozen = Some(frozen.clone());
+        self.flush = false;
+        // Who reads an earlier moment must not see what is going to be in the cache.
+        self.begin_epoch(shared);
+        frozen
+    }
+
+    /// Takes a batch back that was not answered and not committed.
+    pub(super) fn take_back(&mut self, shared: &Shared, error: Error) {
+        self.frozen = None;
+        shared.turn.start(self.base);
+        shared.turn.finish(self.base);
+        self.careful = Some(Err(error));
+    }
+
+    /// Takes the committed batch out of the way; its records are in the cache.
+    pub(super) fn thaw(&mut self, shared: &Shared) -> Vec<Snapshot> {
+        if let Some(frozen) = self.frozen.take() {
+            self.base = frozen.number;
+        }
+        // Nobody else has written anything: this process has the turn.
+        self.cursor = shared.turn.log().end(shared.turn.words());
+        self.take_outdated()
+    }
+
+    fn begin_epoch(&mut self, shared: &Shared) {
+        self.epoch += 1;
+        shared.cache.lock().begin_epoch(self.epoch);
+    }
+
+    fn take_outdated(&mut self) -> Vec<Snapshot> {
+        let base = self.base;
+        self.idle.extract_if(.., |snapshot| snapshot.batch() != base).collect()
+    }
+
+    /// Takes note of what others have committed. This process has no batches.
+    fn refresh(&mut self, finished: u64, shared: &Shared) -> Vec<Snapshot> {
+        if finished <= self.base {
+            return Vec::new();
+        }
+        {
+            let mut cache = shared.cache.lock();
+            loop {
+                match shared.turn.log().read(shared.turn.words(), &mut self.cursor, finished) {
+                    Read::End => break,
+                    Read::Entry(entry) if entry.writer == shared.writer => {}
+                    Read::Entry(entry) => match entry.keys {
+                        Some(keys) => keys.iter().for_each(|key| cache.forget(key)),
+                        None => cache.clear(),
+                    },
+                    Read::Gap => cache.clear(),
+                }
+            }
+        }
+        self.begin_epoch(shared);
+        self.base = finished;
+        self.take_outdated()
+    }
+}
+
+impl Shared {
+    pub(super) fn damaged(&self, reason: &str) -> Error {
+        Error::corrupt(self.engine.place(), reason)
+    }
+
+    /// What this process sees now.
+    pub(super) fn open_view(&self) -> Result<View<'_>> {
+        let mut fresh: Option<Snapshot> = None;
+        loop {
+            let mut outdated = Vec::new();
+            let mut state = self.state.lock();
+            state.check(self)?;
+            if state.turn_since.is_none() {
+                let committed = fresh.as_ref().map_or(0, Snapshot::batch);
+                outdated = state.refresh(self.turn.finished().max(committed), self);
+            }
+            let frozen = state.frozen.as_ref().map(|frozen| frozen.number);
+            let fits =
+                |snapshot: &Snapshot| snapshot.batch() == state.base || Some(snapshot.batch()) == frozen;
+            let snapshot = match fresh.take().filter(fits) {
+                Some(fresh) => Some(fresh),
+                None => match state.idle.iter().position(fits) {
+                    Some(i) => Some(state.idle.swap_remove(i)),
+                    None => None,
+                },
+            };
+            if let Some(snapshot) = snapshot {
+                let version = state.version;
+                state.readers.push(version);
+                let current = state.current.opened.map(|_| Arc::clone(&state.current.layer));
+                let frozen = state.frozen.as_ref().map(|frozen| Arc::clone(&frozen.layer));
+                let epoch = state.epoch;
+                drop(state);
+                drop(outdated);
+                return Ok(View {
+                    shared: self,
+                    snapshot: Some(snapshot),
+                    layers: [current, frozen],
+                    version,
+                    epoch,
+                });
+            }
+            drop(state);
+            drop(outdated);
+            fresh = Some(Snapshot::take(&self.engine)?);
+        }
+    }
+
+    pub(super) fn close_view(&self, version: u64, snapshot: Option<Snapshot>) {
+        let mut state = self.state.lock();
+        if let Some(i) = state.readers.iter().position(|reader| *reader == version) {
+            state.readers.swap_remove(i);
+        }
+        let frozen = state.frozen.as_ref().map(|frozen| frozen.number);
+        let mut outdated = None;
+        if let Some(snapshot) = snapshot {
+            if snapshot.batch() == state.base || Some(snapshot.batch()) == frozen {
+                state.idle.push(snapshot);
+                // Somebody has to give it back when it is not used for long.
+                if state.asleep {
+                    self.work.notify_one();
+                }
+            } else {
+                outdated = Some(snapshot);
+            }
+        }
+        drop(state);
+        drop(outdated);
+    }
+
+    /// Waits until a transaction may run: it is the only one, this process has the turn, and there is
+    /// room in memory.
+    fn begin_write(&self) -> Result<MutexGuard<'_, ()>> {
+        loop {
+            let writing = self.writing.lock();
+            let mut state = self.state.lock();
+            state.check(self)?;
+            if let Some(place) = &state.full {
+                return Err(Error::NoSpace { place: place.clone() });
+            }
+            if state.yielding || state.current.full {
+                drop(writing);
+                self.progress.wait(&mut state);
+            } else if state.turn_since.is_some() {
+                return Ok(writing);
+            } else {
+                drop(state);
+                self.take_turn()?;
+                return Ok(writing);
+            }
+        }
+    }
+
+    /// Takes the turn; the caller has `writing` locked.
+    fn take_turn(&self) -> Result<()> {
+        self.turn.take(self.lock_wait)?;
+        if let Err(error) = self.repair() {
+            self.turn.release();
+            return Err(error);
+        }
+        let mut state = self.state.lock();
+        let outdated = state.refresh(self.turn.finished(), self);
+        state.turn_since = Some(Instant::now());
+        if self.turn.is_wanted() {
+            self.work.notify_one();
+        }
+        drop(state);
+        drop(outdated);
+        Ok(())
+    }
+
+    /// Settles the batches of a process that was killed: what it has not committed is lost. The caller
+    /// has the turn, and no batches.
+    fn repair(&self) -> Result<()> {
+        let started = self.turn.started();
+        if self.turn.finished() >= started {
+            return Ok(());
+        }
+        let committed = Snapshot::take(&self.engine)?.batch();
+        if committed < started {
+            // Its number is not used again: somebody may have waited for it.
+            self.engine
+                .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))?;
+        }
+        self.turn.finish(started.max(committed));
+        Ok(())
+    }
+
+    /// Adds a transaction to the current batch: from now on it is seen. Returns the batch's number. The
+    /// caller has `writing` locked.
+    fn answer(&self, changes: Changes, prerequisites: Prerequisites, durability: Durability) -> Result<u64> {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        state.check(self)?;
+        let number = state.next_batch();
+        let opens = state.current.opened.is_none();
+        if opens {
+            failpoint::hit("group-start");
+            self.turn.start(number);
+            state.current.opened = Some(Instant::now());
+            state.current.careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
+        }
+        state.version += 1;
+        {
+            let mut layer = state.current.layer.write();
+            for (key, value) in changes {
+                layer.put(key, value, state.version, &state.readers);
+            }
+            state.current.full = layer.bytes() >= BATCH_BYTES_MAX || layer.len() >= BATCH_RECORDS_MAX;
+        }
+        state.current.prerequisites.append(prerequisites);
+        let awaited = durability == Durability::Durable;
+        state.current.awaited |= awaited;
+        if opens || awaited || state.current.full {
+            self.work.notify_one();
+        }
+        if !state.current.careful {
+            return Ok(number);
+        }
+        loop {
+            if let Some(result) = guard.careful.take() {
+                return result.map(|()| number);
+            }
+            guard.check(self)?;
+            self.progress.wait(&mut guard);
+        }
+    }
+
+    /// Makes everything durable that is committed once a batch of this process is.
+    fn make_durable(&self, batch: u64) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.committed < batch {
+            state.check(self)?;
+            self.progress.wait(&mut state);
+        }
+        drop(state);
+        let committed = self.turn.finished().max(batch);
+        // One at a time: who waits here is mostly served by the one before it.
+        let _syncing = self.syncing.lock();
+        if self.turn.is_synced(committed) {
+            return Ok(());
+        }
+        let committed = self.turn.finished();
+        failpoint::hit("group-sync");
+        if let Err(error) = self.engine.sync_log() {
+            // What the system could not write it may have forgotten: a second try proves nothing.
+            self.fail(&error);
+            return Err(error);
+        }
+        self.turn.synced(committed);
+        failpoint::hit("group-synced");
+        Ok(())
+    }
+
+    /// Refuses everything from now on.
+    pub(super) fn fail(&self, error: &Error) {
+        let cause = with_sources(error);
+        tracing::error!(place = %self.engine.place(), %cause, "committing metadata failed for good");
+        let mut state = self.state.lock();
+        state.failed = Some(cause.into());
+        state.yielding = false;
+        // Others find that the batches were lost, and go on.
+        if state.turn_since.take().is_some() {
+            self.turn.release();
+        }
+        self.work.notify_one();
+        self.progress.notify_all();
+    }
+}
+
+/// An error with its sources, in one line.
+fn with_sources(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

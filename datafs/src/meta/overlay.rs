@@ -1,0 +1,231 @@
+//! Reading and writing over what is not committed yet: a transaction's own changes, over the batches
+//! of the process, over a snapshot of the engine.
+
+use std::collections::BTreeMap;
+use std::iter::Peekable;
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use super::engine::{Order, Pair, Prerequisite, ReadTxn, WriteTxn};
+use super::group::Shared;
+use super::layer::{Layer, Value};
+use super::prerequisites::Prerequisites;
+use super::sqlite::Snapshot;
+use crate::error::Result;
+
+/// Uncommitted records that a scan looks at in one go, while writers wait.
+const UNCOMMITTED_PAGE: usize = 1_024;
+
+/// The same for scans that want few records.
+const UNCOMMITTED_PAGE_MIN: usize = 8;
+
+/// Changes that a transaction has made so far.
+pub(super) type Changes = BTreeMap<Vec<u8>, Value>;
+
+/// One moment of the metadata, as this process sees it.
+#[derive(Debug)]
+pub(super) struct View<'g> {
+    pub(super) shared: &'g Shared,
+    /// What is committed; `None` only while it is dropped.
+    pub(super) snapshot: Option<Snapshot>,
+    /// What is not, newest first.
+    pub(super) layers: [Option<Arc<RwLock<Layer>>>; 2],
+    /// The newest transaction that it sees.
+    pub(super) version: u64,
+    /// Tells whether the cache is right for it.
+    pub(super) epoch: u64,
+}
+
+impl View<'_> {
+    fn snapshot(&self) -> Result<&Snapshot> {
+        self.snapshot.as_ref().ok_or_else(|| self.shared.damaged("a view without a snapshot"))
+    }
+
+    fn get(&self, key: &[u8]) -> Result<Value> {
+        for layer in self.layers.iter().flatten() {
+            if let Some(value) = layer.read().get(key, self.version) {
+                return Ok(value);
+            }
+        }
+        if let Some(value) = self.shared.cache.lock().get(key, self.epoch) {
+            return Ok(value);
+        }
+        let value = self.snapshot()?.get(key)?.map(Arc::from);
+        self.shared.cache.lock().learn(key, &value, self.epoch);
+        Ok(value)
+    }
+
+    /// `start..end` over `own` changes; at most `limit` pairs.
+    fn scan(&self, own: &Changes, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        let (mut start, mut end) = (start.to_vec(), end.to_vec());
+        let mut found = Vec::new();
+        while start < end && found.len() < limit {
+            let page_len = (limit - found.len()).clamp(UNCOMMITTED_PAGE_MIN, UNCOMMITTED_PAGE);
+            let page = self.uncommitted(own, &start, &end, order, page_len);
+            // What the page says holds up to its last key, or everywhere if it is not full.
+            let (mut first, mut last) = (start.clone(), end.clone());
+            let more = page.len() == page_len;
+            if let Some((key, _)) = page.last().filter(|_| more) {
+                match order {
+                    Order::Ascending => {
+                        last = [key.as_slice(), &[0]].concat();
+                        start.clone_from(&last);
+                    }
+                    Order::Descending => {
+                        first.clone_from(key);
+                        end.clone_from(key);
+                    }
+                }
+            }
+            self.snapshot()?
+                .pairs(&first, &last, order, |next| merge(page, next, order, limit, &mut found))?;
+            if !more {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// The first uncommitted records of a range, each once, in its newest visible version.
+    fn uncommitted(
+        &self,
+        own: &Changes,
+        start: &[u8],
+        end: &[u8],
+        order: Order,
+        page_len: usize,
+    ) -> Vec<(Vec<u8>, Value)> {
+        let locked: Vec<_> = self.layers.iter().flatten().map(|layer| layer.read()).collect();
+        let mut sources: Vec<Peekable<Source<'_>>> = Vec::with_capacity(3);
+        if !own.is_empty() {
+            let range =
+                own.range::<[u8], _>((std::ops::Bound::Included(start), std::ops::Bound::Excluded(end)));
+            let range = range.map(|(key, value)| (key.as_slice(), value));
+            let source: Source<'_> = match order {
+                Order::Ascending => Box::new(range),
+                Order::Descending => Box::new(range.rev()),
+            };
+            sources.push(source.peekable());
+        }
+        for layer in &locked {
+            sources.push(layer.range(start, end, order, self.version).peekable());
+        }
+        let mut page = Vec::new();
+        while page.len() < page_len {
+            let next = sources.iter_mut().filter_map(|source| source.peek().map(|(key, _)| *key));
+            let next = match order {
+                Order::Ascending => next.min(),
+                Order::Descending => next.max(),
+            };
+            let Some(key) = next else { break };
+            let mut newest = None;
+            for source in &mut sources {
+                let same = source.next_if(|(other, _)| *other == key);
+                newest = newest.or(same);
+            }
+            page.extend(newest.map(|(key, value)| (key.to_vec(), value.clone())));
+        }
+        page
+    }
+}
+
+type Source<'a> = Box<dyn Iterator<Item = (&'a [u8], &'a Value)> + 'a>;
+
+/// Puts uncommitted records over committed pairs, both in `order`.
+fn merge(
+    uncommitted: Vec<(Vec<u8>, Value)>,
+    committed: &mut dyn FnMut() -> Result<Option<Pair>>,
+    order: Order,
+    limit: usize,
+    found: &mut Vec<Pair>,
+) -> Result<()> {
+    let mut uncommitted = uncommitted.into_iter().peekable();
+    let mut below = None;
+    let mut ended = false;
+    while found.len() < limit {
+        if below.is_none() && !ended {
+            below = committed()?;
+            ended = below.is_none();
+        }
+        let first = match (uncommitted.peek(), &below) {
+            (None, None) => break,
+            (Some(_), None) => true,
+            (None, Some(_)) => false,
+            (Some((key, _)), Some((committed, _))) => {
+                if key == committed {
+                    below = None;
+                    true
+                } else {
+                    (key < committed) == (order == Order::Ascending)
+                }
+            }
+        };
+        if first {
+            let next = uncommitted.next();
+            found.extend(next.and_then(|(key, value)| Some((key, value?.to_vec()))));
+        } else {
+            found.extend(below.take());
+        }
+    }
+    Ok(())
+}
+
+impl Drop for View<'_> {
+    fn drop(&mut self) {
+        self.shared.close_view(self.version, self.snapshot.take());
+    }
+}
+
+impl ReadTxn for View<'_> {
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        Ok(View::get(self, key)?.map(|value| value.to_vec()))
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        View::scan(self, &Changes::new(), start, end, order, limit)
+    }
+}
+
+/// A write transaction that is under way.
+#[derive(Debug)]
+pub(super) struct Write<'g> {
+    pub(super) view: View<'g>,
+    pub(super) changes: Changes,
+    pub(super) prerequisites: Prerequisites,
+}
+
+impl ReadTxn for Write<'_> {
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        let value = match self.changes.get(key) {
+            Some(value) => value.clone(),
+            None => self.view.get(key)?,
+        };
+        Ok(value.map(|value| value.to_vec()))
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        self.view.scan(&self.changes, start, end, order, limit)
+    }
+}
+
+impl WriteTxn for Write<'_> {
+    fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
+        self.changes.insert(key.to_vec(), Some(Arc::from(value)));
+        Ok(())
+    }
+
+    fn delete(&mut self, key: &[u8]) -> Result<()> {
+        self.changes.insert(key.to_vec(), None);
+        Ok(())
+    }
+
+    fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
+        self.prerequisites.add(prerequisite);
+        Ok(())
+    }
+
+    fn as_read(&mut self) -> &mut dyn ReadTxn {
+        self
+    }
+}

@@ -1,0 +1,252 @@
+//! Which process may write: one at a time, for as long as it has batches that are not committed, and
+//! longer while nobody else wants to.
+//!
+//! The turn is a lock on the file `…-turn`, which the kernel takes back when a process dies. Beside the
+//! metadata file lies that file with a page of shared numbers: batches have numbers, `started` is the
+//! newest one of which an operation may have been answered, and all up to `finished` are committed,
+//! or lost with the process that was killed before it could commit them.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::change_log::ChangeLog;
+use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
+use crate::error::{Error, Result};
+
+/// Says that the page is one of this format.
+const MAGIC: u64 = u64::from_be_bytes(*b"mlrturn1");
+/// Longest sleep of who waits for the turn before it asks again: a holder that was killed wakes nobody.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// How long who gave up the turn leaves it to those who asked for it.
+const LEAVE_TO_OTHERS: Duration = Duration::from_millis(2);
+
+/// This process's end of it.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    path: PathBuf,
+    file: File,
+    page: SharedPage,
+    log: ChangeLog,
+    /// Requests for the turn that were there when it was taken.
+    wants_before: AtomicU32,
+    /// `taken` when the turn was last given up because somebody wanted it.
+    given_up_at: AtomicU64,
+}
+
+impl Turn {
+    /// Opens the file beside the metadata file, which is made when it is missing. `committed` tells the
+    /// number of the newest batch in the metadata.
+    pub(crate) fn open(
+        metadata: &Path,
+        lock_wait: Duration,
+        committed: &mut dyn FnMut() -> Result<u64>,
+    ) -> Result<Turn> {
+        let mut path = metadata.to_owned().into_os_string();
+        path.push("-turn");
+        let path = PathBuf::from(path);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|e| Error::io("open", &path, e))?;
+        let fail = |e| Error::io("prepare", &path, e);
+        // Two processes may both make it longer; nobody makes it shorter.
+        if file.metadata().map_err(fail)?.len() < PAGE_BYTES {
+            let end = PAGE_BYTES as libc::off_t;
+            nix::fcntl::posix_fallocate(&file, 0, end).map_err(|e| fail(e.into()))?;
+        }
+        let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
+        let log = ChangeLog::new(file.try_clone().map_err(fail)?);
+        let turn = Turn {
+            path,
+            file,
+            page,
+            log,
+            wants_before: AtomicU32::new(0),
+            given_up_at: AtomicU64::new(u64::MAX),
+        };
+        if !turn.is_valid() {
+            turn.take(lock_wait)?;
+            if !turn.is_valid() {
+                turn.initialize(committed()?);
+            }
+            turn.release();
+        }
+        Ok(turn)
+    }
+
+    pub(crate) fn words(&self) -> &Words {
+        self.page.words()
+    }
+
+    pub(crate) fn log(&self) -> &ChangeLog {
+        &self.log
+    }
+
+    fn is_valid(&self) -> bool {
+        let words = self.words();
+        let [high, low] = boot_id();
+        words.magic.load(Ordering::Acquire) == MAGIC
+            && words.boot[0].load(Ordering::Acquire) == high
+            && words.boot[1].load(Ordering::Acquire) == low
+    }
+
+    /// Makes the page one of this boot. The caller holds the turn.
+    fn initialize(&self, committed: u64) {
+        let words = self.words();
+        words.magic.store(0, Ordering::Release);
+        words.started.store(committed, Ordering::Release);
+        words.finished.store(committed, Ordering::Release);
+        // What an earlier boot has left is on the disk or lost.
+        words.synced.store(committed, Ordering::Release);
+        words.log_reserved.store(words.log_end.load(Ordering::Acquire), Ordering::Release);
+        for (word, half) in words.boot.iter().zip(boot_id()) {
+            word.store(half, Ordering::Release);
+        }
+        words.magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// The newest batch that is committed, or lost.
+    pub(crate) fn finished(&self) -> u64 {
+        self.words().finished.load(Ordering::Acquire)
+    }
+
+    /// The newest batch of which something may have been answered.
+    pub(crate) fn started(&self) -> u64 {
+        self.words().started.load(Ordering::Acquire)
+    }
+
+    /// Notes that an operation of a batch is going to be answered. The caller holds the turn.
+    pub(crate) fn start(&self, batch: u64) {
+        self.words().started.store(batch, Ordering::Release);
+    }
+
+    /// Notes that a batch is committed, or lost, and wakes who waits for it. The caller holds the turn.
+    pub(crate) fn finish(&self, batch: u64) {
+        let words = self.words();
+        words.finished.store(batch, Ordering::Release);
+        words.finish_bell.fetch_add(1, Ordering::AcqRel);
+        shared_page::wake(&words.finish_bell);
+    }
+
+    /// Notes that everything up to a batch survives a power failure.
+    pub(crate) fn synced(&self, batch: u64) {
+        self.words().synced.fetch_max(batch, Ordering::AcqRel);
+    }
+
+    /// Whether everything up to a batch survives a power failure.
+    pub(crate) fn is_synced(&self, batch: u64) -> bool {
+        self.words().synced.load(Ordering::Acquire) >= batch
+    }
+
+    /// Whether somebody has asked for the turn since this process took it.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.words().wants.load(Ordering::Acquire) != self.wants_before.load(Ordering::Relaxed)
+    }
+
+    /// Asks who has the turn to commit what is pending.
+    pub(crate) fn ask_for_flush(&self) {
+        self.ring(&self.words().flushes);
+    }
+
+    fn ring(&self, request: &AtomicU32) {
+        request.fetch_add(1, Ordering::AcqRel);
+        let bell = &self.words().bell;
+        bell.fetch_add(1, Ordering::AcqRel);
+        shared_page::wake(bell);
+    }
+
+    /// Has all threads that wait for others look around.
+    pub(crate) fn wake_all(&self) {
+        for bell in [&self.words().bell, &self.words().finish_bell] {
+            bell.fetch_add(1, Ordering::AcqRel);
+            shared_page::wake(bell);
+        }
+    }
+
+    /// Waits until all batches up to `batch` are finished, or a while.
+    pub(crate) fn wait_finished(&self, batch: u64, limit: Duration) -> bool {
+        let words = self.words();
+        let seen = words.finish_bell.load(Ordering::Acquire);
+        if self.finished() < batch {
+            shared_page::wait(&words.finish_bell, seen, Some(limit));
+        }
+        self.finished() >= batch
+    }
+
+    /// Takes the turn if nobody has it. Not while this process has it.
+    pub(crate) fn try_take(&self) -> Result<bool> {
+        let wants = self.words().wants.load(Ordering::Acquire);
+        match flock(&self.file, libc::LOCK_EX | libc::LOCK_NB) {
+            Ok(()) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EWOULDBLOCK) => return Ok(false),
+            Err(e) => return Err(Error::io("lock", &self.path, e)),
+        }
+        self.wants_before.store(wants, Ordering::Relaxed);
+        self.words().taken.fetch_add(1, Ordering::AcqRel);
+        shared_page::wake(&self.words().taken);
+        Ok(true)
+    }
+
+    /// Takes the turn, waiting for the others at most `lock_wait`.
+    pub(crate) fn take(&self, lock_wait: Duration) -> Result<()> {
+        let begin = Instant::now();
+        let words = self.words();
+        // Who was asked to give it up lets the others go first.
+        let taken = words.taken.load(Ordering::Acquire);
+        if self.given_up_at.swap(u64::MAX, Ordering::Relaxed) == u64::from(taken) {
+            shared_page::wait(&words.taken, taken, Some(LEAVE_TO_OTHERS));
+        }
+        loop {
+            let seen = words.released.load(Ordering::Acquire);
+            if self.try_take()? {
+                return Ok(());
+            }
+            let waited = begin.elapsed();
+            if waited >= lock_wait {
+                let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                return Err(Error::Busy { place: self.path.display().to_string(), waited_ms });
+            }
+            self.ring(&words.wants);
+            shared_page::wait(&words.released, seen, Some(ASK_AGAIN.min(lock_wait - waited)));
+        }
+    }
+
+    /// Gives up the turn. All batches of this process are finished.
+    pub(crate) fn release(&self) {
+        let words = self.words();
+        if self.is_wanted() {
+            self.given_up_at.store(u64::from(words.taken.load(Ordering::Acquire)), Ordering::Relaxed);
+        }
+        if let Err(error) = flock(&self.file, libc::LOCK_UN) {
+            tracing::error!(path = %self.path.display(), %error, "unlocking; others wait until this process ends");
+        }
+        words.released.fetch_add(1, Ordering::AcqRel);
+        shared_page::wake(&words.released);
+    }
+}
+
+fn flock(file: &File, operation: libc::c_int) -> std::io::Result<()> {
+    loop {
+        if shared_page::flock(file.as_raw_fd(), operation) == 0 {
+            return Ok(());
+        }
+        let error = std::io::Error::last_os_error();
+        if error.kind() != std::io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// The boot of this machine; zeroes where the system does not tell.
+fn boot_id() -> [u64; 2] {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let half = |range| digits.get(range).and_then(|half| u64::from_str_radix(half, 16).ok()).unwrap_or(0);
+    [half(0..16), half(16..32)]
+}
