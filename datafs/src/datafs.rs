@@ -21,6 +21,7 @@ use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::sqlite::Sqlite;
 use crate::session::Session;
+use crate::watch::Watchers;
 
 /// Inode numbers that a process takes at a time; those that it does not use are lost.
 const INO_BATCH: u64 = 1_024;
@@ -47,6 +48,7 @@ pub(crate) struct Shared {
     /// Unflushed bytes of all open files.
     pub(crate) unflushed_bytes: AtomicUsize,
     pub(crate) collector: Collector,
+    pub(crate) watchers: Watchers,
     inos: Mutex<HashMap<u64, std::ops::Range<u64>>>,
 }
 
@@ -82,6 +84,7 @@ impl Datafs {
             open: OpenTable::default(),
             unflushed_bytes: AtomicUsize::new(0),
             collector: Collector::default(),
+            watchers: Watchers::default(),
             inos: Mutex::new(HashMap::new()),
         });
         Collector::start(&shared)?;

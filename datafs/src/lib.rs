@@ -61,6 +61,7 @@ mod session;
 mod store_view;
 mod view;
 mod volume;
+mod watch;
 
 pub use config::{Config, FromEnvironment, FromFile, Secret};
 pub use datafs::Datafs;

@@ -6,9 +6,9 @@
 //! snapshot is mounted read-only.
 //!
 //! Consistency: close-to-open. What a process wrote and closed (or fsynced) through one mount is
-//! seen by every `open` that follows, through any mount of the volume. The kernel keeps entries,
-//! attributes and pages of snapshots for as long as it likes, of the live tree none that another
-//! process may have outdated. `close` makes changes visible, `fsync` makes them durable.
+//! seen by every `open` that follows, through any mount of the volume. The kernel keeps entries and
+//! attributes for as long as it likes; of the live tree it is told soon what others have changed, and what
+//! it has of a file is checked at `open`. `close` makes changes visible, `fsync` makes them durable.
 //!
 //! Locks (`flock`, `fcntl`) hold between all mounts of a volume and end with their holder. Taking one
 //! makes the kernel forget what others have changed since, giving one up commits what was written: whoever
@@ -20,6 +20,7 @@
 
 mod adapter;
 mod answer;
+mod coherence;
 mod convert;
 mod extended;
 mod fusermount;

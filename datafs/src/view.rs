@@ -16,6 +16,7 @@ use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer};
 use crate::name::VolumeSpec;
 use crate::publish::{Publish, check_key};
+use crate::session::random_id;
 
 /// Largest file that [`View::read_file`] reads.
 pub const READ_FILE_BYTES_MAX: u64 = 1 << 30;
@@ -55,11 +56,24 @@ pub struct View {
     spec: Arc<VolumeSpec>,
     pub(crate) volume: u64,
     at: At,
+    /// Tells its changes from those of others; see [`crate::watch`].
+    writer: u64,
 }
 
 impl View {
     pub(crate) fn new(shared: Arc<Shared>, spec: VolumeSpec, volume: u64, at: At) -> View {
-        View { shared, spec: Arc::new(spec), volume, at }
+        let writer = shared.session.id();
+        View { shared, spec: Arc::new(spec), volume, at, writer }
+    }
+
+    /// The same view as a writer of its own.
+    pub(crate) fn as_writer(&self) -> Result<View> {
+        Ok(View { writer: random_id()?, ..self.clone() })
+    }
+
+    /// The number that its changes are told apart by.
+    pub(crate) fn writer(&self) -> u64 {
+        self.writer
     }
 
     /// What this is a view of.
@@ -207,6 +221,11 @@ impl View {
         })
     }
 
+    /// From its return on, reads see what any process was answered before.
+    pub(crate) fn catch_up(&self) -> Result<()> {
+        self.shared.meta.barrier()
+    }
+
     /// The tree that a node is in.
     fn at_of(&self, node: Node) -> Result<At> {
         let at = if node.is_live() { At::Live } else { At::Snapshot(node.snapshot) };
@@ -242,7 +261,20 @@ impl View {
             return Err(Error::ReadOnly { what: format!("snapshot {}", self.spec) });
         }
         let session = self.shared.session.id();
-        self.shared.meta.transact(durability, |txn| Writer::run(txn, self.volume, session, &mut body))
+        let watched = self.shared.watchers.want(self.volume, self.writer);
+        let mut changed = Vec::new();
+        let result = self.shared.meta.transact(durability, |txn| {
+            Writer::run(txn, self.volume, session, |writer| {
+                writer.act_as(self.writer, watched);
+                let result = body(writer)?;
+                changed = writer.take_changed();
+                Ok(result)
+            })
+        });
+        if watched && result.is_ok() {
+            self.shared.watchers.tell(self.volume, self.writer, changed);
+        }
+        result
     }
 
     /// The inode number of a node that may be changed.

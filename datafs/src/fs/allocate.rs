@@ -58,6 +58,7 @@ impl View {
                 inode.size = inode.size.max(end);
             }
             if how != Allocate::KeepSize {
+                inode.written_by(writer.writer());
                 inode.mtime = Timestamp::now();
                 inode.ctime = inode.mtime;
                 tree::put_inode(writer, ino, &inode)?;

@@ -94,6 +94,7 @@ impl View {
                 }
                 inode.size = size;
                 inode.mtime = now;
+                inode.written_by(writer.writer());
             }
             let new_owner = set.uid.is_some() || set.gid.is_some();
             if (new_owner || set.drop_privileges) && !inode.is_directory() {

@@ -103,6 +103,7 @@ fn share(target: &OpenFile, copy: Copy) -> Result<u64> {
             content::write_extent(writer, copy.to, &Extent { file_offset, ..extent })?;
         }
         inode.size = inode.size.max(copy.target_offset + len);
+        inode.written_by(writer.writer());
         inode.mtime = Timestamp::now();
         inode.ctime = inode.mtime;
         tree::put_inode(writer, copy.to, &inode)?;

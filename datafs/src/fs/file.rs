@@ -50,6 +50,11 @@ pub struct OpenFile {
 impl View {
     /// Opens a regular file. Everything else is [`Error::IsADirectory`] or [`Error::Invalid`].
     pub fn open(&self, node: Node, flags: OpenFlags) -> Result<OpenFile> {
+        self.open_with_attr(node, flags).map(|(file, _)| file)
+    }
+
+    /// [`View::open`], with the attributes that the file had when it was opened (before it was cut).
+    pub(crate) fn open_with_attr(&self, node: Node, flags: OpenFlags) -> Result<(OpenFile, Attr)> {
         if flags.write {
             self.writable(node)?;
         }
@@ -74,7 +79,8 @@ impl View {
         if flags.truncate {
             file.set_len(0)?;
         }
-        Ok(file)
+        let attr = self.attr_of(node, &inode);
+        Ok((file, attr))
     }
 }
 
@@ -243,7 +249,9 @@ impl OpenFile {
         counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, offset, data))?;
         let mtime = Timestamp::now();
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
-        open.set_unflushed(Some(Unflushed { end: end.max(known_end), mtime, drop_privileges }));
+        let own = self.view.writer();
+        let writer = if unflushed.is_none_or(|unflushed| unflushed.writer == own) { own } else { 0 };
+        open.set_unflushed(Some(Unflushed { end: end.max(known_end), writer, mtime, drop_privileges }));
         Ok(data.len())
     }
 
@@ -404,8 +412,10 @@ fn commit(
         }
         drop_capabilities(writer, ino, &inode)?;
         inode.size = inode.size.max(dirty.end());
+        inode.written_by(unflushed.writer);
         inode.mtime = unflushed.mtime;
-        inode.ctime = Timestamp::now();
+        // The time that was shown since the write, so that a flush changes nothing that was seen.
+        inode.ctime = inode.ctime.max(unflushed.mtime);
         tree::put_inode(writer, ino, &inode)?;
         Ok(true)
     });

@@ -28,6 +28,8 @@ pub(crate) struct OpenInode {
 pub(crate) struct Unflushed {
     /// The file ends here or later.
     pub(crate) end: u64,
+    /// Who wrote, 0 when it was more than one: see [`crate::watch`].
+    pub(crate) writer: u64,
     /// Time of the last write.
     pub(crate) mtime: Timestamp,
     /// Somebody wrote who may not keep a program's privileges.

@@ -73,6 +73,7 @@ impl View {
         tree::delete_child(writer, from.parent, from.name)?;
         tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
         inode.ctime = now;
+        inode.lost_name();
         if inode.is_directory() {
             inode.parent = to.parent;
         }
@@ -149,6 +150,7 @@ fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp)
         inode.parent = to.parent;
     }
     inode.ctime = now;
+    inode.lost_name();
     tree::put_inode(writer, moved.ino, &inode)?;
     tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
     Ok(i32::from(directory))

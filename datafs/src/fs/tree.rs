@@ -156,6 +156,7 @@ pub(crate) fn drop_link<'a>(
 ) -> Result<()> {
     inode.nlink = inode.nlink.saturating_sub(1);
     inode.ctime = now;
+    inode.lost_name();
     if inode.nlink > 0 {
         return put_inode(writer, ino, &inode);
     }

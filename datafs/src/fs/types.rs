@@ -92,6 +92,13 @@ pub struct Attr {
     pub mtime: SystemTime,
     /// Last change of the contents or attributes.
     pub ctime: SystemTime,
+    /// Is another one after each change of the contents.
+    pub data_version: u64,
+    /// Who changed them last, and since which version nobody else has: see `crate::watch`.
+    pub(crate) writer: u64,
+    pub(crate) writer_since: u64,
+    /// Is another one whenever a name of the file has gone or moved.
+    pub names_version: u32,
 }
 
 /// A time to set.

@@ -79,6 +79,15 @@ pub(crate) struct Inode {
     pub(crate) atime: Timestamp,
     pub(crate) mtime: Timestamp,
     pub(crate) ctime: Timestamp,
+    /// Counts changes of the contents.
+    pub(crate) data_version: u64,
+    /// The last writer of the contents; 0 for several at once.
+    pub(crate) writer: u64,
+    /// The version from which on it was that writer alone: whoever has a copy of that version or a
+    /// later one, and is the writer, has changed it only himself.
+    pub(crate) writer_since: u64,
+    /// Counts the names of a file that went away or moved.
+    pub(crate) names_version: u32,
 }
 
 fn kind_to_byte(kind: FileKind) -> u8 {
@@ -122,7 +131,25 @@ impl Inode {
             atime: now,
             mtime: now,
             ctime: now,
+            data_version: 0,
+            writer: 0,
+            writer_since: 0,
+            names_version: 0,
         }
+    }
+
+    /// Notes a change of the contents.
+    pub(crate) fn written_by(&mut self, writer: u64) {
+        if writer == 0 || self.writer != writer {
+            self.writer = writer;
+            self.writer_since = self.data_version;
+        }
+        self.data_version += 1;
+    }
+
+    /// Notes that a name went away or leads elsewhere.
+    pub(crate) fn lost_name(&mut self) {
+        self.names_version = self.names_version.wrapping_add(1);
     }
 
     pub(crate) fn is_directory(&self) -> bool {
@@ -142,7 +169,7 @@ impl Inode {
         for time in [self.atime, self.mtime, self.ctime] {
             to = time.encode(to);
         }
-        to.finish()
+        to.u64(self.data_version).u64(self.writer).u64(self.writer_since).u32(self.names_version).finish()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Inode> {
@@ -159,6 +186,10 @@ impl Inode {
             atime: Timestamp::decode(&mut from)?,
             mtime: Timestamp::decode(&mut from)?,
             ctime: Timestamp::decode(&mut from)?,
+            data_version: from.u64()?,
+            writer: from.u64()?,
+            writer_since: from.u64()?,
+            names_version: from.u32()?,
         };
         from.finish()?;
         Ok(inode)
@@ -178,6 +209,10 @@ impl Inode {
             atime: self.atime.to_system(),
             mtime: self.mtime.to_system(),
             ctime: self.ctime.to_system(),
+            data_version: self.data_version,
+            writer: self.writer,
+            writer_since: self.writer_since,
+            names_version: self.names_version,
         }
     }
 }
@@ -241,6 +276,8 @@ mod tests {
         let mut inode = Inode::new(FileKind::Fifo, 0o17777, 1, 2);
         inode.size = u64::MAX;
         inode.parent = 3;
+        inode.written_by(9);
+        inode.lost_name();
         let bytes = inode.encode();
         assert_eq!(Inode::decode(&bytes).unwrap(), inode);
         assert!(Inode::decode(&bytes[1..]).is_err());

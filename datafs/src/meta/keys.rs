@@ -318,6 +318,23 @@ pub(crate) fn child_name(record: &[u8]) -> Option<(u64, &[u8])> {
     (record[0] == NODE && record[9] == CHILD).then_some((hash, name))
 }
 
+/// The inode that a record key of a node is about.
+pub(crate) fn ino_of(record: &[u8]) -> Option<u64> {
+    let ino = record.get(1..9)?.try_into().ok()?;
+    (record[0] == NODE).then_some(u64::from_be_bytes(ino))
+}
+
+/// Directory and name of an entry's record key.
+pub(crate) fn child_of(record: &[u8]) -> Option<(u64, &[u8])> {
+    let (_, name) = child_name(record)?;
+    Some((ino_of(record)?, name))
+}
+
+/// Whether a record key of a node is about the contents of a file.
+pub(crate) fn is_contents(record: &[u8]) -> bool {
+    matches!(record.get(9), Some(&(HEAD | EXTENT))) && record[0] == NODE
+}
+
 /// The readdir cursor of a name: 63 bits of its SHA-256, at least [`HASH_MIN`]. On-disk format.
 pub(crate) fn name_hash(name: &[u8]) -> u64 {
     let digest = Sha256::digest(name);
@@ -364,6 +381,8 @@ mod tests {
     fn record_keys_are_taken_apart() {
         let key = child(7, b"name");
         assert_eq!(child_name(&key), Some((name_hash(b"name"), &b"name"[..])));
+        assert_eq!((child_of(&key), ino_of(&key)), (Some((7, &b"name"[..])), Some(7)));
+        assert!(!is_contents(&key) && is_contents(&head(7)) && is_contents(&extent(7, 0)));
         assert!(!is_extent(&key) && !is_attributes(&key));
         let key = extent(7, 4096);
         assert_eq!(extent_offset(&key), Some(4096));

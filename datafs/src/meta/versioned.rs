@@ -141,6 +141,10 @@ pub(crate) struct Writer<'t> {
     row: VolumeRow,
     session: u64,
     references: ReferenceChanges,
+    /// Who makes the changes: see [`crate::watch`].
+    writer: u64,
+    /// Record keys that were changed, if somebody wants to know.
+    changed: Option<Vec<Vec<u8>>>,
 }
 
 impl<'t> Writer<'t> {
@@ -153,11 +157,34 @@ impl<'t> Writer<'t> {
         body: impl FnOnce(&mut Writer<'_>) -> Result<T>,
     ) -> Result<T> {
         let row = VolumeRow::get(txn.as_read(), volume)?;
-        let mut writer = Writer { txn, volume, row, session, references: ReferenceChanges::default() };
+        let references = ReferenceChanges::default();
+        let mut writer = Writer { txn, volume, row, session, references, writer: session, changed: None };
         let result = body(&mut writer)?;
         let Writer { txn, mut references, .. } = writer;
         references.apply(txn, |txn| check_session(txn, session))?;
         Ok(result)
+    }
+
+    /// Whom the changes are noted as made by, in place of the session, and whether they are listed.
+    pub(crate) fn act_as(&mut self, writer: u64, listed: bool) {
+        self.writer = writer;
+        self.changed = listed.then(Vec::new);
+    }
+
+    /// Who makes the changes.
+    pub(crate) fn writer(&self) -> u64 {
+        self.writer
+    }
+
+    /// The record keys that were changed, where they are listed.
+    pub(crate) fn take_changed(&mut self) -> Vec<Vec<u8>> {
+        self.changed.take().unwrap_or_default()
+    }
+
+    fn note(&mut self, record: &[u8]) {
+        if let Some(changed) = &mut self.changed {
+            changed.push(record.to_vec());
+        }
     }
 
     /// The volume's number.
@@ -177,6 +204,7 @@ impl<'t> Writer<'t> {
 
     /// Sets a record.
     pub(crate) fn put(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
+        self.note(record);
         let key = keys::live(self.volume, record);
         if keys::is_extent(record) {
             self.references.add(value)?;
@@ -192,6 +220,7 @@ impl<'t> Writer<'t> {
 
     /// Removes a record; one that is not there is removed already.
     pub(crate) fn delete(&mut self, record: &[u8]) -> Result<()> {
+        self.note(record);
         let key = keys::live(self.volume, record);
         if let Some(old) = self.txn.get(&key)? {
             self.displace(record, old)?;

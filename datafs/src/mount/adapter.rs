@@ -15,9 +15,10 @@ use fuser::{
 };
 
 use super::answer::Adapter;
+use super::coherence::Kept;
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
-use super::handles::{Handle, Version};
+use super::handles::Handle;
 use super::lock_request::is_flock;
 use super::locks::Wish;
 use crate::error::Error;
@@ -53,16 +54,12 @@ impl Filesystem for Adapter {
             InitFlags::FUSE_CACHE_SYMLINKS,
             // Else the kernel asks for an attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
+            InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO,
         ] {
             let _ = config.add_capabilities(wish);
         }
         if !self.handles.view.is_snapshot() {
             let wish = InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS;
-            let _ = config.add_capabilities(wish);
-        }
-        if self.handles.view.is_snapshot() {
-            // What comes with the names of the live tree would be outdated at once.
-            let wish = InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO;
             let _ = config.add_capabilities(wish);
         }
         if self.passthrough {
@@ -86,17 +83,27 @@ impl Filesystem for Adapter {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let parent = self.node(parent);
-        self.entry("lookup", parent, self.handles.view.lookup(parent, name), reply);
+        let moment = self.coherence.moment();
+        let mut found = self.handles.view.lookup(parent, name);
+        if found.as_ref().is_err_and(Error::is_not_found) && parent.is_live() {
+            // Whoever was told that it is there is right, wherever he was told.
+            found = self.catch_up(parent).and_then(|()| self.handles.view.lookup(parent, name));
+        }
+        self.entry("lookup", parent, moment, found, reply);
     }
 
-    fn forget(&self, _request: &Request, ino: INodeNo, _lookups: u64) {
-        self.handles.forget(self.node(ino));
+    fn forget(&self, _request: &Request, ino: INodeNo, lookups: u64) {
+        let node = self.node(ino);
+        if node.is_live() {
+            self.coherence.forget(node, lookups);
+        }
     }
 
     fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         let node = self.node(ino);
+        let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
-            Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
+            Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
             Err(error) => reply.error(self.failed_on("getattr", node, &error)),
         }
     }
@@ -129,8 +136,9 @@ impl Filesystem for Adapter {
             mtime: mtime.map(set_time),
             drop_privileges: size.is_some() && !is_privileged(request),
         };
+        let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
-            Ok(attr) => reply.attr(&self.lifetime(node), &self.inodes.attr(&attr)),
+            Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
             Err(error) => reply.error(self.failed_on("setattr", node, &error)),
         }
     }
@@ -154,11 +162,12 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let parent = self.node(parent);
+        let moment = self.coherence.moment();
         let made = match kind_of_mode(mode) {
             Some(kind) => self.handles.view.mknod(parent, name, kind, mode & 0o7777, rdev, owner(request)),
             None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
         };
-        self.entry("mknod", parent, made, reply);
+        self.entry("mknod", parent, moment, made, reply);
     }
 
     fn mkdir(
@@ -171,8 +180,9 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let parent = self.node(parent);
+        let moment = self.coherence.moment();
         let made = self.handles.view.mkdir(parent, name, mode & 0o7777, owner(request));
-        self.entry("mkdir", parent, made, reply);
+        self.entry("mkdir", parent, moment, made, reply);
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -187,8 +197,9 @@ impl Filesystem for Adapter {
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let parent = self.node(parent);
+        let moment = self.coherence.moment();
         let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
-        self.entry("symlink", parent, made, reply);
+        self.entry("symlink", parent, moment, made, reply);
     }
 
     fn rename(
@@ -222,7 +233,8 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let (node, parent) = (self.node(ino), self.node(new_parent));
-        self.entry("link", parent, self.handles.view.link(node, parent, new_name), reply);
+        let moment = self.coherence.moment();
+        self.entry("link", parent, moment, self.handles.view.link(node, parent, new_name), reply);
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
@@ -237,17 +249,17 @@ impl Filesystem for Adapter {
         if flags.truncate && self.handles.is_executed(node) {
             return reply.error(Errno::ETXTBSY);
         }
-        let opened = self.open_file(request, node, flags).and_then(|file| Ok((file.attr()?, file)));
-        let (attr, file) = match opened {
+        let opened = self.catch_up(node).and_then(|()| self.open_file(request, node, flags));
+        let (file, attr, kept) = match opened {
+            Ok((_, _, Kept::Stale)) => return reply.error(Errno::ESTALE),
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_on("open", node, &error)),
         };
         let mut answer = FopenFlags::empty();
-        answer.set(FopenFlags::FOPEN_KEEP_CACHE, self.handles.may_keep_pages(&attr));
+        answer.set(FopenFlags::FOPEN_KEEP_CACHE, kept == Kept::Pages);
         // A file that is only read has nothing to tell when it is closed, but for locks to be given up.
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write && !self.locks.has(node));
-        let version = Version::from(&attr);
-        let handle = Handle { file, node, writes: flags.write, executes, version };
+        let handle = Handle { file, node, writes: flags.write, executes, data_version: attr.data_version };
         let (number, backing) = self
             .handles
             .insert(handle, |handle| self.backing(handle, attr.size, |image| reply.open_backing(image)));
@@ -273,14 +285,15 @@ impl Filesystem for Adapter {
     ) {
         let parent = self.node(parent);
         let flags = open_flags(flags);
+        let moment = self.coherence.moment();
         let created = self.handles.view.create(parent, name, mode & 0o7777, owner(request), flags);
         match created {
             Ok((attr, file)) => {
-                let version = Version::from(&attr);
-                let handle = Handle { file, node: attr.node, writes: flags.write, executes: false, version };
-                self.handles.may_keep_pages(&attr);
+                let (node, data_version) = (attr.node, attr.data_version);
+                let handle = Handle { file, node, writes: flags.write, executes: false, data_version };
                 let (number, _) = self.handles.insert(handle, |_| None);
-                let lifetime = self.lifetime(attr.node);
+                let lifetime = self.lifetime(&attr, moment, true);
+                self.coherence.creates(&attr);
                 let attr = self.inodes.attr(&attr);
                 let answer = FopenFlags::empty();
                 reply.created(&lifetime, &attr, Generation(0), FileHandle(number), answer);
@@ -352,6 +365,12 @@ impl Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         self.locks.released(&self.handles, self.node(ino), fh.0, lock_owner.map(|owner| owner.0));
+        let node = self.node(ino);
+        if node.is_live()
+            && let Ok(handle) = self.handles.get(fh.0)
+        {
+            self.coherence.closes(node, handle.data_version);
+        }
         self.handles.release(fh.0);
         reply.ok();
     }
@@ -365,7 +384,11 @@ impl Filesystem for Adapter {
         if self.without_messages {
             return reply.error(Errno::ENOSYS);
         }
-        let answer = if self.node(ino).is_live() {
+        let node = self.node(ino);
+        if let Err(error) = self.catch_up(node) {
+            return reply.error(self.failed("opendir", node, &error));
+        }
+        let answer = if node.is_live() {
             FopenFlags::empty()
         } else {
             FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE
@@ -533,7 +556,6 @@ impl Filesystem for Adapter {
     ) {
         let wish = Wish {
             node: self.node(ino),
-            ino,
             handle: fh.0,
             lock: wanted(request, lock_owner, (start, end), typ, pid),
             gives_up: typ == libc::F_UNLCK,

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use fuser::{BackingId, Errno, Generation, INodeNo, ReplyDirectory, ReplyEmpty, ReplyEntry};
 
+use super::coherence::Coherence;
 use super::convert::{Inodes, file_type};
 use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
@@ -18,9 +19,8 @@ use crate::metrics;
 
 /// How long the kernel may believe what it knows of a snapshot: it never changes.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long it may believe what it knows of the live tree: other processes write the same volume, and
-/// what they closed must be seen by the next open.
-const NOT_AT_ALL: Duration = Duration::ZERO;
+/// How long it may believe what others may just have changed, or what it cannot be told of.
+pub(super) const NOT_AT_ALL: Duration = Duration::ZERO;
 /// Entries that one call of the view lists for one request of the kernel.
 pub(super) const ENTRIES_MAX: usize = 512;
 /// Files below this size are not handed to the kernel: setting that up costs more than reading them.
@@ -31,6 +31,7 @@ const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 pub(super) struct Adapter {
     pub(super) handles: Arc<Handles>,
     pub(super) locks: Arc<Locks>,
+    pub(super) coherence: Arc<Coherence>,
     pub(super) inodes: Inodes,
     pub(super) passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
@@ -38,18 +39,35 @@ pub(super) struct Adapter {
 }
 
 impl Adapter {
-    pub(super) fn new(handles: Arc<Handles>, locks: Arc<Locks>, way: Open) -> Adapter {
+    pub(super) fn new(
+        handles: Arc<Handles>,
+        locks: Arc<Locks>,
+        coherence: Arc<Coherence>,
+        way: Open,
+    ) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
-        Adapter { handles, locks, inodes, passthrough: way == Open::Passthrough, without_messages }
+        Adapter { handles, locks, coherence, inodes, passthrough: way == Open::Passthrough, without_messages }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
         self.inodes.node(ino)
     }
 
-    pub(super) fn lifetime(&self, node: Node) -> Duration {
-        if node.is_live() { NOT_AT_ALL } else { FOREVER }
+    /// How long the kernel may believe attributes that were read since a moment; with `lookup` it gets
+    /// to know the node by one more name.
+    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, lookup: bool) -> Duration {
+        if !attr.node.is_live() {
+            return FOREVER;
+        }
+        let kept = self.coherence.answers(attr, moment, lookup);
+        // Snapshots come and go without a change of the tree.
+        if kept && !self.handles.view.is_snapshots_dir(attr.node) { FOREVER } else { NOT_AT_ALL }
+    }
+
+    /// Lets reads that follow see what other processes were answered before.
+    pub(super) fn catch_up(&self, node: Node) -> Result<()> {
+        if node.is_live() { self.handles.view.catch_up() } else { Ok(()) }
     }
 
     /// The errno of an error, counted; what the user did is not logged, what broke is.
@@ -77,13 +95,17 @@ impl Adapter {
         &self,
         operation: &'static str,
         parent: Node,
+        moment: u64,
         result: Result<Attr>,
         reply: ReplyEntry,
     ) {
         match result {
             Ok(attr) => {
-                let lifetime = self.lifetime(attr.node);
-                reply.entry(&lifetime, &self.inodes.attr(&attr), Generation(0));
+                let lifetime = self.lifetime(&attr, moment, true);
+                let name_lifetime =
+                    if self.handles.view.is_snapshots_dir(parent) { NOT_AT_ALL } else { lifetime };
+                let attr = self.inodes.attr(&attr);
+                reply.entry_with_ttls(&lifetime, &name_lifetime, &attr, Generation(0));
             }
             Err(error) => reply.error(self.failed(operation, parent, &error)),
         }

@@ -5,9 +5,10 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
-use super::answer::{Adapter, ENTRIES_MAX};
+use super::answer::{Adapter, ENTRIES_MAX, NOT_AT_ALL};
+use super::coherence::Kept;
 use crate::error::{Error, Result};
-use crate::fs::{Allocate, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
+use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
 
 /// Copies of one request: the kernel's answer has 32 bits for their length.
 const COPY_BYTES_MAX: u64 = 1 << 30;
@@ -123,16 +124,22 @@ impl Adapter {
         self.handles.view.setattr(node, &set).map(drop)
     }
 
-    /// Opens a file, cutting it for whoever may not keep its privileges.
-    pub(super) fn open_file(&self, request: &Request, node: Node, flags: OpenFlags) -> Result<OpenFile> {
-        if !flags.truncate {
-            return self.handles.view.open(node, flags);
+    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale.
+    pub(super) fn open_file(
+        &self,
+        request: &Request,
+        node: Node,
+        flags: OpenFlags,
+    ) -> Result<(OpenFile, Attr, Kept)> {
+        let (file, attr) = self.handles.view.open_with_attr(node, OpenFlags { truncate: false, ..flags })?;
+        let kept = if node.is_live() { self.coherence.opens(&attr, request.pid()) } else { Kept::Pages };
+        if !flags.truncate || kept == Kept::Stale {
+            return Ok((file, attr, kept));
         }
-        let file = self.handles.view.open(node, OpenFlags { truncate: false, ..flags })?;
         let drop_privileges = !is_privileged(request);
         let set = SetAttr { size: Some(0), drop_privileges, ..SetAttr::default() };
-        self.handles.view.setattr(node, &set)?;
-        Ok(file)
+        let attr = self.handles.view.setattr(node, &set)?;
+        Ok((file, attr, kept))
     }
 
     /// A directory with the attributes of its entries, which the kernel may then keep.
@@ -143,16 +150,24 @@ impl Adapter {
         reply: &mut ReplyDirectoryPlus,
     ) -> Result<()> {
         let mut cursor = offset;
+        let names_kept = !self.handles.view.is_snapshots_dir(node);
         loop {
+            let moment = self.coherence.moment();
             let entries = self.handles.view.readdir_attrs(node, cursor, ENTRIES_MAX)?;
             for (i, (entry, attr)) in entries.iter().enumerate() {
                 let ino = self.inodes.ino(entry.node);
                 // Of entries that share a cursor only the last may send the reader beyond it.
                 let shared = entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
                 let offset = if shared { cursor } else { entry.cursor };
-                let lifetime = self.lifetime(entry.node);
-                let attr = self.inodes.attr(attr);
-                if reply.add(ino, offset, &entry.name, &lifetime, &attr, Generation(0)) {
+                // The kernel takes no note of these two.
+                let dots = entry.name == "." || entry.name == "..";
+                let lifetime =
+                    if names_kept && !dots { self.lifetime(attr, moment, true) } else { NOT_AT_ALL };
+                let shown = self.inodes.attr(attr);
+                if reply.add(ino, offset, &entry.name, &lifetime, &shown, Generation(0)) {
+                    if attr.node.is_live() && names_kept && !dots {
+                        self.coherence.forget(attr.node, 1);
+                    }
                     return Ok(());
                 }
                 cursor = offset;

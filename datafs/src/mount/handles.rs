@@ -9,7 +9,7 @@ use parking_lot::{Mutex, RwLock};
 
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, OpenFile};
+use crate::fs::{Node, OpenFile};
 use crate::view::View;
 
 /// What the kernel sends for "no handle".
@@ -24,7 +24,7 @@ pub(super) struct Handle {
     /// The kernel runs it as a program.
     pub(super) executes: bool,
     /// The contents when it was opened.
-    pub(super) version: Version,
+    pub(super) data_version: u64,
 }
 
 /// The open files of one mount. Kept apart from the FUSE session, so that they can be flushed
@@ -35,8 +35,6 @@ pub(super) struct Handles {
     next: AtomicU64,
     open: RwLock<HashMap<u64, Arc<Handle>>>,
     nodes: Mutex<HashMap<Node, OpenNode>>,
-    /// What the kernel's page cache may hold of live files.
-    cached: Mutex<HashMap<Node, Cached>>,
     /// Files that are read without being opened here.
     stateless: Stateless,
     /// Whether the kernel takes files from us.
@@ -51,30 +49,6 @@ struct OpenNode {
     backing: Option<Arc<BackingId>>,
 }
 
-/// Pages of a live file in the kernel.
-#[derive(Debug)]
-struct Cached {
-    /// None of them is older than this.
-    version: Version,
-    /// Whether the kernel has surely dropped older ones: it does so when it gets the answer to an
-    /// open, which is known to have happened once the file is closed again.
-    settled: bool,
-}
-
-/// Tells contents of a live file apart: every change of the contents moves the times.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Version {
-    mtime: std::time::SystemTime,
-    ctime: std::time::SystemTime,
-    size: u64,
-}
-
-impl From<&Attr> for Version {
-    fn from(attr: &Attr) -> Version {
-        Version { mtime: attr.mtime, ctime: attr.ctime, size: attr.size }
-    }
-}
-
 impl Handles {
     pub(super) fn new(view: View) -> Handles {
         Handles {
@@ -82,7 +56,6 @@ impl Handles {
             next: AtomicU64::new(NO_HANDLE + 1),
             open: RwLock::default(),
             nodes: Mutex::default(),
-            cached: Mutex::default(),
             stateless: Stateless::default(),
             passthrough: AtomicBool::new(false),
         }
@@ -116,9 +89,6 @@ impl Handles {
     /// the file is dropped; the kernel has nobody left to tell an error.
     pub(super) fn release(&self, number: u64) {
         let Some(handle) = self.open.write().remove(&number) else { return };
-        if let Some(cached) = self.cached.lock().get_mut(&handle.node) {
-            cached.settled |= cached.version == handle.version;
-        }
         let mut nodes = self.nodes.lock();
         if let Some(node) = nodes.get_mut(&handle.node) {
             node.count -= 1;
@@ -157,7 +127,6 @@ impl Handles {
     pub(super) fn clear(&self) {
         self.open.write().clear();
         self.nodes.lock().clear();
-        self.cached.lock().clear();
         self.stateless.clear();
     }
 
@@ -176,28 +145,5 @@ impl Handles {
     /// Whether the kernel takes files from us.
     pub(super) fn has_passthrough(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
-    }
-
-    /// Whether the kernel may keep the pages it has of a file that is opened now.
-    pub(super) fn may_keep_pages(&self, attr: &Attr) -> bool {
-        if !attr.node.is_live() {
-            return true;
-        }
-        let version = Version::from(attr);
-        let mut cached = self.cached.lock();
-        match cached.get(&attr.node) {
-            Some(known) if known.version == version => known.settled,
-            _ => {
-                cached.insert(attr.node, Cached { version, settled: false });
-                false
-            }
-        }
-    }
-
-    /// The kernel has dropped a node, and its pages with it.
-    pub(super) fn forget(&self, node: Node) {
-        if node.is_live() {
-            self.cached.lock().remove(&node);
-        }
     }
 }

@@ -7,15 +7,16 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use fuser::{Errno, INodeNo, Notifier, ReplyEmpty, ReplyLock};
+use fuser::{Errno, ReplyEmpty, ReplyLock};
 use parking_lot::{Condvar, Mutex};
 
+use super::coherence::Coherence;
 use super::errno;
-use super::handles::{Handles, Version};
+use super::handles::Handles;
 use crate::error::Result;
 use crate::fs::{Attr, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node};
 
@@ -35,11 +36,9 @@ pub(super) struct Locks {
     held: Mutex<HashMap<(Node, LockOwner), HashSet<u64>>>,
     /// Entries of `held`, so that most closes need not look.
     held_count: AtomicUsize,
-    /// The contents that the kernel may have pages of, for files that were locked.
-    seen: Mutex<HashMap<Node, Version>>,
+    coherence: Arc<Coherence>,
     state: Mutex<State>,
     changed: Condvar,
-    notifier: OnceLock<Notifier>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -55,7 +54,6 @@ struct State {
 #[derive(Debug)]
 struct Waiting {
     node: Node,
-    ino: INodeNo,
     wanted: FileLock,
     handle: u64,
     /// The thread that waits, to see whether it was interrupted: the library does not pass that on.
@@ -67,7 +65,7 @@ struct Waiting {
 #[derive(Debug)]
 enum Until {
     /// It is held already; the kernel must forget what it has first.
-    Forgotten(Version),
+    Forgotten(Attr),
     Held,
     /// Then it is refused.
     Instant(Instant),
@@ -77,7 +75,6 @@ enum Until {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wish {
     pub(super) node: Node,
-    pub(super) ino: INodeNo,
     pub(super) handle: u64,
     pub(super) lock: FileLock,
     /// The range is given up.
@@ -87,21 +84,19 @@ pub(super) struct Wish {
 }
 
 impl Locks {
-    pub(super) fn new() -> Locks {
+    pub(super) fn new(coherence: Arc<Coherence>) -> Locks {
         Locks {
             held: Mutex::default(),
             held_count: AtomicUsize::new(0),
-            seen: Mutex::default(),
+            coherence,
             state: Mutex::default(),
             changed: Condvar::new(),
-            notifier: OnceLock::new(),
             thread: Mutex::default(),
         }
     }
 
     /// Starts the thread on which requests wait.
-    pub(super) fn start(self: &Arc<Self>, handles: &Arc<Handles>, notifier: Notifier) -> std::io::Result<()> {
-        let _ = self.notifier.set(notifier);
+    pub(super) fn start(self: &Arc<Self>, handles: &Arc<Handles>) -> std::io::Result<()> {
         let (locks, handles) = (Arc::downgrade(self), Arc::downgrade(handles));
         let thread =
             std::thread::Builder::new().name("datafs-locks".into()).spawn(move || run(&locks, &handles))?;
@@ -146,13 +141,13 @@ impl Locks {
         match self.try_set(handles, &wish) {
             Ok(Answer::Now(errno)) => answer(reply, errno),
             Ok(Answer::Later(until)) => {
-                let Wish { node, ino, lock: wanted, handle, pid, .. } = wish;
+                let Wish { node, lock: wanted, handle, pid, .. } = wish;
                 let mut state = self.state.lock();
                 if state.stopped {
                     // The mount ends.
                     return reply.error(Errno::EINTR);
                 }
-                state.queue.push(Waiting { node, ino, wanted, handle, pid, until, reply });
+                state.queue.push(Waiting { node, wanted, handle, pid, until, reply });
                 state.news += 1;
                 self.changed.notify_all();
             }
@@ -173,7 +168,7 @@ impl Locks {
             Locking::Held(attr) => {
                 return Ok(match self.took(node, lock.owner, handle, attr.as_ref()) {
                     None => Answer::Now(None),
-                    Some(version) => Answer::Later(Until::Forgotten(version)),
+                    Some(attr) => Answer::Later(Until::Forgotten(attr)),
                 });
             }
             Locking::Blocked(blockers) => blockers,
@@ -193,13 +188,12 @@ impl Locks {
     }
 
     /// Notes a lock that is held now. Returns the contents that the kernel does not know yet.
-    fn took(&self, node: Node, owner: LockOwner, handle: u64, attr: Option<&Attr>) -> Option<Version> {
+    fn took(&self, node: Node, owner: LockOwner, handle: u64, attr: Option<&Attr>) -> Option<Attr> {
         let mut held = self.held.lock();
         held.entry((node, owner)).or_default().insert(handle);
         self.held_count.store(held.len(), Ordering::Release);
         drop(held);
-        let version = Version::from(attr?);
-        (self.seen.lock().get(&node) != Some(&version)).then_some(version)
+        attr.filter(|attr| !self.coherence.has_pages(attr)).copied()
     }
 
     /// Commits what was written to a file, then gives up a range of its locks.
@@ -215,10 +209,7 @@ impl Locks {
         if let Some(handle) = handle.and_then(|handle| handles.get(handle).ok())
             && node.is_live()
         {
-            // What the kernel has now is what is committed here, or it was read under the lock.
-            published = handle.file.flush().and_then(|()| handle.file.attr()).map(|attr| {
-                self.seen.lock().insert(node, Version::from(&attr));
-            });
+            published = handle.file.flush();
         }
         if handles.view.unlock(node, owner, start, end)? {
             self.wake();
@@ -284,15 +275,15 @@ impl Locks {
     /// for in this mount.
     fn retry(&self, handles: &Handles, waiting: Waiting) -> Option<(Waiting, Vec<LockOwner>)> {
         let Waiting { node, wanted, .. } = waiting;
-        if let Until::Forgotten(version) = waiting.until {
-            self.forget_pages(&waiting, version);
+        if let Until::Forgotten(attr) = waiting.until {
+            self.coherence.drops(&attr);
             waiting.reply.ok();
             return None;
         }
         match handles.view.lock(node, wanted) {
             Ok(Locking::Held(attr)) => {
-                if let Some(version) = self.took(node, wanted.owner, waiting.handle, attr.as_ref()) {
-                    self.forget_pages(&waiting, version);
+                if let Some(attr) = self.took(node, wanted.owner, waiting.handle, attr.as_ref()) {
+                    self.coherence.drops(&attr);
                 }
                 waiting.reply.ok();
             }
@@ -312,15 +303,6 @@ impl Locks {
             }
         }
         None
-    }
-
-    fn forget_pages(&self, waiting: &Waiting, version: Version) {
-        if let Some(notifier) = self.notifier.get()
-            && let Err(error) = notifier.inval_inode(waiting.ino, 0, 0)
-        {
-            tracing::warn!(%error, node = waiting.node.to_u64(), "the kernel keeps what it has of a file");
-        }
-        self.seen.lock().insert(waiting.node, version);
     }
 }
 

@@ -109,7 +109,9 @@ fn has_mount_privilege(status: &str) -> bool {
 /// this crate whose process has died is taken off. Returns its absolute path.
 pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
     let absolute = absolute(at)?;
-    match fs::metadata(&absolute) {
+    // What the kernel has kept it answers for a dead process, too; not how much space there is.
+    let alive = nix::sys::statvfs::statvfs(&absolute).map_err(io::Error::from);
+    match alive.and_then(|_| fs::metadata(&absolute)) {
         Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
             if find(&absolute)?.is_none() {
                 let reason = "a dead mount of another program is there: unmount it first";

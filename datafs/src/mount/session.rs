@@ -1,5 +1,6 @@
 //! The life of one mount: attach, serve, detach, flush.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,6 +12,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::MountOptions;
 use super::answer::Adapter;
+use super::coherence::Coherence;
+use super::convert::Inodes;
 use super::handles::Handles;
 use super::locks::Locks;
 use super::opening::{self, Open, Opening};
@@ -30,6 +33,7 @@ pub struct Mount {
     device: String,
     handles: Arc<Handles>,
     locks: Arc<Locks>,
+    coherence: Arc<Coherence>,
     opening: Opening,
     ended: Arc<Ended>,
     thread: Option<JoinHandle<io::Result<()>>>,
@@ -81,9 +85,11 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let source = view.spec().to_string();
     let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
     let device_fd = point::attach(&at, &attach)?;
-    let handles = Arc::new(Handles::new(view));
-    let locks = Arc::new(Locks::new());
-    let served = serve(device_fd, &handles, &locks, options, opening.way, &at);
+    // Told apart from other mounts of the volume, and from what this process does beside it.
+    let handles = Arc::new(Handles::new(view.as_writer()?));
+    let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
+    let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
+    let served = serve(device_fd, &handles, (&locks, &coherence), options, opening.way, &at);
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
@@ -99,7 +105,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         opening = opening::without_passthrough(opening);
     }
     tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
-    Ok(Mount { at, device, handles, locks, opening, ended, thread: Some(thread) })
+    Ok(Mount { at, device, handles, locks, coherence, opening, ended, thread: Some(thread) })
 }
 
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
@@ -107,7 +113,7 @@ type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
 fn serve(
     device: std::os::fd::OwnedFd,
     handles: &Arc<Handles>,
-    locks: &Arc<Locks>,
+    (locks, coherence): (&Arc<Locks>, &Arc<Coherence>),
     options: &MountOptions,
     way: Open,
     at: &Path,
@@ -117,10 +123,17 @@ fn serve(
     config.clone_fd = options.threads > 1;
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), way);
+    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
+    let own_device = File::from(device.try_clone()?);
     let session = Session::from_fd(adapter, device, acl, config)?;
     if !handles.view.is_snapshot() {
-        locks.start(handles, session.notifier())?;
+        locks.start(handles)?;
+        let wake = Arc::clone(locks);
+        if let Err(error) =
+            coherence.start(&handles.view, session.notifier(), own_device, move || wake.wake())
+        {
+            tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
+        }
     }
     let ended = Arc::new(Ended::default());
     let at_end = SetAtEnd(Arc::clone(&ended));
@@ -219,6 +232,7 @@ impl Mount {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let served = thread.join();
         self.locks.stop();
+        self.coherence.stop();
         let flushed = self.handles.flush_all();
         self.handles.clear();
         match served {

@@ -1,0 +1,420 @@
+//! What the kernel keeps of a live volume, and how it is told to forget.
+//!
+//! Names and attributes are given to the kernel for good; what others change is taken back from it by
+//! notifications, soon after their commit. That may be too late for whoever opens a file, so opening
+//! looks for itself: a file that has lost a name since the kernel looked it up is refused as stale (the
+//! kernel then looks the path up again), and attributes and pages of other versions are dropped first.
+//!
+//! A notification may overtake the answer that it should take back, which the kernel then keeps. So
+//! whatever was answered shortly before is taken back once more a little later.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use fuser::Notifier;
+use parking_lot::{Condvar, Mutex};
+
+use super::convert::Inodes;
+use crate::error::Result;
+use crate::fs::{Attr, Node};
+use crate::meta::changes::Changed;
+use crate::meta::keys;
+use crate::view::View;
+use crate::watch::Watch;
+
+/// An answer that is older than this has surely arrived.
+const IN_FLIGHT: Duration = Duration::from_millis(100);
+/// After something unknown was changed nothing is given to the kernel for good for this long, so that a
+/// stream of such news costs no more than asking each time.
+const DISTRUST: Duration = Duration::from_secs(1);
+/// Changes that wait to be passed on; beyond, anything is taken to be changed.
+const QUEUE_MAX: usize = 65_536;
+/// The notification that makes the kernel look every name up again (Linux 6.16 and newer).
+const NOTIFY_INC_EPOCH: i32 = 8;
+
+/// What one mount has given to the kernel.
+#[derive(Debug)]
+pub(super) struct Coherence {
+    inodes: Inodes,
+    volume: u64,
+    writer: u64,
+    /// Nodes of the live tree that the kernel knows, by inode number.
+    known: Mutex<HashMap<u64, Known>>,
+    /// Whether what is answered now may be kept.
+    trusted: AtomicBool,
+    /// Counts changes by others: an answer that was read before one must not be kept.
+    changes: AtomicU64,
+    queue: Mutex<Queue>,
+    arrived: Condvar,
+    notifier: OnceLock<Notifier>,
+    /// The mount's own device, for the notification that the library does not know.
+    device: OnceLock<File>,
+    start: Instant,
+    running: Mutex<Option<(Watch, JoinHandle<()>)>>,
+}
+
+/// What the kernel was told of a node.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    /// Looks-up that it has not forgotten.
+    lookups: u64,
+    names_version: u32,
+    /// Who was told that the names are stale, and may have the file after all: 0 for nobody.
+    told: u32,
+    /// What its pages are of, at the oldest.
+    data_version: u64,
+    /// Whether older ones are surely gone: they go with the answer to an open, which has arrived once
+    /// the file is closed again.
+    pages_settled: bool,
+    /// Change time of the attributes that it was told last.
+    ctime: SystemTime,
+    /// When that was, in milliseconds since the mount.
+    answered_ms: u32,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    news: VecDeque<News>,
+    /// To be said again, oldest first.
+    again: VecDeque<(Instant, News)>,
+    anything: bool,
+    stopped: bool,
+}
+
+/// Something to take back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum News {
+    Attributes(u64),
+    Contents(u64),
+    Name(u64, Vec<u8>),
+}
+
+/// What an open finds out about what the kernel has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// The path may lead elsewhere.
+    Stale,
+    /// The pages are those of the file.
+    Pages,
+    /// They are not, or nobody knows.
+    Nothing,
+}
+
+impl Coherence {
+    pub(super) fn new(view: &View, inodes: Inodes) -> Coherence {
+        Coherence {
+            inodes,
+            volume: view.volume,
+            writer: view.writer(),
+            known: Mutex::default(),
+            trusted: AtomicBool::new(false),
+            changes: AtomicU64::new(0),
+            queue: Mutex::default(),
+            arrived: Condvar::new(),
+            notifier: OnceLock::new(),
+            device: OnceLock::new(),
+            start: Instant::now(),
+            running: Mutex::default(),
+        }
+    }
+
+    /// Starts listening to what others change, and with that trusting the kernel's memory. `woken` is
+    /// called at each change.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        view: &View,
+        notifier: Notifier,
+        device: File,
+        woken: impl Fn() + Send + Sync + 'static,
+    ) -> Result<()> {
+        let names_can_be_forgotten = inc_epoch(&device).is_ok();
+        let _ = self.notifier.set(notifier);
+        let _ = self.device.set(device);
+        let to = Arc::clone(self);
+        let watch = view.watch(Arc::new(move |changed| {
+            to.heard(changed);
+            woken();
+        }))?;
+        let own = Arc::clone(self);
+        let thread = std::thread::Builder::new()
+            .name("datafs-coherence".into())
+            .spawn(move || own.run())
+            .map_err(|e| crate::error::Error::io("start the thread of", "a mount", e))?;
+        *self.running.lock() = Some((watch, thread));
+        self.trusted.store(names_can_be_forgotten, Ordering::Release);
+        Ok(())
+    }
+
+    /// Ends the thread. The kernel must be gone, or not trusted any more.
+    pub(super) fn stop(&self) {
+        self.trusted.store(false, Ordering::Release);
+        let running = self.running.lock().take();
+        let Some((watch, thread)) = running else { return };
+        drop(watch);
+        self.queue.lock().stopped = true;
+        self.arrived.notify_all();
+        if thread.join().is_err() {
+            tracing::error!("the thread that tells the kernel of changes has panicked");
+        }
+    }
+
+    /// To be taken before something is read that is going to be answered.
+    pub(super) fn moment(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
+    }
+
+    fn now_ms(&self) -> u32 {
+        // Wraps after 49 days, which makes one old answer look fresh.
+        self.start.elapsed().as_millis() as u32
+    }
+
+    /// Notes attributes that are going to be answered, read since `moment`; with `lookup` also that the
+    /// kernel knows the node by one more name. Returns whether it may keep them.
+    pub(super) fn answers(&self, attr: &Attr, moment: u64, lookup: bool) -> bool {
+        let answered_ms = self.now_ms();
+        {
+            let mut known = self.known.lock();
+            let entry = known.entry(attr.node.ino).or_insert(Known {
+                lookups: 0,
+                names_version: attr.names_version,
+                told: 0,
+                data_version: 0,
+                pages_settled: false,
+                ctime: attr.ctime,
+                answered_ms,
+            });
+            if lookup {
+                entry.lookups += 1;
+                entry.names_version = attr.names_version;
+                entry.told = 0;
+            }
+            entry.ctime = attr.ctime;
+            entry.answered_ms = answered_ms;
+        }
+        // After it was noted, so that either this sees a change or the change sees the note.
+        self.trusted.load(Ordering::Acquire) && self.changes.load(Ordering::SeqCst) == moment
+    }
+
+    /// The kernel has dropped looks-up of a node.
+    pub(super) fn forget(&self, node: Node, lookups: u64) {
+        let mut known = self.known.lock();
+        if let Some(entry) = known.get_mut(&node.ino) {
+            entry.lookups = entry.lookups.saturating_sub(lookups);
+            if entry.lookups == 0 {
+                known.remove(&node.ino);
+            }
+        }
+    }
+
+    /// What the kernel has of a file that is opened now by a thread, with these attributes. What it may
+    /// not go on using is taken from it.
+    pub(super) fn opens(&self, attr: &Attr, thread: u32) -> Kept {
+        let mut known = self.known.lock();
+        let Some(entry) = known.get_mut(&attr.node.ino) else { return Kept::Nothing };
+        if entry.names_version != attr.names_version {
+            // Who comes back has no other path, as by `/proc/self/fd`.
+            if entry.told != thread || thread == 0 {
+                entry.told = thread;
+                return Kept::Stale;
+            }
+            entry.names_version = attr.names_version;
+        }
+        entry.pages_settled &= self.is_own(entry.data_version, attr);
+        entry.data_version = attr.data_version;
+        let kept = if entry.pages_settled { Kept::Pages } else { Kept::Nothing };
+        let outdated = entry.ctime != attr.ctime;
+        entry.ctime = attr.ctime;
+        drop(known);
+        if outdated {
+            // Attributes alone: that waits for nobody, so it may be said by a thread that serves.
+            self.say(&News::Attributes(attr.node.ino));
+        }
+        kept
+    }
+
+    /// A file that was opened with this version of its contents is closed.
+    pub(super) fn closes(&self, node: Node, data_version: u64) {
+        if let Some(entry) = self.known.lock().get_mut(&node.ino) {
+            entry.pages_settled |= entry.data_version == data_version;
+        }
+    }
+
+    /// A file is new: there are no pages of it.
+    pub(super) fn creates(&self, attr: &Attr) {
+        if let Some(entry) = self.known.lock().get_mut(&attr.node.ino) {
+            (entry.data_version, entry.pages_settled) = (attr.data_version, true);
+        }
+    }
+
+    /// Whether all changes of a file's contents since a version went through this mount's kernel.
+    fn is_own(&self, since: u64, attr: &Attr) -> bool {
+        attr.data_version == since || attr.writer == self.writer && attr.writer_since <= since
+    }
+
+    /// Whether the kernel's pages of a file are those that it has with these attributes. Other
+    /// attributes are taken from it.
+    pub(super) fn has_pages(&self, attr: &Attr) -> bool {
+        let mut known = self.known.lock();
+        let Some(entry) = known.get_mut(&attr.node.ino) else { return false };
+        if !entry.pages_settled || !self.is_own(entry.data_version, attr) {
+            return false;
+        }
+        entry.data_version = attr.data_version;
+        let outdated = entry.ctime != attr.ctime;
+        entry.ctime = attr.ctime;
+        drop(known);
+        if outdated {
+            self.say(&News::Attributes(attr.node.ino));
+        }
+        true
+    }
+
+    /// Takes a file's attributes and pages from the kernel. To be called on a thread that does not serve:
+    /// it waits for reads that are under way.
+    pub(super) fn drops(&self, attr: &Attr) {
+        self.say(&News::Contents(attr.node.ino));
+        if let Some(entry) = self.known.lock().get_mut(&attr.node.ino) {
+            (entry.data_version, entry.pages_settled) = (attr.data_version, true);
+            entry.ctime = attr.ctime;
+        }
+    }
+
+    fn heard(&self, changed: &Changed) {
+        // Before anything is looked at: see `answers`.
+        self.changes.fetch_add(1, Ordering::SeqCst);
+        let mut queue = self.queue.lock();
+        match changed {
+            Changed::Records(records) if queue.news.len() + records.len() <= QUEUE_MAX => {
+                let own = records.iter().filter(|(volume, _)| *volume == self.volume);
+                queue.news.extend(own.filter_map(|(_, record)| News::of(record)));
+            }
+            _ => queue.anything = true,
+        }
+        if queue.anything {
+            // At once: what is read from now on is not to be kept for a while.
+            self.trusted.store(false, Ordering::Release);
+        }
+        self.arrived.notify_all();
+    }
+
+    fn run(&self) {
+        let mut distrusts_until: Option<Instant> = None;
+        loop {
+            let (news, anything) = {
+                let mut queue = self.queue.lock();
+                loop {
+                    if queue.stopped {
+                        return;
+                    }
+                    let now = Instant::now();
+                    while queue.again.front().is_some_and(|(due, _)| *due <= now) {
+                        let again = queue.again.pop_front().map(|(_, news)| news);
+                        queue.news.extend(again);
+                    }
+                    if !queue.news.is_empty() || queue.anything {
+                        break;
+                    }
+                    if distrusts_until.is_some_and(|until| until <= now) {
+                        distrusts_until = None;
+                        self.trusted.store(true, Ordering::Release);
+                    }
+                    let due = queue.again.front().map(|(due, _)| *due);
+                    match due.into_iter().chain(distrusts_until).min() {
+                        Some(due) => drop(self.arrived.wait_until(&mut queue, due)),
+                        None => self.arrived.wait(&mut queue),
+                    }
+                }
+                (std::mem::take(&mut queue.news), std::mem::take(&mut queue.anything))
+            };
+            if anything {
+                // Nothing was given for good since the last time, unless that is over.
+                if distrusts_until.is_none() {
+                    self.take_everything_back();
+                }
+                distrusts_until = Some(Instant::now() + DISTRUST);
+            }
+            let mut last = None;
+            for news in news {
+                if last.as_ref() != Some(&news) {
+                    self.take_back(&news);
+                    last = Some(news);
+                }
+            }
+        }
+    }
+
+    /// Takes one thing back, and once more later if its answer may still be on the way.
+    fn take_back(&self, news: &News) {
+        let of = match news {
+            News::Attributes(ino) | News::Contents(ino) | News::Name(ino, _) => *ino,
+        };
+        let answered_ms = match self.known.lock().get(&of) {
+            Some(known) => known.answered_ms,
+            // The kernel does not know it. What is answered from now on is what was changed.
+            None => return,
+        };
+        self.say(news);
+        // A name is answered without its directory being so.
+        let age = Duration::from_millis(u64::from(self.now_ms().wrapping_sub(answered_ms)));
+        if matches!(news, News::Name(..)) || age < IN_FLIGHT {
+            let mut queue = self.queue.lock();
+            let again = (Instant::now() + IN_FLIGHT, news.clone());
+            if !queue.again.iter().rev().take(8).any(|(_, later)| later == news)
+                && queue.again.len() < QUEUE_MAX
+            {
+                queue.again.push_back(again);
+            }
+        }
+    }
+
+    fn take_everything_back(&self) {
+        if let Some(device) = self.device.get()
+            && let Err(error) = inc_epoch(device)
+        {
+            tracing::warn!(%error, "the kernel keeps names that may be outdated");
+        }
+        let all: Vec<u64> = self.known.lock().keys().copied().collect();
+        for ino in all {
+            self.say(&News::Attributes(ino));
+        }
+    }
+
+    fn say(&self, news: &News) {
+        let Some(notifier) = self.notifier.get() else { return };
+        let ino = |ino: &u64| self.inodes.ino(Node { snapshot: 0, ino: *ino });
+        let said = match news {
+            News::Attributes(of) => notifier.inval_inode(ino(of), -1, 0),
+            News::Contents(of) => notifier.inval_inode(ino(of), 0, 0),
+            News::Name(of, name) => notifier.inval_entry(ino(of), OsStr::from_bytes(name)),
+        };
+        if let Err(error) = said {
+            tracing::debug!(%error, ?news, "telling the kernel of a change");
+        }
+    }
+}
+
+impl News {
+    fn of(record: &[u8]) -> Option<News> {
+        if let Some((parent, name)) = keys::child_of(record) {
+            return Some(News::Name(parent, name.to_vec()));
+        }
+        let ino = keys::ino_of(record)?;
+        Some(if keys::is_contents(record) { News::Contents(ino) } else { News::Attributes(ino) })
+    }
+}
+
+/// Makes the kernel look every name up again.
+fn inc_epoch(mut device: &File) -> std::io::Result<()> {
+    // The header of an answer: length, code and, as nobody has asked, no request.
+    let mut message = [0; 16];
+    message[..4].copy_from_slice(&16u32.to_ne_bytes());
+    message[4..8].copy_from_slice(&NOTIFY_INC_EPOCH.to_ne_bytes());
+    device.write_all(&message)
+}

@@ -1,0 +1,90 @@
+//! Who wants to know what others change in a volume: mounts, which let their kernel keep what it has
+//! read until then.
+//!
+//! Changes come from other processes, through the metadata engine, and from other users of the volume
+//! in this process. Each user is a *writer* with a number; it is not told of its own changes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::RwLock;
+
+use crate::error::Result;
+use crate::meta::changes::{Changed, Subscription};
+use crate::view::View;
+
+/// Is called with what changed: often, from any thread, so it must not wait.
+pub(crate) type Watcher = Arc<dyn Fn(&Changed) + Send + Sync>;
+
+/// The watchers inside this process.
+#[derive(Default)]
+pub(crate) struct Watchers {
+    list: RwLock<Vec<Entry>>,
+    count: AtomicUsize,
+}
+
+#[derive(Clone)]
+struct Entry {
+    volume: u64,
+    writer: u64,
+    watcher: Watcher,
+}
+
+impl std::fmt::Debug for Watchers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watchers").field("count", &self.count).finish_non_exhaustive()
+    }
+}
+
+impl Watchers {
+    /// Whether anybody wants to know what a writer does to a volume.
+    pub(crate) fn want(&self, volume: u64, writer: u64) -> bool {
+        self.count.load(Ordering::Acquire) > 0
+            && self.list.read().iter().any(|entry| entry.volume == volume && entry.writer != writer)
+    }
+
+    /// Tells them which records a writer has changed.
+    pub(crate) fn tell(&self, volume: u64, writer: u64, records: Vec<Vec<u8>>) {
+        if records.is_empty() {
+            return;
+        }
+        let list: Vec<Entry> = self.list.read().clone();
+        let changed = Changed::Records(records.into_iter().map(|record| (volume, record)).collect());
+        for entry in list.iter().filter(|entry| entry.volume == volume && entry.writer != writer) {
+            (entry.watcher)(&changed);
+        }
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Vec<Entry>)) {
+        let mut list = self.list.write();
+        change(&mut list);
+        self.count.store(list.len(), Ordering::Release);
+    }
+}
+
+/// Watching lasts until this is dropped.
+#[derive(Debug)]
+#[must_use = "the watcher is not called any more once this is dropped"]
+pub(crate) struct Watch {
+    view: View,
+    _others: Subscription,
+}
+
+impl View {
+    /// Calls `watcher` with what anybody but this view (and its clones) commits to any volume, until
+    /// the watch is dropped.
+    pub(crate) fn watch(&self, watcher: Watcher) -> Result<Watch> {
+        let (volume, writer) = (self.volume, self.writer());
+        let theirs = Arc::clone(&watcher);
+        let others = self.shared.meta.on_change(Box::new(move |changed| theirs(changed)))?;
+        self.shared.watchers.set(|list| list.push(Entry { volume, writer, watcher }));
+        Ok(Watch { view: self.clone(), _others: others })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let writer = self.view.writer();
+        self.view.shared.watchers.set(|list| list.retain(|entry| entry.writer != writer));
+    }
+}
