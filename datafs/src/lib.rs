@@ -59,6 +59,7 @@ mod name;
 mod publish;
 mod session;
 mod store_view;
+mod transfer;
 mod view;
 mod volume;
 mod watch;
@@ -75,5 +76,6 @@ pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Reme
 pub use gc::GcReport;
 pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
+pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
 pub use volume::{SnapshotInfo, Usage, VolumeInfo};

@@ -43,4 +43,5 @@ pub(crate) use local_file::Unsynced;
 pub(crate) use object::{ObjectId, StoredObject};
 pub(crate) use pack::{PIECE_BYTES_MAX, Pack, Packed, Packs};
 pub(crate) use pool::ObjectPool;
+pub(crate) use runtime::{Io, Pending};
 pub(crate) use writer::{Finished, ObjectWriter};

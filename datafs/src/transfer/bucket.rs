@@ -1,0 +1,314 @@
+//! Objects of a bucket whose names begin with a path.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use object_store::path::Path as StorePath;
+use object_store::{MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload};
+
+use super::tree::{Attributes, CHUNK, Entry, Kind, ReadFile, Source, Target, WriteFile};
+use crate::data::{Io, Pending};
+use crate::error::{Error, Result};
+
+/// One part of an upload, and one range of a download.
+const PART: usize = 8 << 20;
+/// Parts or ranges of one file that are on their way at the same time.
+const AHEAD: usize = 4;
+
+pub(super) struct BucketTree {
+    store: Arc<dyn ObjectStore>,
+    prefix: StorePath,
+    runtime: Io,
+}
+
+impl BucketTree {
+    pub(super) fn new(store: &Arc<dyn ObjectStore>, prefix: &StorePath, runtime: &Io) -> BucketTree {
+        BucketTree { store: Arc::clone(store), prefix: prefix.clone(), runtime: runtime.clone() }
+    }
+
+    fn at(&self, path: &Path) -> Result<StorePath> {
+        let mut at = self.prefix.clone();
+        for name in path {
+            let name = name
+                .to_str()
+                .ok_or_else(|| Error::Invalid(format!("{} is no name for an object", path.display())))?;
+            at = at.clone().join(name);
+        }
+        Ok(at)
+    }
+
+    /// Runs a call on the store and waits.
+    fn wait<T, F, Fut>(&self, call: F) -> Result<Option<T>>
+    where
+        T: Send + 'static,
+        F: FnOnce(Arc<dyn ObjectStore>) -> Fut,
+        Fut: Future<Output = object_store::Result<T>> + Send + 'static,
+    {
+        settle(self.runtime.wait(call(Arc::clone(&self.store))))
+    }
+}
+
+/// `None` when there is no such object.
+fn settle<T>(outcome: Option<object_store::Result<T>>) -> Result<Option<T>> {
+    match outcome {
+        Some(Ok(value)) => Ok(Some(value)),
+        Some(Err(object_store::Error::NotFound { .. })) => Ok(None),
+        Some(Err(error)) => Err(Error::Object(Box::new(error))),
+        None => Err(Error::Object("the threads of the store have stopped".into())),
+    }
+}
+
+fn gone(path: &StorePath) -> Error {
+    Error::not_found(format!("object {path}"))
+}
+
+fn entry(meta: &ObjectMeta) -> Entry {
+    Entry {
+        name: meta.location.filename().unwrap_or_default().into(),
+        kind: Kind::File,
+        size: meta.size,
+        mtime: meta.last_modified.into(),
+        mode: None,
+        identity: None,
+        node: None,
+    }
+}
+
+fn folder(name: &str) -> Entry {
+    Entry {
+        name: name.into(),
+        kind: Kind::Folder,
+        size: 0,
+        mtime: SystemTime::UNIX_EPOCH,
+        mode: None,
+        identity: None,
+        node: None,
+    }
+}
+
+impl Source for BucketTree {
+    fn root(&self) -> Result<Entry> {
+        let name = self.prefix.clone();
+        if !name.as_ref().is_empty() {
+            let head = name.clone();
+            if let Some(meta) = self.wait(|store| async move { store.head(&head).await })? {
+                return Ok(entry(&meta));
+            }
+        }
+        let prefix = name.clone();
+        let below = self.wait(|store| async move { store.list_with_delimiter(Some(&prefix)).await })?;
+        match below {
+            Some(below) if !below.objects.is_empty() || !below.common_prefixes.is_empty() => {
+                Ok(folder(name.as_ref()))
+            }
+            _ => Err(gone(&name)),
+        }
+    }
+
+    fn list(&self, path: &Path, _: &Entry) -> Result<Vec<Entry>> {
+        let prefix = self.at(path)?;
+        let below = self.wait(|store| async move { store.list_with_delimiter(Some(&prefix)).await })?;
+        let Some(below) = below else { return Ok(Vec::new()) };
+        let folders = below.common_prefixes.iter().filter_map(|prefix| prefix.filename().map(folder));
+        Ok(folders.chain(below.objects.iter().map(entry)).collect())
+    }
+
+    fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {
+        let location = self.at(path)?;
+        Ok(Box::new(BucketFile {
+            tree: self,
+            location,
+            asked: 0,
+            at: 0,
+            size: file.size,
+            ahead: std::collections::VecDeque::new(),
+        }))
+    }
+
+    fn target(&self, path: &Path, _: &Entry) -> Result<OsString> {
+        Err(Error::Invalid(format!("{} is no symbolic link", path.display())))
+    }
+
+    fn attributes(&self, _: &Path, _: &Entry) -> Result<Attributes> {
+        Ok(Vec::new())
+    }
+}
+
+type Range = Pending<object_store::Result<Bytes>>;
+
+struct BucketFile<'s> {
+    tree: &'s BucketTree,
+    location: StorePath,
+    /// Where the next range begins that is asked for.
+    asked: u64,
+    /// Where the next range begins that comes.
+    at: u64,
+    size: u64,
+    ahead: std::collections::VecDeque<Range>,
+}
+
+impl ReadFile for BucketFile<'_> {
+    fn next(&mut self) -> Result<Option<(u64, Bytes)>> {
+        while self.ahead.len() < AHEAD && self.asked < self.size {
+            let end = (self.asked + PART as u64).min(self.size);
+            let (store, location) = (Arc::clone(&self.tree.store), self.location.clone());
+            let range = self.asked..end;
+            let future = async move { store.get_range(&location, range).await };
+            self.ahead.push_back(self.tree.runtime.start_future(future));
+            self.asked = end;
+        }
+        let Some(range) = self.ahead.pop_front() else { return Ok(None) };
+        let bytes = settle(range.wait())?.ok_or_else(|| gone(&self.location))?;
+        let at = self.at;
+        let expected = (self.size - at).min(PART as u64);
+        if bytes.len() as u64 != expected {
+            return Err(Error::Stale {
+                what: format!("the version of object {} that was read", self.location),
+            });
+        }
+        self.at += expected;
+        Ok(Some((at, bytes)))
+    }
+}
+
+impl Target for BucketTree {
+    fn keeps_times(&self) -> bool {
+        false
+    }
+
+    fn has_links(&self) -> bool {
+        false
+    }
+
+    fn find(&self, path: &Path) -> Result<Option<Entry>> {
+        let location = self.at(path)?;
+        let meta = self.wait(|store| async move { store.head(&location).await })?;
+        Ok(meta.as_ref().map(entry))
+    }
+
+    fn make_folder(&self, _: &Path) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn finish_folder(&self, _: &Path, _: &Entry, _: &Attributes) -> Result<()> {
+        Ok(())
+    }
+
+    fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
+        Ok(Box::new(NewObject {
+            tree: self,
+            location: self.at(path)?,
+            buffer: Vec::new(),
+            at: 0,
+            size: like.size,
+            upload: None,
+            parts: std::collections::VecDeque::new(),
+        }))
+    }
+
+    fn make_symlink(&self, _: &Path, _: OsString) -> Result<()> {
+        Err(Error::Unsupported("a symbolic link in a bucket"))
+    }
+
+    fn make_link(&self, _: &Path, _: &Path) -> Result<()> {
+        Err(Error::Unsupported("a link in a bucket"))
+    }
+
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+struct NewObject<'s> {
+    tree: &'s BucketTree,
+    location: StorePath,
+    buffer: Vec<u8>,
+    at: u64,
+    size: u64,
+    upload: Option<Box<dyn MultipartUpload>>,
+    parts: std::collections::VecDeque<Pending<object_store::Result<()>>>,
+}
+
+impl NewObject<'_> {
+    fn take(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (now, rest) = bytes.split_at(bytes.len().min(PART - self.buffer.len()));
+            self.buffer.extend_from_slice(now);
+            self.at += now.len() as u64;
+            bytes = rest;
+            if self.buffer.len() == PART && self.at < self.size {
+                self.send()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeroes up to an offset: a bucket has no holes.
+    fn fill(&mut self, offset: u64) -> Result<()> {
+        let zeroes = vec![0; CHUNK.min(offset.saturating_sub(self.at) as usize)];
+        while self.at < offset {
+            let len = zeroes.len().min((offset - self.at) as usize);
+            self.take(&zeroes[..len])?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<()> {
+        let location = self.location.clone();
+        let upload = match &mut self.upload {
+            Some(upload) => upload,
+            none => {
+                let begun = self.tree.wait(|store| async move { store.put_multipart(&location).await })?;
+                none.insert(begun.ok_or_else(|| gone(&self.location))?)
+            }
+        };
+        if self.parts.len() >= AHEAD
+            && let Some(oldest) = self.parts.pop_front()
+        {
+            settle(oldest.wait())?;
+        }
+        let buffer = std::mem::replace(&mut self.buffer, Vec::with_capacity(PART));
+        let part = upload.put_part(PutPayload::from(buffer));
+        self.parts.push_back(self.tree.runtime.start_future(part));
+        Ok(())
+    }
+}
+
+impl WriteFile for NewObject<'_> {
+    fn write(&mut self, offset: u64, bytes: Bytes) -> Result<()> {
+        self.fill(offset)?;
+        self.take(&bytes)
+    }
+
+    fn finish(mut self: Box<Self>, _: &Attributes) -> Result<()> {
+        self.fill(self.size)?;
+        let location = self.location.clone();
+        if self.upload.is_none() {
+            let payload = PutPayload::from(std::mem::take(&mut self.buffer));
+            let put = self.tree.wait(|store| async move { store.put(&location, payload).await })?;
+            return put.map(drop).ok_or_else(|| gone(&self.location));
+        }
+        if !self.buffer.is_empty() {
+            self.send()?;
+        }
+        while let Some(part) = self.parts.pop_front() {
+            settle(part.wait())?;
+        }
+        let Some(mut upload) = self.upload.take() else { return Ok(()) };
+        let done = self.tree.wait(|_| async move { upload.complete().await })?;
+        done.map(drop).ok_or_else(|| gone(&self.location))
+    }
+}
+
+impl Drop for NewObject<'_> {
+    fn drop(&mut self) {
+        let Some(mut upload) = self.upload.take() else { return };
+        self.parts.drain(..).for_each(|part| drop(part.wait()));
+        if let Err(error) = self.tree.wait(|_| async move { upload.abort().await }) {
+            tracing::warn!(%error, location = %self.location, "an upload could not be given up");
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Trees go around: from a folder into a volume, into a bucket, and back, and arrive as they were.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, symlink};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use object_store::memory::InMemory;
+use tempfile::TempDir;
+
+use super::*;
+use crate::config::Config;
+
+const RECURSIVE: CopyOptions = CopyOptions { recursive: true, parallel: 4 };
+
+struct Home {
+    dir: TempDir,
+    datafs: Datafs,
+    view: View,
+}
+
+impl Home {
+    fn new() -> Home {
+        let dir = tempfile::tempdir().unwrap();
+        let datafs = Datafs::open(&dir.path().join("home"), &Config::default()).unwrap();
+        datafs.volume_create(&"v".parse().unwrap()).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        Home { dir, datafs, view }
+    }
+
+    fn local(&self, name: &str) -> Endpoint {
+        Endpoint::Local(self.path(name))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn volume(&self, path: &str) -> Endpoint {
+        Endpoint::Volume(self.view.clone(), path.into())
+    }
+
+    fn copy(&self, from: &Endpoint, to: &Endpoint) -> CopyReport {
+        let report = self.datafs.copy(from, to, &RECURSIVE, &|_| true).unwrap();
+        assert_eq!(report.failed, []);
+        report
+    }
+}
+
+/// Files of all kinds of sizes, a hole, links, modes, times, a name that is no UTF-8.
+fn plant(root: &Path) {
+    use std::os::unix::ffi::OsStrExt as _;
+    fs::create_dir_all(root.join("a/b")).unwrap();
+    fs::create_dir(root.join("empty")).unwrap();
+    for (i, size) in [0, 1, 4096, 5_000, 100_000, 9 << 20].into_iter().enumerate() {
+        let bytes: Vec<u8> = (0..size).map(|at| (at * 7 + i) as u8).collect();
+        fs::write(root.join(format!("a/file-{i}")), bytes).unwrap();
+    }
+    let holes = File::create(root.join("a/b/holes")).unwrap();
+    holes.write_all_at(b"begin", 0).unwrap();
+    holes.write_all_at(b"middle", 20 << 20).unwrap();
+    holes.set_len(30 << 20).unwrap();
+    fs::hard_link(root.join("a/file-3"), root.join("a/b/same")).unwrap();
+    symlink("../file-3", root.join("a/b/link")).unwrap();
+    symlink("nowhere", root.join("dangling")).unwrap();
+    fs::write(root.join(OsStr::from_bytes(b"bytes-\xff")), "no text").unwrap();
+    fs::set_permissions(root.join("a/file-2"), fs::Permissions::from_mode(0o4751)).unwrap();
+    let old = SystemTime::UNIX_EPOCH + Duration::new(1_234_567_890, 987_654_321);
+    File::open(root.join("a/file-2")).unwrap().set_modified(old).unwrap();
+    File::open(root.join("empty")).unwrap().set_modified(old).unwrap();
+    fs::set_permissions(root.join("empty"), fs::Permissions::from_mode(0o500)).unwrap();
+}
+
+/// All that a copy keeps of each path.
+fn all_of(root: &Path) -> BTreeMap<PathBuf, String> {
+    let mut found = BTreeMap::new();
+    let mut pending = vec![root.to_owned()];
+    while let Some(folder) = pending.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let metadata = fs::symlink_metadata(&path).unwrap();
+            let what = if metadata.is_symlink() {
+                format!("link to {:?}", fs::read_link(&path).unwrap())
+            } else if metadata.is_dir() {
+                pending.push(path.clone());
+                format!("folder {:o} {:?}", metadata.mode(), metadata.modified().unwrap())
+            } else {
+                let sum = crc32c::crc32c(&fs::read(&path).unwrap());
+                let (mode, time) = (metadata.mode(), metadata.modified().unwrap());
+                format!("file {mode:o} {time:?} {} {} {sum}", metadata.nlink(), metadata.len())
+            };
+            found.insert(path.strip_prefix(root).unwrap().to_owned(), what);
+        }
+    }
+    found
+}
+
+#[test]
+fn a_tree_goes_into_a_volume_and_comes_back() {
+    let home = Home::new();
+    let source = home.path("source");
+    plant(&source);
+    let has_attributes =
+        xattr::write(&source.join("a/file-1"), &vec![("user.note".into(), b"kept".to_vec())]).is_ok()
+            && !xattr::read(&source.join("a/file-1")).unwrap().is_empty();
+    let report = home.copy(&home.local("source"), &home.volume("deep/copy"));
+    assert_eq!((report.files, report.links, report.unchanged), (8, 3, 0));
+    assert!(report.bytes < 12 << 20, "holes are not copied: {report:?}");
+    let report = home.copy(&home.volume("deep/copy"), &home.local("back"));
+    assert_eq!((report.files, report.links, report.left_out), (8, 3, 0));
+    assert_eq!(all_of(&home.path("back")), all_of(&source));
+    assert!(fs::metadata(home.path("back/a/b/holes")).unwrap().blocks() < 4_096);
+    if has_attributes {
+        let attributes = xattr::read(&home.path("back/a/file-1")).unwrap();
+        assert_eq!(attributes, [("user.note".into(), b"kept".to_vec())]);
+    }
+    // Between volumes, from a snapshot.
+    let name = "s".parse().unwrap();
+    home.datafs.snapshot_create(&"v".parse().unwrap(), &name).unwrap();
+    home.datafs.volume_create(&"w".parse().unwrap()).unwrap();
+    let snapshot = Endpoint::Volume(home.datafs.view(&"v@s".parse().unwrap()).unwrap(), "/deep/copy".into());
+    let other = Endpoint::Volume(home.datafs.view(&"w".parse().unwrap()).unwrap(), "/".into());
+    home.copy(&snapshot, &other);
+    home.copy(&other, &home.local("again"));
+    assert_eq!(all_of(&home.path("again")), all_of(&source));
+    let report = home.datafs.fsck(&Default::default(), &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:?}", report.found);
+}
+
+#[test]
+fn what_is_there_is_not_copied_again() {
+    let home = Home::new();
+    let source = home.path("source");
+    plant(&source);
+    for (from, to) in [(home.local("source"), home.volume("copy")), (home.volume("copy"), home.local("back"))]
+    {
+        let first = home.copy(&from, &to);
+        assert_eq!(first.files, 8);
+        let second = home.copy(&from, &to);
+        assert_eq!((second.files, second.unchanged, second.bytes), (0, 8, 0));
+    }
+    // Of the same size, but younger; and of another size.
+    fs::write(source.join("a/file-1"), "!").unwrap();
+    fs::write(source.join("a/file-4"), "another size").unwrap();
+    let report = home.copy(&home.local("source"), &home.volume("copy"));
+    assert_eq!((report.files, report.unchanged), (2, 6));
+    assert_eq!(home.view.read_file("copy/a/file-1").unwrap()[..], b"!"[..]);
+}
+
+#[test]
+fn buckets_take_and_give_files() {
+    let home = Home::new();
+    let source = home.path("source");
+    plant(&source);
+    fs::remove_file(source.join(OsStr::new("dangling"))).unwrap();
+    let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let bucket = |path: &str| Endpoint::Bucket(Arc::clone(&store), path.into());
+    home.copy(&home.local("source"), &home.volume("copy"));
+    let report = home.datafs.copy(&home.volume("copy"), &bucket("some/prefix"), &RECURSIVE, &|_| true);
+    let report = report.unwrap();
+    // The name that is no text; links are left out, except that a file's names are files of their own.
+    assert_eq!((report.files, report.failures, report.left_out), (8, 1, 1), "{report:?}");
+    let again = home.datafs.copy(&home.volume("copy"), &bucket("some/prefix"), &RECURSIVE, &|_| true);
+    assert_eq!(again.unwrap().unchanged, 8);
+    for to in ["one", "two"] {
+        let report = home.copy(&bucket("some/prefix"), &home.local(to));
+        assert_eq!(report.files, 8);
+        for name in ["a/file-0", "a/file-5", "a/b/holes", "a/b/same"] {
+            let (ours, theirs) = (fs::read(home.path(to).join(name)), fs::read(source.join(name)));
+            assert!(ours.unwrap() == theirs.unwrap(), "{name}");
+        }
+        assert_eq!(home.copy(&bucket("some/prefix"), &home.local(to)).unchanged, 8);
+    }
+    // A single object, and one that is not there.
+    home.copy(&bucket("some/prefix/a/file-4"), &home.volume("single"));
+    assert_eq!(home.view.stat("single").unwrap().size, 100_000);
+    let missing = home.datafs.copy(&bucket("other"), &home.local("x"), &RECURSIVE, &|_| true);
+    assert!(missing.unwrap_err().is_not_found());
+}
+
+#[test]
+fn a_copy_that_was_stopped_goes_on() {
+    let home = Home::new();
+    let source = home.path("source");
+    fs::create_dir(&source).unwrap();
+    for i in 0..200 {
+        fs::write(source.join(format!("f{i}")), vec![i as u8; 5_000]).unwrap();
+    }
+    let told = AtomicU64::new(0);
+    let stopped = home.datafs.copy(&home.local("source"), &home.volume("copy"), &RECURSIVE, &|_| {
+        told.fetch_add(1, Ordering::Relaxed) < 100
+    });
+    assert!(matches!(stopped, Err(Error::Invalid(_))));
+    let there = home.view.list("copy").unwrap();
+    assert!(!there.is_empty() && there.len() < 200);
+    for entry in &there {
+        assert_eq!(entry.stat.size, 5_000, "{} is not whole", entry.name);
+    }
+    let report = home.copy(&home.local("source"), &home.volume("copy"));
+    assert_eq!(report.files + report.unchanged, 200);
+    assert_eq!(report.unchanged, there.len() as u64);
+}
+
+#[test]
+fn refusals_say_why() {
+    let home = Home::new();
+    fs::create_dir(home.path("folder")).unwrap();
+    let once = CopyOptions::default();
+    let refused = home.datafs.copy(&home.local("folder"), &home.volume("x"), &once, &|_| true);
+    assert!(matches!(refused, Err(Error::IsADirectory { .. })));
+    let missing = home.datafs.copy(&home.volume("nothing"), &home.local("x"), &once, &|_| true);
+    assert!(missing.unwrap_err().is_not_found());
+    fs::write(home.path("file"), "text").unwrap();
+    home.copy(&home.local("file"), &home.volume("sub/file"));
+    assert_eq!(home.view.read_file("sub/file").unwrap()[..], b"text"[..]);
+    home.datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
+    let snapshot = Endpoint::Volume(home.datafs.view(&"v@s".parse().unwrap()).unwrap(), "new".into());
+    let report = home.datafs.copy(&home.local("file"), &snapshot, &once, &|_| true).unwrap();
+    assert!(report.failures == 1 && report.failed[0].1.contains("read-only"), "{report:?}");
+}

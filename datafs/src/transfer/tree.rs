@@ -1,0 +1,118 @@
+//! What the two sides of a copy can do.
+
+use std::ffi::OsString;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::Path;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+
+use crate::error::Result;
+use crate::fs::Node;
+
+/// Bytes that are read and written at a time.
+pub(super) const CHUNK: usize = 4 << 20;
+
+/// What an entry is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    File,
+    Folder,
+    Symlink,
+    /// A pipe, socket or device.
+    Special,
+}
+
+/// A file, folder or link.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) name: OsString,
+    pub(super) kind: Kind,
+    pub(super) size: u64,
+    pub(super) mtime: SystemTime,
+    /// Permission bits; `None` in buckets.
+    pub(super) mode: Option<u32>,
+    /// Of a file with several names: what all of them have in common.
+    pub(super) identity: Option<(u64, u64)>,
+    /// In a volume.
+    pub(super) node: Option<Node>,
+}
+
+/// Extended attributes.
+pub(super) type Attributes = Vec<(OsString, Vec<u8>)>;
+
+/// Where files come from. Paths are relative; the empty one is the root.
+pub(super) trait Source: Sync {
+    /// What the root is.
+    fn root(&self) -> Result<Entry>;
+
+    /// What is in a folder.
+    fn list(&self, path: &Path, folder: &Entry) -> Result<Vec<Entry>>;
+
+    /// Opens a file.
+    fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>>;
+
+    /// Where a symbolic link leads.
+    fn target(&self, path: &Path, link: &Entry) -> Result<OsString>;
+
+    /// Extended attributes of a file or folder.
+    fn attributes(&self, path: &Path, entry: &Entry) -> Result<Attributes>;
+}
+
+/// A file that is read from its beginning to its end.
+pub(super) trait ReadFile {
+    /// The next bytes and where they belong; what is skipped is a hole.
+    fn next(&mut self) -> Result<Option<(u64, Bytes)>>;
+}
+
+/// Where files go.
+pub(super) trait Target: Sync {
+    /// Whether times are what they are set to; in buckets they are those of the upload.
+    fn keeps_times(&self) -> bool;
+
+    /// Whether it holds links.
+    fn has_links(&self) -> bool;
+
+    /// What is there.
+    fn find(&self, path: &Path) -> Result<Option<Entry>>;
+
+    /// Makes a folder unless it is there; true when it made one.
+    fn make_folder(&self, path: &Path) -> Result<bool>;
+
+    /// Gives a folder its mode, times and attributes, after its content.
+    fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()>;
+
+    /// Begins a file.
+    fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>>;
+
+    /// Makes a symbolic link in place of what is there.
+    fn make_symlink(&self, path: &Path, target: OsString) -> Result<()>;
+
+    /// Makes another name of a file that was copied before, in place of what is there.
+    fn make_link(&self, existing: &Path, path: &Path) -> Result<()>;
+
+    /// Makes everything durable that has to be.
+    fn finish(&self) -> Result<()>;
+}
+
+/// A file that is not visible yet. Dropping it leaves nothing under its final name.
+pub(super) trait WriteFile {
+    /// Writes bytes; offsets only grow.
+    fn write(&mut self, offset: u64, bytes: Bytes) -> Result<()>;
+
+    /// Makes the file visible, complete.
+    fn finish(self: Box<Self>, attributes: &Attributes) -> Result<()>;
+}
+
+/// The name under which a file is written before it is complete. The same for each attempt, so that
+/// what a killed copy left is overwritten by the next.
+pub(super) fn partial_name(path: &Path) -> OsString {
+    let mut hasher = DefaultHasher::new();
+    path.file_name().hash(&mut hasher);
+    format!(".millrace-copy-{:016x}", hasher.finish()).into()
+}
+
+/// Whether a name is one of [`partial_name`].
+pub(super) fn is_partial(name: &std::ffi::OsStr) -> bool {
+    name.to_str().is_some_and(|name| name.starts_with(".millrace-copy-"))
+}

@@ -1,0 +1,299 @@
+//! A folder of a volume, at the level of inodes: names may be any bytes.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path, PathBuf};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::tree::{Attributes, CHUNK, Entry, Kind, ReadFile, Source, Target, WriteFile, partial_name};
+use crate::error::{Error, Result};
+use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr};
+use crate::view::View;
+
+/// Entries that a folder gives at a time.
+const PAGE: usize = 1_024;
+
+pub(super) struct VolumeTree {
+    view: View,
+    root: PathBuf,
+    /// Folders that were looked up or made.
+    folders: Mutex<HashMap<PathBuf, Node>>,
+}
+
+impl VolumeTree {
+    pub(super) fn new(view: &View, root: &Path) -> VolumeTree {
+        let names = root.components().filter(|c| matches!(c, Component::Normal(_) | Component::ParentDir));
+        VolumeTree { view: view.clone(), root: names.collect(), folders: Mutex::default() }
+    }
+
+    fn at(&self, path: &Path) -> PathBuf {
+        self.root.join(path)
+    }
+
+    /// A folder by its path from the root of the volume; made where it is missing if `make`.
+    fn folder(&self, path: &Path, make: bool) -> Result<Node> {
+        let Some(name) = path.file_name() else { return Ok(self.view.root()) };
+        if let Some(node) = self.folders.lock().get(path) {
+            return Ok(*node);
+        }
+        let parent = self.folder(path.parent().unwrap_or(Path::new("")), make)?;
+        let node = match self.view.lookup(parent, name) {
+            Ok(attr) if attr.kind == FileKind::Directory => attr.node,
+            Ok(_) => return Err(Error::NotADirectory { what: path.display().to_string() }),
+            Err(error) if error.is_not_found() && make => {
+                match self.view.mkdir(parent, name, 0o755, owner()) {
+                    Ok(attr) => attr.node,
+                    Err(Error::Exists { .. }) => self.view.lookup(parent, name)?.node,
+                    Err(error) => return Err(error),
+                }
+            }
+            Err(error) => return Err(error),
+        };
+        self.folders.lock().insert(path.to_owned(), node);
+        Ok(node)
+    }
+
+    /// The folder and the name of a path below the root of the copy.
+    fn place(&self, path: &Path, make: bool) -> Result<(Node, OsString)> {
+        let path = self.at(path);
+        let name = path.file_name().ok_or_else(|| Error::IsADirectory { what: "the root".into() })?;
+        Ok((self.folder(path.parent().unwrap_or(Path::new("")), make)?, name.to_owned()))
+    }
+
+    fn find_attr(&self, path: &Path) -> Result<Attr> {
+        if self.at(path).file_name().is_none() {
+            return self.view.getattr(self.view.root());
+        }
+        let (parent, name) = self.place(path, false)?;
+        self.view.lookup(parent, &name)
+    }
+
+    /// Puts what is at the partial name under its final one.
+    fn settle(&self, parent: Node, partial: &OsStr, name: &OsStr) -> Result<()> {
+        self.view.rename(parent, partial, parent, name, false)
+    }
+}
+
+fn owner() -> Owner {
+    Owner { uid: nix::unistd::geteuid().as_raw(), gid: nix::unistd::getegid().as_raw() }
+}
+
+fn entry(name: OsString, attr: &Attr) -> Entry {
+    let kind = match attr.kind {
+        FileKind::File => Kind::File,
+        FileKind::Directory => Kind::Folder,
+        FileKind::Symlink => Kind::Symlink,
+        _ => Kind::Special,
+    };
+    Entry {
+        name,
+        kind,
+        size: attr.size,
+        mtime: attr.mtime,
+        mode: Some(attr.mode),
+        identity: (attr.nlink > 1).then_some((attr.node.snapshot, attr.node.ino)),
+        node: Some(attr.node),
+    }
+}
+
+impl Source for VolumeTree {
+    fn root(&self) -> Result<Entry> {
+        let attr = self.find_attr(Path::new("")).map_err(|error| match error {
+            Error::NotFound { .. } => {
+                Error::not_found(format!("{}:/{}", self.view.spec(), self.root.display()))
+            }
+            other => other,
+        })?;
+        Ok(entry(self.root.clone().into_os_string(), &attr))
+    }
+
+    fn list(&self, _: &Path, folder: &Entry) -> Result<Vec<Entry>> {
+        let node = folder.node.unwrap_or(self.view.root());
+        let (mut found, mut cursor) = (Vec::new(), 0);
+        loop {
+            let page = self.view.readdir_attrs(node, cursor, PAGE)?;
+            let Some((last, _)) = page.last() else { return Ok(found) };
+            cursor = last.cursor;
+            for (item, attr) in page {
+                if item.name != "." && item.name != ".." {
+                    found.push(entry(item.name, &attr));
+                }
+            }
+        }
+    }
+
+    fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {
+        let node = match file.node {
+            Some(node) => node,
+            None => self.find_attr(path)?.node,
+        };
+        let opened = self.view.open(node, OpenFlags::READ)?;
+        Ok(Box::new(VolumeFile { tree: self, file: opened, at: 0, data_end: 0, size: file.size }))
+    }
+
+    fn target(&self, path: &Path, link: &Entry) -> Result<OsString> {
+        self.view.readlink(match link.node {
+            Some(node) => node,
+            None => self.find_attr(path)?.node,
+        })
+    }
+
+    fn attributes(&self, _: &Path, entry: &Entry) -> Result<Attributes> {
+        let Some(node) = entry.node else { return Ok(Vec::new()) };
+        let names = self.view.xattr_list(node)?;
+        let users = names.into_iter().filter(|name| name.as_encoded_bytes().starts_with(b"user."));
+        users.map(|name| self.view.xattr_get(node, &name).map(|value| (name, value))).collect()
+    }
+}
+
+struct VolumeFile<'s> {
+    tree: &'s VolumeTree,
+    file: OpenFile,
+    at: u64,
+    data_end: u64,
+    size: u64,
+}
+
+impl ReadFile for VolumeFile<'_> {
+    fn next(&mut self) -> Result<Option<(u64, Bytes)>> {
+        let view = &self.tree.view;
+        if self.at >= self.size {
+            return Ok(None);
+        }
+        if self.at >= self.data_end {
+            let Some(start) = view.seek_data(self.file.node(), self.at)? else { return Ok(None) };
+            let end = view.seek_hole(self.file.node(), start)?.unwrap_or(self.size);
+            (self.at, self.data_end) = (start, end.max(start + 1));
+        }
+        let bytes = self.file.read_at(self.at, CHUNK.min((self.data_end - self.at) as usize))?;
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let at = self.at;
+        self.at += bytes.len() as u64;
+        Ok(Some((at, bytes)))
+    }
+}
+
+impl Target for VolumeTree {
+    fn keeps_times(&self) -> bool {
+        true
+    }
+
+    fn has_links(&self) -> bool {
+        true
+    }
+
+    fn find(&self, path: &Path) -> Result<Option<Entry>> {
+        match self.find_attr(path) {
+            Ok(attr) => Ok(Some(entry(OsString::new(), &attr))),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn make_folder(&self, path: &Path) -> Result<bool> {
+        let there = self.find(path)?.is_some();
+        self.folder(&self.at(path), true)?;
+        Ok(!there)
+    }
+
+    fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()> {
+        let node = self.folder(&self.at(path), false)?;
+        dress(&self.view, node, like, attributes)
+    }
+
+    fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
+        let (parent, name) = self.place(path, true)?;
+        let partial = partial_name(path);
+        let flags = OpenFlags { truncate: true, ..OpenFlags::READ_WRITE };
+        let (attr, file) = self.view.create(parent, &partial, 0o600, owner(), flags)?;
+        if attr.size > 0 {
+            // What a killed copy left.
+            file.set_len(0)?;
+        }
+        let like = like.clone();
+        Ok(Box::new(NewFile { tree: self, file, parent, partial, name, like, settled: false }))
+    }
+
+    fn make_symlink(&self, path: &Path, target: OsString) -> Result<()> {
+        let (parent, name) = self.place(path, true)?;
+        if let Ok(there) = self.view.lookup(parent, &name)
+            && there.kind == FileKind::Symlink
+            && self.view.readlink(there.node)? == target
+        {
+            return Ok(());
+        }
+        let partial = partial_name(path);
+        self.view.unlink(parent, &partial).ok();
+        self.view.symlink(parent, &partial, &target, owner())?;
+        self.settle(parent, &partial, &name)
+    }
+
+    fn make_link(&self, existing: &Path, path: &Path) -> Result<()> {
+        let node = self.find_attr(existing)?.node;
+        let (parent, name) = self.place(path, true)?;
+        if self.view.lookup(parent, &name).is_ok_and(|there| there.node == node) {
+            return Ok(());
+        }
+        let partial = partial_name(path);
+        self.view.unlink(parent, &partial).ok();
+        self.view.link(node, parent, &partial)?;
+        self.settle(parent, &partial, &name)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.view.sync()
+    }
+}
+
+/// Gives an inode the mode, time and attributes of what it is a copy of.
+fn dress(view: &View, node: Node, like: &Entry, attributes: &Attributes) -> Result<()> {
+    for (name, value) in attributes {
+        view.xattr_set(node, name, value, SetXattr::Any)?;
+    }
+    let mtime = Some(SetTime::At(like.mtime));
+    view.setattr(node, &SetAttr { mode: like.mode, mtime, ..SetAttr::default() })?;
+    Ok(())
+}
+
+struct NewFile<'s> {
+    tree: &'s VolumeTree,
+    file: OpenFile,
+    parent: Node,
+    partial: OsString,
+    name: OsString,
+    like: Entry,
+    settled: bool,
+}
+
+impl WriteFile for NewFile<'_> {
+    fn write(&mut self, offset: u64, bytes: Bytes) -> Result<()> {
+        self.file.write_at(offset, &bytes).map(drop)
+    }
+
+    fn finish(mut self: Box<Self>, attributes: &Attributes) -> Result<()> {
+        let size = self.like.size;
+        self.file.flush()?;
+        if self.file.attr()?.size != size {
+            self.file.set_len(size)?;
+        }
+        let like = Entry { mode: Some(self.like.mode.unwrap_or(0o644)), ..self.like.clone() };
+        dress(&self.tree.view, self.file.node(), &like, attributes)?;
+        self.tree.settle(self.parent, &self.partial, &self.name)?;
+        self.settled = true;
+        Ok(())
+    }
+}
+
+impl Drop for NewFile<'_> {
+    fn drop(&mut self) {
+        if !self.settled
+            && let Err(error) = self.tree.view.unlink(self.parent, &self.partial)
+        {
+            tracing::debug!(%error, "removing a file that was not copied to its end");
+        }
+    }
+}
