@@ -5,13 +5,6 @@ use std::path::Path;
 
 use super::error::{ObjectError, Result};
 
-/// Syncs a file's data and metadata to disk.
-pub(crate) fn sync_file(path: &Path) -> Result<()> {
-    File::open(path)
-        .and_then(|file| file.sync_all())
-        .map_err(|e| ObjectError::io("sync object file", path, e))
-}
-
 /// Syncs a directory, so that the names in it survive.
 pub(crate) fn sync_directory(path: &Path) -> Result<()> {
     File::open(path)

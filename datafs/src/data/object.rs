@@ -12,8 +12,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use object_store::path::Path as StorePath;
-
 /// Ending of the sidecar that holds the checksums of a plain object.
 pub(crate) const SUMS_SUFFIX: &str = ".sums";
 
@@ -96,11 +94,6 @@ impl ObjectId {
             Layout::Framed | Layout::Pack => self.data_name(),
             Layout::Plain => self.data_name() + SUMS_SUFFIX,
         }
-    }
-
-    /// [`ObjectId::data_name`] as the object store's path.
-    pub(crate) fn data_path(self) -> StorePath {
-        StorePath::from(self.data_name())
     }
 }
 
