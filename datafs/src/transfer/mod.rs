@@ -14,7 +14,8 @@ mod volume;
 mod walk;
 mod xattr;
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use object_store::ObjectStore;
@@ -85,7 +86,8 @@ pub struct CopyProgress {
 impl Datafs {
     /// Copies `from` to `to`, which becomes a copy of `from`: a folder is merged into one that is there,
     /// files are replaced when they differ, nothing is deleted. Modes, times, symbolic and hard links,
-    /// extended attributes and holes are kept where both sides have them; the owner is who runs this.
+    /// extended attributes and holes are kept where both sides have them; the owner is who runs this. A single file
+    /// whose target is a folder is put into it.
     /// What is copied into a volume is durable when this returns. `progress` is called from several
     /// threads, and stops the copy by returning false.
     ///
@@ -108,11 +110,40 @@ impl Datafs {
             Endpoint::Volume(view, path) => Box::new(volume::VolumeTree::new(view, path)),
             Endpoint::Bucket(store, prefix) => Box::new(bucket::BucketTree::new(store, prefix, runtime)),
         };
-        let target: Box<dyn tree::Target> = match to {
-            Endpoint::Local(path) => Box::new(local::LocalTree::new(path)),
-            Endpoint::Volume(view, path) => Box::new(volume::VolumeTree::new(view, path)),
-            Endpoint::Bucket(store, prefix) => Box::new(bucket::BucketTree::new(store, prefix, runtime)),
+        let target = |to: &Endpoint| -> Box<dyn tree::Target> {
+            match to {
+                Endpoint::Local(path) => Box::new(local::LocalTree::new(path)),
+                Endpoint::Volume(view, path) => Box::new(volume::VolumeTree::new(view, path)),
+                Endpoint::Bucket(store, prefix) => Box::new(bucket::BucketTree::new(store, prefix, runtime)),
+            }
         };
-        walk::run(source.as_ref(), target.as_ref(), options, progress)
+        let mut into = target(to);
+        if source.root()?.kind == tree::Kind::File
+            && into.find(Path::new(""))?.is_some_and(|there| there.kind == tree::Kind::Folder)
+        {
+            into = target(&to.join(from.file_name()));
+        }
+        walk::run(source.as_ref(), into.as_ref(), options, progress)
+    }
+}
+
+impl Endpoint {
+    /// The last part of its path.
+    fn file_name(&self) -> OsString {
+        match self {
+            Endpoint::Local(path) | Endpoint::Volume(_, path) => path.file_name().unwrap_or_default().into(),
+            Endpoint::Bucket(_, prefix) => prefix.filename().unwrap_or_default().into(),
+        }
+    }
+
+    /// A name below it.
+    fn join(&self, name: OsString) -> Endpoint {
+        match self {
+            Endpoint::Local(path) => Endpoint::Local(path.join(name)),
+            Endpoint::Volume(view, path) => Endpoint::Volume(view.clone(), path.join(name)),
+            Endpoint::Bucket(store, prefix) => {
+                Endpoint::Bucket(Arc::clone(store), prefix.clone().join(name.to_string_lossy().as_ref()))
+            }
+        }
     }
 }

@@ -217,6 +217,9 @@ fn refusals_say_why() {
     fs::write(home.path("file"), "text").unwrap();
     home.copy(&home.local("file"), &home.volume("sub/file"));
     assert_eq!(home.view.read_file("sub/file").unwrap()[..], b"text"[..]);
+    home.copy(&home.volume("sub/file"), &home.local("folder"));
+    home.copy(&home.local("folder/file"), &home.volume("/"));
+    assert_eq!(home.view.read_file("file").unwrap()[..], b"text"[..]);
     home.datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
     let snapshot = Endpoint::Volume(home.datafs.view(&"v@s".parse().unwrap()).unwrap(), "new".into());
     let report = home.datafs.copy(&home.local("file"), &snapshot, &once, &|_| true).unwrap();
