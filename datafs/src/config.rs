@@ -8,12 +8,32 @@ use std::path::{Path, PathBuf};
 pub use secret::{FromEnvironment, FromFile, Secret};
 use serde::{Deserialize, Serialize};
 
+use crate::meta_url::MetaUrl;
+
 /// Where a datafs keeps its state and how much memory and time it takes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// The metadata file (SQLite, with `-wal` and `-shm` beside it), relative to the home folder.
     pub meta_file: PathBuf,
+    /// A PostgreSQL server (15 or newer) for the metadata instead of the file, so that several machines
+    /// share the volumes: `postgres://user@host:port/database`. The password may also come from
+    /// `PGPASSWORD` or a password file. This build speaks no TLS to it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub meta_url: Option<MetaUrl>,
+    /// The schema in that database, made when missing; a name of its own for each set of volumes.
+    pub meta_schema: String,
+    /// A password file (libpq's format, mode 0600), relative to the home folder; without it
+    /// `PGPASSFILE`, else `~/.pgpass`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub meta_passfile: Option<PathBuf>,
+    /// Connections to the server at most, beside one for notifications. At least 2.
+    pub meta_connections_max: usize,
+    /// Metadata of the server that this process remembers, in bytes.
+    pub meta_cache_bytes_max: usize,
+    /// A process that has not been heard of by the metadata server for so long is taken for dead, and
+    /// what it had not published is removed. At least 1000. Without a server, locks tell at once.
+    pub session_lease_ms: u64,
     /// The directory of the object store, relative to the home folder. Not used with a `store_url`.
     pub store_dir: PathBuf,
     /// Where file data is kept instead: `file:///PATH`, `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or
@@ -44,6 +64,12 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             meta_file: PathBuf::from("datafs/meta.sqlite"),
+            meta_url: None,
+            meta_schema: "millrace".into(),
+            meta_passfile: None,
+            meta_connections_max: 8,
+            meta_cache_bytes_max: 64 << 20,
+            session_lease_ms: 60_000,
             store_dir: PathBuf::from("datafs/objects"),
             store_url: None,
             store_timeout_ms: 30_000,
@@ -66,7 +92,11 @@ impl Config {
     #[must_use]
     pub fn without_secrets(&self) -> Config {
         let hide = |(name, value): (&String, &Secret)| (name.clone(), value.hidden());
-        Config { store_options: self.store_options.iter().map(hide).collect(), ..self.clone() }
+        Config {
+            meta_url: self.meta_url.as_ref().map(MetaUrl::redacted),
+            store_options: self.store_options.iter().map(hide).collect(),
+            ..self.clone()
+        }
     }
 
     pub(crate) fn store_path(&self, home: &Path) -> PathBuf {

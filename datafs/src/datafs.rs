@@ -19,8 +19,11 @@ use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
+use crate::meta::postgres::target::Target;
+use crate::meta::postgres::{self, Postgres};
 use crate::meta::sqlite::Sqlite;
-use crate::session::Session;
+use crate::meta_url::MetaUrl;
+use crate::session::{self, Session};
 use crate::watch::Watchers;
 
 /// Inode numbers that a process takes at a time; those that it does not use are lost.
@@ -62,17 +65,14 @@ impl Datafs {
         if config.lock_wait_ms == 0 {
             return Err(Error::Invalid("[datafs] lock_wait_ms must be at least 1".into()));
         }
-        let meta_path = config.meta_path(home);
         let sessions_dir = config.sessions_path(home);
-        let meta_dir = meta_path.parent().unwrap_or(home);
-        create_dir(meta_dir)?;
-        let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
-        let meta = Metadata::grouped(engine)?;
-        create_dir(&sessions_dir)?;
+        let (meta, session) = match &config.meta_url {
+            Some(url) => open_server(home, config, url)?,
+            None => open_file(home, config, &sessions_dir)?,
+        };
         if config.store_url.is_none() {
             create_dir(&config.store_path(home))?;
         }
-        let session = Session::start(&meta, &sessions_dir)?;
         let pool = ObjectPool::open(home, config, session.id())?;
         let shared = Arc::new(Shared {
             config: config.clone(),
@@ -90,6 +90,36 @@ impl Datafs {
         Collector::start(&shared)?;
         Ok(Datafs { shared })
     }
+}
+
+/// The metadata file of this machine.
+fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metadata, Session)> {
+    let meta_path = config.meta_path(home);
+    create_dir(meta_path.parent().unwrap_or(home))?;
+    let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
+    let meta = Metadata::grouped(engine)?;
+    create_dir(sessions_dir)?;
+    let session = Session::start(&meta, sessions_dir)?;
+    Ok((meta, session))
+}
+
+/// The metadata on a server, shared with other machines.
+fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata, Session)> {
+    if config.session_lease_ms < 1_000 {
+        return Err(Error::Invalid("[datafs] session_lease_ms must be at least 1000".into()));
+    }
+    let passfile = config.meta_passfile.as_ref().map(|path| home.join(path));
+    let target = Target::parse(url.reveal(), &config.meta_schema, passfile.as_deref())?;
+    let options = postgres::Options {
+        wait: Duration::from_millis(config.lock_wait_ms),
+        connections_max: config.meta_connections_max,
+        cache_bytes_max: config.meta_cache_bytes_max,
+        lease: Duration::from_millis(config.session_lease_ms),
+    };
+    let id = session::leased_id()?;
+    let meta = Metadata::direct(Arc::new(Postgres::open(target, id, &options)?));
+    let session = Session::start_leased(&meta, id)?;
+    Ok((meta, session))
 }
 
 impl Shared {

@@ -165,7 +165,7 @@ impl Shared {
             Ok(())
         })?;
         for id in known.iter().copied().filter(|id| *id != self.session.id()) {
-            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)? {
+            if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? {
                 self.clean_up_after(id, report)?;
                 dead.remove()?;
                 report.sessions += 1;
@@ -176,7 +176,7 @@ impl Shared {
                 continue;
             }
             // A session that died before its row, or one that started after the rows were read.
-            if let Some(dead) = DeadSession::claim(&self.sessions_dir, id)?
+            if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)?
                 && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
             {
                 dead.remove()?;

@@ -53,6 +53,7 @@ pub mod fs;
 mod fsck;
 mod gc;
 mod meta;
+mod meta_url;
 mod metrics;
 pub mod mount;
 mod name;
@@ -74,6 +75,7 @@ pub use fs::{
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
+pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};

@@ -4,6 +4,11 @@
 //! lock when the process ends, however it ends; then another process may take the session over and
 //! remove what it left behind: objects that it never published, files that it had unlinked while they
 //! were open. The names of new objects carry the session, so nothing is written down per object.
+//!
+//! Where the metadata is on a server, a lock file says nothing about processes of other machines; there
+//! the engine keeps a lease of each session, and one whose lease has lapsed is dead. Its process may be
+//! alive after all (cut off, stopped): its row is gone then, so that its commits that would point at
+//! objects of its own fail, see `check_session` in `meta/versioned.rs`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -29,7 +34,8 @@ const ATTEMPTS: u32 = 16;
 #[derive(Debug)]
 pub(crate) struct Session {
     id: u64,
-    directory: PathBuf,
+    /// Where its file is, if it has one.
+    directory: Option<PathBuf>,
     /// Held until the process ends.
     #[cfg_attr(not(test), expect(dead_code))]
     lock: Mutex<Option<Flock<File>>>,
@@ -49,17 +55,21 @@ impl Session {
                 Err(e) => return Err(Error::io("create session file", path, e)),
             };
             let Some(lock) = try_lock(file, &path)? else { continue };
-            let (seconds, nanos) = Timestamp::now().parts();
-            let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
-            meta.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))?;
+            write_row(meta, id)?;
             return Ok(Session {
                 id,
-                directory: directory.to_owned(),
+                directory: Some(directory.to_owned()),
                 lock: Mutex::new(Some(lock)),
                 unclean: AtomicBool::new(false),
             });
         }
         Err(Error::Invalid(format!("no free session file in {}", directory.display())))
+    }
+
+    /// Registers this process, whose lease the engine has under `id` already.
+    pub(crate) fn start_leased(meta: &Metadata, id: u64) -> Result<Session> {
+        write_row(meta, id)?;
+        Ok(Session { id, directory: None, lock: Mutex::new(None), unclean: AtomicBool::new(false) })
     }
 
     /// The session's number, never 0.
@@ -85,24 +95,33 @@ impl Session {
         }
         let gone = meta
             .transact(Durability::Relaxed, |txn| txn.delete(&keys::session(self.id)))
-            .and_then(|()| remove_file(&self.directory, self.id));
+            .and_then(|()| self.directory.as_ref().map_or(Ok(()), |folder| remove_file(folder, self.id)));
         if let Err(error) = gone {
             tracing::warn!(%error, "ending the metadata session; the next process cleans up");
         }
     }
 }
 
-/// The lock of a dead session, held while its remains are removed.
+/// A dead session; its lock, if it has one, is held while its remains are removed.
 #[derive(Debug)]
 pub(crate) struct DeadSession {
     id: u64,
-    directory: PathBuf,
+    directory: Option<PathBuf>,
     _lock: Option<Flock<File>>,
 }
 
 impl DeadSession {
     /// Takes a session over; `None` while its process lives, or another one is taking it over.
-    pub(crate) fn claim(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
+    pub(crate) fn claim(meta: &Metadata, directory: &Path, id: u64) -> Result<Option<DeadSession>> {
+        match meta.session_lives(id)? {
+            Some(true) => Ok(None),
+            // Several processes may claim it at once: each step of the removal may be done twice.
+            Some(false) => Ok(Some(DeadSession { id, directory: None, _lock: None })),
+            None => DeadSession::claim_file(directory, id),
+        }
+    }
+
+    fn claim_file(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
         let path = file_of(directory, id);
         // The file is locked before the row is written, so a row without a file is dead.
         let lock = match OpenOptions::new().write(true).open(&path) {
@@ -113,20 +132,32 @@ impl DeadSession {
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(Error::io("open session file", path, e)),
         };
-        Ok(Some(DeadSession { id, directory: directory.to_owned(), _lock: lock }))
+        Ok(Some(DeadSession { id, directory: Some(directory.to_owned()), _lock: lock }))
     }
 
     /// Removes the session's file, after its row.
     pub(crate) fn remove(self) -> Result<()> {
-        remove_file(&self.directory, self.id)
+        self.directory.map_or(Ok(()), |directory| remove_file(&directory, self.id))
     }
+}
+
+fn write_row(meta: &Metadata, id: u64) -> Result<()> {
+    let (seconds, nanos) = Timestamp::now().parts();
+    let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
+    meta.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))
 }
 
 /// Sessions that have a file, by number.
 pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
     let fail = |e| Error::io("list session files", directory, e);
     let mut ids = Vec::new();
-    for entry in fs::read_dir(directory).map_err(fail)? {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        // Where the engine has leases, sessions have no files.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(ids),
+        Err(e) => return Err(fail(e)),
+    };
+    for entry in entries {
         let name = entry.map_err(fail)?.file_name();
         ids.extend(name.to_str().and_then(|name| u64::from_str_radix(name, 16).ok()));
     }
@@ -141,6 +172,11 @@ pub(crate) fn random_id() -> Result<u64> {
         .and_then(|mut file| file.read_exact(&mut bytes))
         .map_err(|e| Error::io("read", source, e))?;
     Ok(u64::from_be_bytes(bytes).max(1))
+}
+
+/// A number for a session with a lease: a signed integer on the server.
+pub(crate) fn leased_id() -> Result<u64> {
+    Ok((random_id()? >> 1).max(1))
 }
 
 fn file_of(directory: &Path, id: u64) -> PathBuf {
@@ -185,12 +221,12 @@ mod tests {
         let create = || OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
         // Another process finds the file before its owner has locked it, and removes it.
         let early = create();
-        DeadSession::claim(dir.path(), 7).unwrap().unwrap().remove().unwrap();
+        DeadSession::claim_file(dir.path(), 7).unwrap().unwrap().remove().unwrap();
         assert!(try_lock(early, &path).unwrap().is_none());
         let held = try_lock(create(), &path).unwrap();
-        assert!(held.is_some() && DeadSession::claim(dir.path(), 7).unwrap().is_none());
+        assert!(held.is_some() && DeadSession::claim_file(dir.path(), 7).unwrap().is_none());
         drop(held);
-        assert!(DeadSession::claim(dir.path(), 7).unwrap().is_some());
+        assert!(DeadSession::claim_file(dir.path(), 7).unwrap().is_some());
         assert_eq!(files(dir.path()).unwrap(), [7]);
     }
 }

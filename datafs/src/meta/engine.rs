@@ -33,6 +33,12 @@ pub(crate) trait ReadTxn {
 
     /// At most `limit` pairs with `start <= key < end`, in `order`.
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
+
+    /// Says which keys are read next, so that an engine far away brings them in one round trip.
+    fn prefetch(&mut self, keys: &[Vec<u8>]) -> Result<()> {
+        let _ = keys;
+        Ok(())
+    }
 }
 
 /// Something outside of the metadata that a commit waits for, typically the bytes of an object.
@@ -63,8 +69,14 @@ pub(crate) trait WriteTxn: ReadTxn {
 
 /// A metadata engine. Shared by all threads of a process, and its file or server by all processes.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
-    /// Runs `body` in a read transaction.
+    /// Runs `body` in a read transaction that sees everything that was committed before the call.
     fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()>;
+
+    /// [`Engine::read`], which may miss what other processes have committed within the last few
+    /// milliseconds, where that is cheaper.
+    fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.read(body)
+    }
 
     /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
     /// back. After a conflict `body` runs again from the start, so it must not keep effects of an
@@ -81,6 +93,13 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// From its return on, reads of this process see everything that any process was answered before
     /// the call.
     fn barrier(&self) -> Result<()>;
+
+    /// Whether the process of a session is alive, where the engine keeps leases of processes; `None`
+    /// where they share a machine, and locks tell.
+    fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+        let _ = session;
+        Ok(None)
+    }
 
     /// Calls `listener` soon after another process has committed something.
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription>;

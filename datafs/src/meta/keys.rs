@@ -105,6 +105,21 @@ pub(crate) fn live(volume: u64, record: &[u8]) -> Vec<u8> {
     table(b'r', &[&volume.to_be_bytes(), record])
 }
 
+/// How many of its first bytes say what a key belongs together with: whoever reads ranges of keys
+/// reads among those that begin alike, mostly.
+pub(crate) fn scope_len(key: &[u8]) -> usize {
+    let len = match key.first() {
+        // Everything about one inode: table, volume, tag, number.
+        Some(b'r' | b'h') if key.get(9) == Some(&NODE) => 18,
+        // One dead list: table, volume, number.
+        Some(b'd') => 17,
+        // The snapshots of a volume.
+        Some(b's') => 9,
+        _ => key.len(),
+    };
+    len.min(key.len())
+}
+
 /// Versions of a record that snapshots hold; append the number of the last that does.
 pub(crate) fn history(volume: u64, record: &[u8]) -> Vec<u8> {
     table(b'h', &[&volume.to_be_bytes(), record])

@@ -7,9 +7,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use super::engine::{Durability, Engine, Prerequisite, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
 use super::group::Group;
-use super::prerequisites::Prerequisites;
 use super::sqlite::Sqlite;
 use crate::error::{Error, Result};
 
@@ -59,7 +58,8 @@ impl Metadata {
             Ok(())
         };
         match &self.0 {
-            Kind::Direct(engine) => engine.read(&mut body)?,
+            Kind::Direct(engine) if now => engine.read(&mut body)?,
+            Kind::Direct(engine) => engine.read_recent(&mut body)?,
             Kind::Group(group) if now => group.read(&mut body)?,
             Kind::Group(group) => group.read_recent(&mut body)?,
         }
@@ -80,11 +80,7 @@ impl Metadata {
             Ok(())
         };
         match &self.0 {
-            Kind::Direct(engine) => engine.write(durability, &mut |txn| {
-                let mut required = Requiring { txn, prerequisites: Prerequisites::default() };
-                body(&mut required)?;
-                required.prerequisites.run()
-            })?,
+            Kind::Direct(engine) => engine.write(durability, &mut body)?,
             Kind::Group(group) => group.write(durability, &mut body)?,
         }
         result.ok_or_else(no_run)
@@ -116,6 +112,14 @@ impl Metadata {
         }
     }
 
+    /// Whether the process of a session is alive, see [`Engine::session_lives`].
+    pub(crate) fn session_lives(&self, session: u64) -> Result<Option<bool>> {
+        match &self.0 {
+            Kind::Direct(engine) => engine.session_lives(session),
+            Kind::Group(_) => Ok(None),
+        }
+    }
+
     /// Calls `listener` soon after another process has committed something, until the subscription is
     /// dropped. It runs on a thread of its own and may read, but must not wait for writers.
     pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
@@ -128,45 +132,4 @@ impl Metadata {
 
 fn no_run() -> Error {
     Error::corrupt("metadata engine", "it returned success without running the transaction")
-}
-
-/// A transaction of an engine, with what its commit waits for.
-struct Requiring<'a> {
-    txn: &'a mut dyn WriteTxn,
-    prerequisites: Prerequisites,
-}
-
-impl ReadTxn for Requiring<'_> {
-    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
-        self.txn.get(key)
-    }
-
-    fn scan(
-        &mut self,
-        start: &[u8],
-        end: &[u8],
-        order: super::engine::Order,
-        limit: usize,
-    ) -> Result<Vec<super::engine::Pair>> {
-        self.txn.scan(start, end, order, limit)
-    }
-}
-
-impl WriteTxn for Requiring<'_> {
-    fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
-        self.txn.put(key, value)
-    }
-
-    fn delete(&mut self, key: &[u8]) -> Result<()> {
-        self.txn.delete(key)
-    }
-
-    fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
-        self.prerequisites.add(prerequisite);
-        Ok(())
-    }
-
-    fn as_read(&mut self) -> &mut dyn ReadTxn {
-        self
-    }
 }

@@ -20,6 +20,7 @@ pub(crate) mod keys;
 mod layer;
 pub(crate) mod metadata;
 mod overlay;
+pub(crate) mod postgres;
 mod prerequisites;
 mod record_cache;
 pub(crate) mod references;
@@ -29,5 +30,7 @@ pub(crate) mod sqlite;
 mod turn;
 pub(crate) mod versioned;
 
+#[cfg(test)]
+mod suite;
 #[cfg(test)]
 mod tests;

@@ -12,6 +12,7 @@ use super::inode::Timestamp;
 use super::keys;
 use super::snapshot;
 use super::sqlite::{FORMAT_VERSION, Sqlite};
+use super::suite;
 use super::versioned::{At, Reader, Records, VolumeRow, Writer};
 use crate::error::Error;
 
@@ -22,43 +23,9 @@ fn engine(dir: &tempfile::TempDir) -> Box<dyn Engine> {
 }
 
 #[test]
-fn a_failed_transaction_leaves_nothing() {
+fn sqlite_passes_the_suite() {
     let dir = tempfile::tempdir().unwrap();
-    let engine = engine(&dir);
-    engine.transact(Durability::Durable, |txn| txn.put(b"xa", b"1")).unwrap();
-    let failed: Result<(), _> = engine.transact(Durability::Relaxed, |txn| {
-        txn.put(b"xa", b"2")?;
-        txn.delete(b"xa")?;
-        txn.put(b"xb", b"2")?;
-        Err(Error::Unsupported("this"))
-    });
-    assert!(matches!(failed, Err(Error::Unsupported(_))));
-    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        engine.transact(Durability::Relaxed, |txn| -> crate::Result<()> {
-            txn.put(b"xa", b"3").unwrap();
-            panic!("in a transaction");
-        })
-    }));
-    assert!(panicked.is_err());
-    let all = engine.view(|txn| txn.scan(b"x", b"y", Order::Ascending, 10)).unwrap();
-    assert_eq!(all, [(b"xa".to_vec(), b"1".to_vec())]);
-    engine.sync().unwrap();
-}
-
-#[test]
-fn scans_have_bounds_order_and_limit() {
-    let dir = tempfile::tempdir().unwrap();
-    let engine = engine(&dir);
-    engine
-        .transact(Durability::Relaxed, |txn| (0..10u8).try_for_each(|i| txn.put(&[b'x', i], &[i])))
-        .unwrap();
-    let scan = |start: u8, end: u8, order, limit| -> Vec<u8> {
-        let pairs = engine.view(|txn| txn.scan(&[b'x', start], &[b'x', end], order, limit)).unwrap();
-        pairs.into_iter().map(|(_, value)| value[0]).collect()
-    };
-    assert_eq!(scan(2, 5, Order::Ascending, 9), [2, 3, 4]);
-    assert_eq!(scan(2, 9, Order::Descending, 2), [8, 7]);
-    assert!(scan(5, 2, Order::Ascending, 9).is_empty());
+    suite::all(&|| engine(&dir));
 }
 
 #[test]
@@ -83,31 +50,6 @@ fn what_is_no_database_is_refused() {
     assert!(matches!(error, Error::Corrupt { .. }), "{error:?}");
     let error = Sqlite::open(&dir.path().join("no/such/dir"), Duration::from_secs(1)).unwrap_err();
     assert!(matches!(error, Error::NotWritable { .. }), "{error:?}");
-}
-
-#[test]
-fn writers_of_two_connections_take_turns() {
-    let dir = tempfile::tempdir().unwrap();
-    let engines = [engine(&dir), engine(&dir)];
-    std::thread::scope(|scope| {
-        for engine in &engines {
-            for _ in 0..2 {
-                scope.spawn(move || {
-                    for _ in 0..250 {
-                        engine
-                            .transact(Durability::Relaxed, |txn| {
-                                let old =
-                                    txn.get(b"x")?.map_or(0, |v| u64::from_be_bytes(v.try_into().unwrap()));
-                                txn.put(b"x", &(old + 1).to_be_bytes())
-                            })
-                            .unwrap();
-                    }
-                });
-            }
-        }
-    });
-    let total = engines[0].view(|txn| txn.get(b"x")).unwrap().unwrap();
-    assert_eq!(total, 1_000u64.to_be_bytes());
 }
 
 #[derive(Debug, Clone)]

@@ -1,0 +1,105 @@
+//! What goes wrong between the engine and its server, told apart by what is done about it.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokio_postgres::error::{Severity, SqlState};
+
+use crate::error::Error;
+
+/// Why a call has no result.
+#[derive(Debug, Clone)]
+pub(super) enum Fault {
+    /// There is no connection, or it broke: whether the call took effect is not known.
+    Lost(String),
+    /// The server took the call back and may do better when it is repeated.
+    TakenBack(String),
+    /// The server has no space left; nothing took effect.
+    NoSpace,
+    /// The server refuses, and will again.
+    Refused(String),
+    /// The call's transaction had been given up already: another connection took its number.
+    Fenced,
+}
+
+impl Fault {
+    pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
+        let Some(db) = error.as_db_error() else {
+            return Fault::Lost(describe(error));
+        };
+        let text = format!("{} ({})", db.message(), db.code().code());
+        let code = db.code();
+        let fatal = matches!(db.parsed_severity(), Some(Severity::Fatal | Severity::Panic));
+        let away = code.code().starts_with("57P")
+            || code.code().starts_with("08")
+            || *code == SqlState::TOO_MANY_CONNECTIONS;
+        if away || (fatal && !code.code().starts_with("28") && *code != SqlState::UNDEFINED_DATABASE) {
+            return Fault::Lost(text);
+        }
+        let repeat = [
+            SqlState::T_R_SERIALIZATION_FAILURE,
+            SqlState::T_R_DEADLOCK_DETECTED,
+            SqlState::LOCK_NOT_AVAILABLE,
+            SqlState::QUERY_CANCELED,
+            // A standby that is being promoted.
+            SqlState::READ_ONLY_SQL_TRANSACTION,
+        ];
+        if repeat.contains(code) {
+            return Fault::TakenBack(text);
+        }
+        match code {
+            c if *c == SqlState::DISK_FULL => Fault::NoSpace,
+            c if *c == SqlState::UNIQUE_VIOLATION => Fault::Fenced,
+            _ => Fault::Refused(text),
+        }
+    }
+
+    /// Whether it may help to wait and repeat the call.
+    pub(super) fn is_passing(&self) -> bool {
+        matches!(self, Fault::Lost(_) | Fault::TakenBack(_))
+    }
+
+    /// As an error of the crate, of a call that has been tried for `waited`.
+    pub(super) fn into_error(self, place: &str, waited: Duration) -> Error {
+        let place = place.to_owned();
+        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+        let source = match self {
+            Fault::TakenBack(_) => return Error::Busy { place, waited_ms },
+            Fault::NoSpace => return Error::NoSpace { place },
+            Fault::Lost(text) => {
+                format!(
+                    "the server did not answer for {waited_ms} ms, everything goes on when it does: {text}"
+                )
+            }
+            Fault::Refused(text) => text,
+            Fault::Fenced => "a transaction was given up and came back".to_owned(),
+        };
+        Error::Metadata { place, source: Box::new(Reason(source)) }
+    }
+}
+
+/// What the server, or the way to it, said.
+#[derive(Debug)]
+struct Reason(String);
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Reason {}
+
+/// An error with its causes, which the outermost does not repeat.
+fn describe(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}

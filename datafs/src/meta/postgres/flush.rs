@@ -1,0 +1,67 @@
+//! Durability: one flush of the server's log for all who wait for one.
+
+use parking_lot::{Condvar, Mutex};
+
+use super::Shared;
+use super::pool::block_on;
+use super::schema;
+use crate::error::Result;
+
+/// Flushes so far, and who waits.
+#[derive(Debug, Default)]
+pub(super) struct Flush {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    running: bool,
+    started: u64,
+    /// The newest flush that has succeeded, by its place among the started ones.
+    finished: u64,
+}
+
+impl Shared {
+    /// Makes everything durable that was committed before the call.
+    pub(super) fn flush(&self) -> Result<()> {
+        let mut state = self.flush.state.lock();
+        // One that is under way may have begun before what is to be flushed was there.
+        let needed = state.started + 1;
+        loop {
+            if state.finished >= needed {
+                return Ok(());
+            }
+            if state.running {
+                self.flush.ended.wait(&mut state);
+                continue;
+            }
+            state.running = true;
+            state.started += 1;
+            let this = state.started;
+            drop(state);
+            let running = Running(&self.flush);
+            let result = self.pool.repeat(self.pool.deadline(), |link, until| {
+                block_on(link.client.batch_execute(schema::flush()), until)
+            });
+            state = self.flush.state.lock();
+            if result.is_ok() {
+                state.finished = state.finished.max(this);
+            }
+            drop(state);
+            drop(running);
+            result.map_err(|fault| self.error(fault))?;
+            state = self.flush.state.lock();
+        }
+    }
+}
+
+/// Ends a flush, also when its thread panics.
+struct Running<'a>(&'a Flush);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().running = false;
+        self.0.ended.notify_all();
+    }
+}

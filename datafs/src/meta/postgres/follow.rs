@@ -1,0 +1,262 @@
+//! Follows what others commit: a thread that is notified, asks for the changes and tells listeners;
+//! it also renews this client's row and throws old commits away.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use tokio_postgres::{AsyncMessage, Client, NoTls};
+
+use super::Shared;
+use super::fault::Fault;
+use super::pool::block_on;
+use super::schema;
+use crate::error::{Error, Result};
+use crate::meta::changes::{ChangeListener, Changed, Subscription};
+
+/// The server is asked at least so often.
+const ASK_EVERY: Duration = Duration::from_secs(3);
+/// Records that wait for slow listeners; with more, they are told that anything may have changed.
+const UNTOLD_MAX: usize = 16_384;
+/// How often old commits are thrown away.
+const TRIM_EVERY: Duration = Duration::from_secs(30);
+/// Commits are kept for this long beyond the longest call; longer than an image may lag.
+const KEEP: Duration = Duration::from_secs(60);
+
+/// The thread and those whom it tells.
+pub(super) struct Follower {
+    signal: Arc<Signal>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Signal {
+    state: Mutex<Wanted>,
+    changed: Condvar,
+    listeners: Mutex<Vec<(ChangeListener, Arc<AtomicBool>)>>,
+}
+
+#[derive(Default)]
+struct Wanted {
+    notified: bool,
+    news: Option<Changed>,
+    /// The connection that listens is gone.
+    deaf: bool,
+    stopped: bool,
+}
+
+impl Signal {
+    fn raise(&self, set: impl FnOnce(&mut Wanted)) {
+        set(&mut self.state.lock());
+        self.changed.notify_all();
+    }
+}
+
+impl Follower {
+    pub(super) fn start(shared: &Arc<Shared>) -> Result<Follower> {
+        let signal = Arc::new(Signal::default());
+        let listening = listen(shared, &signal).map_err(|fault| shared.error(fault))?;
+        let work = Follow {
+            lease: shared.lease,
+            shared: Arc::downgrade(shared),
+            signal: Arc::clone(&signal),
+            listening: Some(listening),
+            horizons: VecDeque::new(),
+            renewed: Instant::now(),
+            trimmed: Instant::now(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("datafs-follow".into())
+            .spawn(move || work.run())
+            .map_err(|e| Error::io("start the thread that follows", shared.place(), e))?;
+        // Listeners take their time; the lease must be renewed meanwhile.
+        let told = Arc::clone(&signal);
+        let teller = std::thread::Builder::new()
+            .name("datafs-tell".into())
+            .spawn(move || tell(&told))
+            .map_err(|e| Error::io("start the thread that tells of changes", shared.place(), e))?;
+        Ok(Follower { signal, threads: vec![thread, teller] })
+    }
+
+    pub(super) fn subscribe(&self, listener: ChangeListener) -> Subscription {
+        let (subscription, stopped) = Subscription::new();
+        self.signal.listeners.lock().push((listener, stopped));
+        subscription
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.signal.raise(|wanted| wanted.stopped = true);
+        for thread in self.threads.drain(..) {
+            // A listener may hold the last handle.
+            if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
+                tracing::warn!("a thread that follows metadata commits has panicked");
+            }
+        }
+    }
+}
+
+/// Tells the listeners what has changed.
+fn tell(signal: &Signal) {
+    loop {
+        let changed = {
+            let mut wanted = signal.state.lock();
+            loop {
+                if wanted.stopped {
+                    return;
+                }
+                if let Some(news) = wanted.news.take() {
+                    break news;
+                }
+                signal.changed.wait(&mut wanted);
+            }
+        };
+        let mut listeners = signal.listeners.lock();
+        listeners.retain(|(_, stopped)| !stopped.load(Ordering::Acquire));
+        listeners.iter_mut().for_each(|(listener, _)| listener(&changed));
+    }
+}
+
+/// Opens a connection that raises the signal with every commit of another client.
+fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
+    let config = shared.pool.target().config().clone();
+    let own = shared.client.to_string();
+    let raised = Arc::clone(signal);
+    let client = shared
+        .pool
+        .threads()
+        .wait(async move {
+            let (client, mut connection) = config.connect(NoTls).await?;
+            tokio::spawn(async move {
+                loop {
+                    match std::future::poll_fn(|context| connection.poll_message(context)).await {
+                        Some(Ok(AsyncMessage::Notification(note))) if note.payload() != own => {
+                            raised.raise(|wanted| wanted.notified = true);
+                        }
+                        Some(Ok(_)) => {}
+                        _ => return raised.raise(|wanted| wanted.deaf = true),
+                    }
+                }
+            });
+            Ok::<Client, tokio_postgres::Error>(client)
+        })
+        .ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
+        .map_err(|error| Fault::from_postgres(&error))?;
+    let channel = schema::channel(shared.pool.target().schema());
+    block_on(client.batch_execute(&format!("LISTEN {channel}")), shared.pool.deadline())?;
+    Ok(client)
+}
+
+struct Follow {
+    lease: Duration,
+    shared: Weak<Shared>,
+    signal: Arc<Signal>,
+    listening: Option<Client>,
+    /// Horizons of the last minutes.
+    horizons: VecDeque<(Instant, i64)>,
+    renewed: Instant,
+    trimmed: Instant,
+}
+
+impl Follow {
+    fn run(mut self) {
+        let mut failing = false;
+        loop {
+            {
+                let mut wanted = self.signal.state.lock();
+                if !wanted.notified && !wanted.stopped && !wanted.deaf {
+                    self.signal.changed.wait_for(&mut wanted, ASK_EVERY.min(self.lease / 4));
+                }
+                if wanted.stopped {
+                    drop(wanted);
+                    return self.leave();
+                }
+                wanted.notified = false;
+                if std::mem::take(&mut wanted.deaf) {
+                    self.listening = None;
+                }
+            }
+            let Some(shared) = self.shared.upgrade() else { return };
+            match self.step(&shared) {
+                Ok(()) => failing = false,
+                Err(fault) => {
+                    if !failing {
+                        tracing::warn!(
+                            place = shared.place(),
+                            ?fault,
+                            "following metadata commits; it is tried again"
+                        );
+                    }
+                    failing = true;
+                    let mut wanted = self.signal.state.lock();
+                    if !wanted.stopped {
+                        self.signal.changed.wait_for(&mut wanted, Duration::from_millis(200));
+                    }
+                }
+            }
+            let news = shared.state.lock().rows.take_news();
+            drop(shared);
+            if let Some(news) = news {
+                self.signal.raise(|wanted| {
+                    wanted.news = Some(match (wanted.news.take(), news) {
+                        (None, news) => news,
+                        (Some(Changed::Records(mut known)), Changed::Records(more))
+                            if known.len() + more.len() <= UNTOLD_MAX =>
+                        {
+                            known.extend(more);
+                            Changed::Records(known)
+                        }
+                        _ => Changed::Anything,
+                    });
+                });
+            }
+        }
+    }
+
+    fn step(&mut self, shared: &Arc<Shared>) -> std::result::Result<(), Fault> {
+        if self.listening.is_none() {
+            self.listening = Some(listen(shared, &self.signal)?);
+        }
+        let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
+        shared.poll(soon)?;
+        let name = shared.pool.target().schema();
+        if self.renewed.elapsed() > shared.lease / 3 {
+            let text = schema::renew(name, shared.client);
+            let rows =
+                shared.pool.repeat(soon, |link, until| block_on(link.client.query(&text, &[]), until))?;
+            if rows.is_empty() {
+                shared.register()?;
+            }
+            self.renewed = Instant::now();
+        }
+        if self.trimmed.elapsed() > TRIM_EVERY {
+            self.trimmed = Instant::now();
+            self.horizons.push_back((Instant::now(), shared.state.lock().rows.horizon()));
+            let keep = shared.pool.wait() + KEEP;
+            let mut old = None;
+            while self.horizons.front().is_some_and(|(at, _)| at.elapsed() > keep) {
+                old = self.horizons.pop_front();
+            }
+            if let Some((_, horizon)) = old {
+                let text = schema::trim(name, horizon);
+                shared.pool.repeat(soon, |link, until| block_on(link.client.batch_execute(&text), until))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Signs this process off; nobody waits for it long.
+    fn leave(&self) {
+        let Some(shared) = self.shared.upgrade() else { return };
+        let text = schema::unregister(shared.pool.target().schema(), shared.client);
+        let soon = Instant::now() + Duration::from_secs(1).min(shared.pool.wait());
+        let gone = shared.pool.repeat(soon, |link, until| block_on(link.client.batch_execute(&text), until));
+        if let Err(fault) = gone {
+            tracing::debug!(?fault, "signing off from the metadata server");
+        }
+    }
+}

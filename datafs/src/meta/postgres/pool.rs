@@ -1,0 +1,306 @@
+//! Connections to the server, used by threads: at most so many, made when needed, dropped when broken.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::{Condvar, Mutex};
+use tokio::runtime::{Builder, Runtime};
+use tokio_postgres::{Client, NoTls, Row, Statement};
+
+use super::fault::Fault;
+use super::schema;
+use super::target::Target;
+
+/// First and longest pause between attempts to reach a server that is away.
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+const PAUSE_MAX: Duration = Duration::from_millis(1_000);
+/// How much later than the server the client gives up.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// A connection with its prepared statements.
+pub(super) struct Link {
+    pub(super) client: Client,
+    pub(super) fetch: Statement,
+    pub(super) scan: Statement,
+    pub(super) scan_descending: Statement,
+    pub(super) apply: Statement,
+    pub(super) settle: Statement,
+}
+
+/// The threads that drive the connections; what waits for them does so elsewhere.
+pub(super) struct Threads(Option<Runtime>);
+
+impl Threads {
+    pub(super) fn start() -> std::io::Result<Threads> {
+        let mut builder = Builder::new_multi_thread();
+        builder
+            .worker_threads(1)
+            .thread_name("datafs-postgres")
+            .enable_all()
+            .build()
+            .map(|r| Threads(Some(r)))
+    }
+
+    /// Runs a future to its end, blocking the calling thread, which may be inside of a runtime itself.
+    /// `None` when the future panicked.
+    pub(super) fn wait<T: Send + 'static>(
+        &self,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        self.0.as_ref()?.spawn(async move {
+            let _ = sender.send(future.await);
+        });
+        receiver.recv().ok()
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            // The plain drop of a runtime panics inside an async context.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// The connections of one open engine.
+pub(super) struct Pool {
+    target: Target,
+    threads: Threads,
+    /// How long a call may take, with all attempts.
+    wait: Duration,
+    links_max: usize,
+    state: Mutex<State>,
+    freed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    idle: Vec<Link>,
+    /// Idle ones and those in use.
+    open: usize,
+}
+
+impl Pool {
+    pub(super) fn new(target: Target, threads: Threads, wait: Duration, links_max: usize) -> Pool {
+        Pool {
+            target,
+            threads,
+            wait,
+            links_max: links_max.max(1),
+            state: Mutex::default(),
+            freed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// The threads that drive the connections.
+    pub(super) fn threads(&self) -> &Threads {
+        &self.threads
+    }
+
+    pub(super) fn wait(&self) -> Duration {
+        self.wait
+    }
+
+    /// When a call that begins now gives up.
+    pub(super) fn deadline(&self) -> Instant {
+        Instant::now() + self.wait
+    }
+
+    /// A connection of one's own, with the tables and the function in place.
+    pub(super) fn take(&self, deadline: Instant) -> Result<Lent<'_>, Fault> {
+        {
+            let mut state = self.state.lock();
+            loop {
+                if let Some(link) = state.idle.pop() {
+                    if link.client.is_closed() {
+                        state.open -= 1;
+                        continue;
+                    }
+                    return Ok(Lent { pool: self, link: Some(link) });
+                }
+                if state.open < self.links_max {
+                    state.open += 1;
+                    break;
+                }
+                if self.freed.wait_until(&mut state, deadline).timed_out() {
+                    return Err(Fault::TakenBack("all connections are in use".into()));
+                }
+            }
+        }
+        let mut lent = Lent { pool: self, link: None };
+        lent.link = Some(self.connect(deadline)?);
+        Ok(lent)
+    }
+
+    fn connect(&self, deadline: Instant) -> Result<Link, Fault> {
+        let client = self.connect_bare(deadline)?;
+        let name = self.target.schema();
+        let texts = [
+            schema::fetch(name),
+            schema::scan(name, false),
+            schema::scan(name, true),
+            schema::call(name),
+            schema::settle(name),
+        ];
+        let statements = futures::future::try_join_all(texts.iter().map(|text| client.prepare(text)));
+        let [fetch, scan, scan_descending, apply, settle] = block_on(statements, deadline + GRACE)?
+            .try_into()
+            .map_err(|_| Fault::Refused("a statement got lost".into()))?;
+        Ok(Link { client, fetch, scan, scan_descending, apply, settle })
+    }
+
+    /// A connection that may meet an empty database.
+    pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
+        let config = self.target.config().clone();
+        let connected = self.threads.wait(async move {
+            let (client, connection) = config.connect(NoTls).await?;
+            // It ends when the client is dropped; how it ends, each call on it tells.
+            tokio::spawn(connection);
+            Ok::<Client, tokio_postgres::Error>(client)
+        });
+        let client = connected
+            .ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
+            .map_err(|error| Fault::from_postgres(&error))?;
+        let wait_ms = u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX);
+        block_on(client.batch_execute(&schema::settings(wait_ms)), deadline + GRACE)?;
+        Ok(client)
+    }
+
+    /// Runs `call` on a connection; while the server is away or takes the call back, again until the
+    /// deadline. For calls that may take effect twice.
+    pub(super) fn repeat<T>(
+        &self,
+        deadline: Instant,
+        mut call: impl FnMut(&Link, Instant) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        let mut pause = Pause::default();
+        loop {
+            let result = self.take(deadline).and_then(|lent| lent.call(deadline, &mut call));
+            match result {
+                Err(fault) if fault.is_passing() && pause.before(deadline) => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn put_back(&self, link: Option<Link>) {
+        let mut state = self.state.lock();
+        match link {
+            Some(link) if !link.client.is_closed() => state.idle.push(link),
+            _ => state.open -= 1,
+        }
+        drop(state);
+        self.freed.notify_one();
+    }
+}
+
+/// Pauses that grow, with chance in them so that clients do not move in step.
+#[derive(Debug, Default)]
+pub(super) struct Pause {
+    last: Option<Duration>,
+}
+
+impl Pause {
+    /// Pauses. `false`, without a pause, when the deadline would pass meanwhile.
+    pub(super) fn before(&mut self, deadline: Instant) -> bool {
+        let pause = self.last.map_or(PAUSE_MIN, |last| (last * 2).min(PAUSE_MAX));
+        self.last = Some(pause);
+        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.subsec_nanos());
+        let pause = pause.mul_f64(0.5 + f64::from(nanos % 1_000) / 2_000.0);
+        if Instant::now() + pause >= deadline {
+            return false;
+        }
+        std::thread::sleep(pause);
+        true
+    }
+}
+
+/// A connection that goes back to its pool, or is closed when it broke.
+pub(super) struct Lent<'a> {
+    pool: &'a Pool,
+    link: Option<Link>,
+}
+
+impl Lent<'_> {
+    /// Makes one call. A connection that was lost, or does not answer in time, is closed.
+    pub(super) fn call<T>(
+        mut self,
+        deadline: Instant,
+        call: impl FnOnce(&Link, Instant) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        let result = self.hold(deadline, call);
+        if matches!(result, Err(Fault::Lost(_))) {
+            self.link = None;
+        }
+        result
+    }
+
+    /// Makes one call and keeps the connection.
+    pub(super) fn hold<T>(
+        &self,
+        deadline: Instant,
+        call: impl FnOnce(&Link, Instant) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        let link = self.link.as_ref().ok_or_else(|| Fault::Lost("the connection is closed".into()))?;
+        call(link, deadline + GRACE)
+    }
+
+    /// Closes the connection, because nobody knows in which state it is.
+    pub(super) fn discard(mut self) {
+        self.link = None;
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        self.pool.put_back(self.link.take());
+    }
+}
+
+/// Waits for a future of a connection, which other threads drive; works inside of async runtimes,
+/// too. A call without an answer until `deadline` is lost.
+pub(super) fn block_on<T>(
+    future: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    deadline: Instant,
+) -> Result<T, Fault> {
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        if let Poll::Ready(result) = future.as_mut().poll(&mut context) {
+            return result.map_err(|error| Fault::from_postgres(&error));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Fault::Lost("no answer in time".into()));
+        }
+        std::thread::park_timeout(left);
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// A row's columns `(kind, key, value, number, keys)`.
+pub(super) type Columns = (i32, Option<Vec<u8>>, Option<Vec<u8>>, Option<i64>, Option<Vec<Vec<u8>>>);
+
+/// Takes a row of a reading statement apart.
+pub(super) fn columns(row: &Row) -> Result<Columns, Fault> {
+    let read = || Ok((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?, row.try_get(3)?, row.try_get(4)?));
+    read().map_err(|error: tokio_postgres::Error| Fault::Refused(format!("unexpected answer: {error}")))
+}

@@ -1,0 +1,229 @@
+//! Where a PostgreSQL server is and who asks: the URL, the password and what may be said about them.
+//!
+//! The password comes from the URL, else from `PGPASSWORD`, else from a password file in the format of
+//! libpq. It is never part of an error, a log line or a `Debug` output.
+
+use std::fmt;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio_postgres::config::{Host, SslMode};
+
+use crate::error::{Error, Result};
+
+/// Longest name of a schema: PostgreSQL cuts identifiers off at 63 bytes, and some are made from it.
+const SCHEMA_BYTES_MAX: usize = 48;
+/// Longest wait for a connection that gets no answer at all.
+const CONNECT_WAIT: Duration = Duration::from_secs(10);
+
+/// A server, a database, a user and a schema.
+#[derive(Clone)]
+pub(crate) struct Target {
+    config: tokio_postgres::Config,
+    schema: String,
+    place: String,
+}
+
+impl fmt::Debug for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Target").field(&self.place).finish()
+    }
+}
+
+impl Target {
+    /// Takes `postgres://[user[:password]@][host][:port][,…]/database[?option=value&…]` apart. Unix
+    /// sockets: `?host=/folder`. `passfile` is a password file that must be there.
+    pub(crate) fn parse(url: &str, schema: &str, passfile: Option<&Path>) -> Result<Target> {
+        if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
+            return Err(invalid("it must begin with postgres:// or postgresql://"));
+        }
+        check_schema(schema)?;
+        // The parser's own message may quote what it could not read, and that may be the password.
+        let mut config: tokio_postgres::Config = url.parse().map_err(|_| {
+            invalid("it is not of the form postgres://user:password@host:port/database?option=value")
+        })?;
+        if !matches!(config.get_ssl_mode(), SslMode::Disable | SslMode::Prefer) {
+            return Err(invalid(
+                "this build speaks no TLS: use a unix socket, or a TLS proxy on this machine, with sslmode=disable",
+            ));
+        }
+        config.ssl_mode(SslMode::Disable);
+        if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
+            return Err(invalid("it names no host (for a unix socket: ?host=/folder/of/the/socket)"));
+        }
+        if config.get_user().is_none() {
+            let user = std::env::var("PGUSER").or_else(|_| std::env::var("USER"));
+            config.user(user.map_err(|_| invalid("it names no user"))?);
+        }
+        if config.get_dbname().is_none() {
+            let user = config.get_user().unwrap_or_default().to_owned();
+            config.dbname(user);
+        }
+        if config.get_connect_timeout().is_none() {
+            config.connect_timeout(CONNECT_WAIT);
+        }
+        if config.get_application_name().is_none() {
+            config.application_name("millrace");
+        }
+        config.keepalives_idle(Duration::from_secs(15)).keepalives_interval(Duration::from_secs(5));
+        config.tcp_user_timeout(Duration::from_secs(30));
+        if config.get_password().is_none()
+            && let Some(password) = password_of(&config, passfile)?
+        {
+            config.password(password);
+        }
+        let place = place_of(&config, schema);
+        Ok(Target { config, schema: schema.to_owned(), place })
+    }
+
+    /// What connections are made from.
+    pub(crate) fn config(&self) -> &tokio_postgres::Config {
+        &self.config
+    }
+
+    /// The schema, which is safe in SQL as it is.
+    pub(crate) fn schema(&self) -> &str {
+        &self.schema
+    }
+
+    /// Server, database and schema, for messages.
+    pub(crate) fn place(&self) -> &str {
+        &self.place
+    }
+}
+
+fn invalid(reason: &str) -> Error {
+    Error::Invalid(format!("[datafs] meta_url: {reason}"))
+}
+
+/// A name that needs no quotes, so that it can be put into SQL.
+fn check_schema(schema: &str) -> Result<()> {
+    let mut bytes = schema.bytes();
+    let first = bytes.next().is_some_and(|b| b.is_ascii_lowercase() || b == b'_');
+    let rest = bytes.all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
+    if first && rest && schema.len() <= SCHEMA_BYTES_MAX && !schema.starts_with("pg_") {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!(
+        "[datafs] meta_schema {schema:?}: at most {SCHEMA_BYTES_MAX} of a-z, 0-9 and _, not beginning with a digit or pg_"
+    )))
+}
+
+fn place_of(config: &tokio_postgres::Config, schema: &str) -> String {
+    let host = match config.get_hosts().first() {
+        Some(Host::Tcp(host)) => host.clone(),
+        Some(Host::Unix(path)) => path.display().to_string(),
+        None => config.get_hostaddrs().first().map(ToString::to_string).unwrap_or_default(),
+    };
+    let port = config.get_ports().first().copied().unwrap_or(5432);
+    let database = config.get_dbname().unwrap_or_default();
+    format!("PostgreSQL {host}:{port}, database {database}, schema {schema}")
+}
+
+fn password_of(config: &tokio_postgres::Config, named: Option<&Path>) -> Result<Option<String>> {
+    if let (None, Ok(password)) = (named, std::env::var("PGPASSWORD")) {
+        return Ok(Some(password));
+    }
+    let usual = || {
+        std::env::var_os("PGPASSFILE")
+            .map(PathBuf::from)
+            .or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".pgpass")))
+    };
+    let Some(path) = named.map(Path::to_owned).or_else(usual) else { return Ok(None) };
+    let read = std::fs::metadata(&path).and_then(|meta| Ok((meta, std::fs::read_to_string(&path)?)));
+    let (meta, text) = match read {
+        Ok(read) => read,
+        Err(error) if named.is_some() => return Err(Error::io("read password file", path, error)),
+        Err(_) => return Ok(None),
+    };
+    if meta.permissions().mode() & 0o077 != 0 {
+        let reason = format!("password file {} may be read by others: chmod 0600 it", path.display());
+        if named.is_some() {
+            return Err(Error::Invalid(reason));
+        }
+        tracing::warn!("ignored: {reason}");
+        return Ok(None);
+    }
+    let host = match config.get_hosts().first() {
+        Some(Host::Tcp(host)) => host.as_str(),
+        _ => "localhost",
+    };
+    let port = config.get_ports().first().copied().unwrap_or(5432).to_string();
+    let wanted =
+        [host, &port, config.get_dbname().unwrap_or_default(), config.get_user().unwrap_or_default()];
+    Ok(text.lines().find_map(|line| match_line(line, wanted)))
+}
+
+/// The password of a line `host:port:database:user:password` when the others match; `*` matches all
+/// and a backslash keeps the next character.
+fn match_line(line: &str, wanted: [&str; 4]) -> Option<String> {
+    if line.starts_with('#') {
+        return None;
+    }
+    let mut fields = vec![String::new()];
+    let mut characters = line.chars();
+    while let Some(character) = characters.next() {
+        let field = fields.last_mut()?;
+        match character {
+            '\\' => field.extend(characters.next()),
+            ':' => fields.push(String::new()),
+            other => field.push(other),
+        }
+    }
+    let [host, port, database, user, password] = fields.try_into().ok()?;
+    let matches =
+        [host, port, database, user].iter().zip(wanted).all(|(has, want)| has == "*" || has == want);
+    matches.then_some(password)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const URL: &str = "postgres://me:s3cret@db.example:6000/meta";
+
+    #[test]
+    fn nothing_shows_the_password() {
+        let target = Target::parse(URL, "millrace", None).unwrap();
+        assert_eq!(target.config().get_password(), Some(&b"s3cret"[..]));
+        assert_eq!(target.place(), "PostgreSQL db.example:6000, database meta, schema millrace");
+        assert!(!format!("{target:?}").contains("s3cret"));
+        for bad in
+            ["postgres://me:s3cret@h:port/x", "mysql://me:s3cret@h/x", "postgres://me:s3cret@h/x?s3cret=1"]
+        {
+            let error = Target::parse(bad, "millrace", None).unwrap_err();
+            let text = format!("{error} {error:?}");
+            assert!(text.contains("meta_url") && !text.contains("s3cret"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused() {
+        let error = Target::parse(&format!("{URL}?sslmode=require"), "millrace", None).unwrap_err();
+        assert!(error.to_string().contains("TLS"), "{error}");
+        for schema in ["", "Millrace", "a b", "1a", "pg_x", "a;drop", &"x".repeat(49)] {
+            assert!(Target::parse(URL, schema, None).is_err(), "{schema}");
+        }
+        assert!(Target::parse("postgres:///db", "millrace", None).is_err());
+        let socket = Target::parse("postgres:///db?host=/run/pg&user=u", "millrace", None).unwrap();
+        assert!(socket.place().contains("/run/pg:5432"), "{}", socket.place());
+    }
+
+    #[test]
+    fn passwords_come_from_a_file_that_nobody_else_reads() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pgpass");
+        std::fs::write(&path, "# hosts\nother:*:*:*:no\ndb.example:6000:meta:me:a\\:b\\\\c\n*:*:*:*:last\n")
+            .unwrap();
+        let url = "postgres://me@db.example:6000/meta";
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        let error = Target::parse(url, "millrace", Some(&path)).unwrap_err();
+        assert!(error.to_string().contains("chmod 0600"), "{error}");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let target = Target::parse(url, "millrace", Some(&path)).unwrap();
+        assert_eq!(target.config().get_password(), Some(&b"a:b\\c"[..]));
+        assert!(Target::parse(url, "millrace", Some(&dir.path().join("none"))).is_err());
+    }
+}

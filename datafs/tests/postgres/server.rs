@@ -1,0 +1,185 @@
+//! A PostgreSQL server of the tests' own: in a folder of its own, on a unix socket, as an unprivileged
+//! user, gone with the last test that uses it, or with the process.
+#![allow(clippy::unwrap_used, clippy::print_stderr, dead_code)]
+
+use std::io::Read as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+/// The user that servers run as when the tests run as root, which `initdb` refuses.
+const NOBODY: u32 = 65_534;
+/// Set by those who want a missing server to be a failure.
+const REQUIRED: &str = "MILLRACE_REQUIRE_POSTGRES";
+/// Longest wait for a server to start or stop on a busy machine.
+const WAIT: Duration = Duration::from_secs(120);
+
+pub(crate) struct Server {
+    folder: tempfile::TempDir,
+    programs: PathBuf,
+    settings: &'static [&'static str],
+    child: Mutex<Option<Child>>,
+}
+
+static SHARED: Mutex<Weak<Server>> = Mutex::new(Weak::new());
+static SCHEMAS: AtomicU32 = AtomicU32::new(0);
+
+impl Server {
+    /// The server that tests share, each in a schema of its own; `None` where PostgreSQL is not
+    /// installed.
+    pub(crate) fn shared() -> Option<Arc<Server>> {
+        let mut shared = SHARED.lock().unwrap();
+        if let Some(server) = shared.upgrade() {
+            return Some(server);
+        }
+        let server = Arc::new(Server::start(&["fsync=off", "max_connections=200"])?);
+        *shared = Arc::downgrade(&server);
+        Some(server)
+    }
+
+    /// A server of the caller's own.
+    pub(crate) fn start(settings: &'static [&'static str]) -> Option<Server> {
+        let Some(programs) = programs() else {
+            assert!(std::env::var_os(REQUIRED).is_none(), "PostgreSQL is not installed");
+            eprintln!("skipped: PostgreSQL (initdb, postgres) is neither in /usr/lib/postgresql nor in PATH");
+            return None;
+        };
+        let folder = tempfile::Builder::new().prefix("millrace-pg").tempdir().unwrap();
+        if nix::unistd::geteuid().is_root() {
+            let (uid, gid) = (NOBODY.into(), NOBODY.into());
+            nix::unistd::chown(folder.path(), Some(uid), Some(gid)).unwrap();
+        }
+        let mut initdb = unprivileged(&programs.join("initdb"));
+        initdb.args([
+            "--no-sync",
+            "--auth=trust",
+            "--username=millrace",
+            "--encoding=UTF8",
+            "--locale=C",
+            "-D",
+        ]);
+        let output = initdb.arg(folder.path().join("data")).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
+        let server = Server { folder, programs, settings, child: Mutex::new(None) };
+        server.resume();
+        Some(server)
+    }
+
+    /// Starts the server again after [`Server::stop`] or [`Server::kill`].
+    pub(crate) fn resume(&self) {
+        let mut child = self.child.lock().unwrap();
+        assert!(child.is_none());
+        // The shell ends the server when its own input ends, which happens however this process ends.
+        let script = "exec 3<&0; \"$@\" </dev/null & server=$!; \
+            while read -r how <&3; do kill -s $how $server; done; kill -s INT $server; wait $server";
+        let mut command = unprivileged(Path::new("/bin/sh"));
+        command.args(["-c", script, "sh"]).arg(self.programs.join("postgres"));
+        command.arg("-D").arg(self.folder.path().join("data")).arg("-k").arg(self.folder.path());
+        command.args(["-c", "listen_addresses="]);
+        for setting in self.settings {
+            command.args(["-c", setting]);
+        }
+        let log = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.folder.path().join("log"))
+            .unwrap();
+        command.stdin(Stdio::piped()).stdout(log.try_clone().unwrap()).stderr(log);
+        *child = Some(command.current_dir(self.folder.path()).spawn().unwrap());
+        let deadline = Instant::now() + WAIT;
+        while !self.answers() {
+            assert!(Instant::now() < deadline, "PostgreSQL does not start: {}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn answers(&self) -> bool {
+        let ready = Command::new(self.programs.join("pg_isready"))
+            .args(["-q", "-h"])
+            .arg(self.folder.path())
+            .status()
+            .unwrap();
+        ready.success()
+    }
+
+    /// Ends the server and its connections, in order.
+    pub(crate) fn stop(&self) {
+        self.end("INT");
+    }
+
+    /// Ends the server as a crash would.
+    pub(crate) fn kill(&self) {
+        self.end("QUIT");
+    }
+
+    fn end(&self, signal: &str) {
+        use std::io::Write as _;
+        let Some(mut child) = self.child.lock().unwrap().take() else { return };
+        let mut input = child.stdin.take().unwrap();
+        let _ = writeln!(input, "{signal}");
+        drop(input);
+        child.wait().unwrap();
+    }
+
+    fn log(&self) -> String {
+        let mut text = String::new();
+        let file = std::fs::File::open(self.folder.path().join("log"));
+        file.and_then(|mut file| file.read_to_string(&mut text)).ok();
+        text
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("postgres:///postgres?host={}&user=millrace", self.folder.path().display())
+    }
+
+    /// A name that no other schema of this process has.
+    pub(crate) fn new_schema(&self) -> String {
+        format!("t{}_{}", std::process::id(), SCHEMAS.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Runs SQL through the server's own client.
+    pub(crate) fn sql(&self, text: &str) -> String {
+        let output = Command::new(self.programs.join("psql"))
+            .args(["-qAtX", "-U", "millrace", "-h"])
+            .arg(self.folder.path())
+            .args(["postgres", "-c", text])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{text}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn unprivileged(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    if nix::unistd::geteuid().is_root() {
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    command
+}
+
+/// The folder of the newest installed server.
+fn programs() -> Option<PathBuf> {
+    let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let mut installed: Vec<(u32, PathBuf)> = versions
+        .filter_map(|entry| {
+            let version = entry.file_name().to_str()?.parse().ok()?;
+            Some((version, entry.path().join("bin")))
+        })
+        .filter(|(_, programs)| programs.join("initdb").exists())
+        .collect();
+    installed.sort();
+    installed.pop().map(|(_, programs)| programs).or_else(|| {
+        let path = std::env::var_os("PATH")?;
+        std::env::split_paths(&path).find(|folder| folder.join("initdb").exists())
+    })
+}
