@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use crate::compact::Compaction;
 use crate::config::Config;
 use crate::data::{Finished, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced};
 use crate::error::{Error, Result};
@@ -52,6 +53,7 @@ pub(crate) struct Shared {
     pub(crate) unflushed_bytes: AtomicUsize,
     pub(crate) collector: Collector,
     pub(crate) watchers: Watchers,
+    pub(crate) compaction: Compaction,
     inos: Mutex<HashMap<u64, std::ops::Range<u64>>>,
 }
 
@@ -85,6 +87,7 @@ impl Datafs {
             unflushed_bytes: AtomicUsize::new(0),
             collector: Collector::default(),
             watchers: Watchers::default(),
+            compaction: Compaction::default(),
             inos: Mutex::new(HashMap::new()),
         });
         Collector::start(&shared)?;

@@ -124,6 +124,9 @@ fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
             Ok(_) => {}
             Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
         }
+        if let Err(error) = shared.compact_noted() {
+            tracing::warn!(%error, "compacting; it is tried again later");
+        }
     }
 }
 
@@ -144,7 +147,11 @@ impl Shared {
     }
 
     /// All pairs under a prefix, page by page.
-    fn each(&self, prefix: &[u8], mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>) -> Result<()> {
+    pub(crate) fn each(
+        &self,
+        prefix: &[u8],
+        mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
         let mut last: Option<Vec<u8>> = None;
         loop {
             let page = self.page(prefix, last.as_deref())?;
@@ -351,6 +358,7 @@ impl Shared {
         for batch in due.chunks(BATCH) {
             for object in batch {
                 self.pool.delete(*object)?;
+                crate::failpoint::hit("gc-object-deleted");
             }
             self.meta.transact(Durability::Relaxed, |txn| {
                 batch.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))

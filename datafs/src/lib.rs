@@ -43,6 +43,7 @@
 //! # }
 //! ```
 
+mod compact;
 mod config;
 mod data;
 mod datafs;
@@ -65,6 +66,7 @@ mod view;
 mod volume;
 mod watch;
 
+pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, Secret};
 pub use datafs::Datafs;
 pub use error::{Error, Result};

@@ -19,13 +19,18 @@ pub(crate) fn task() -> Option<(PathBuf, u64)> {
 
 /// Starts a child that runs the named test function only.
 pub(crate) fn spawn(function: &str, home: &Path, argument: u64) -> Child {
-    Command::new(std::env::current_exe().unwrap())
+    command(function, home, argument).spawn().unwrap()
+}
+
+/// What [`spawn`] starts.
+pub(crate) fn command(function: &str, home: &Path, argument: u64) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", function, "--nocapture", "--test-threads=1"])
         .env(HOME, home)
         .env(ARGUMENT, argument.to_string())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap()
+        .stdout(Stdio::piped());
+    command
 }
 
 /// The numbers that a child reports, as `WORD NUMBER` lines among what the test harness prints.

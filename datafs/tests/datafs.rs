@@ -6,3 +6,4 @@ mod crash;
 mod mount_journeys;
 mod processes;
 mod trouble;
+mod writes;

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use super::error::{ObjectError, Result};
 use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
+use crate::failpoint;
 
 /// The disk is asked to write after this many bytes each.
 const EARLY_BYTES: u64 = 8 << 20;
@@ -75,10 +76,12 @@ impl LocalFile {
                 written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
             }
         }
+        failpoint::hit("object-written");
         let file = self.file.try_clone().map_err(|e| ObjectError::io("open object file", &self.path, e))?;
         let name = root.join(self.id.data_name());
         // Last: the name makes it readable.
         rename(&self.path, &name)?;
+        failpoint::hit("object-named");
         self.named = true;
         files.push((name, file));
         Ok(Unsynced { pool: self.pool.clone(), id: self.id, state: Mutex::new(State::Written(files)) })

@@ -41,7 +41,7 @@ pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use local_file::Unsynced;
 pub(crate) use object::{ObjectId, StoredObject};
-pub(crate) use pack::{PIECE_BYTES_MAX, Pack, Packed, Packs};
+pub(crate) use pack::{PACK_BYTES, PIECE_BYTES_MAX, Pack, Packed, Packs};
 pub(crate) use pool::ObjectPool;
 pub(crate) use runtime::{Io, Pending};
 pub(crate) use writer::{Finished, ObjectWriter};

@@ -78,6 +78,11 @@ impl ObjectId {
         matches!(self.layout(), Layout::Plain | Layout::Pack)
     }
 
+    /// Whether it holds the bytes of many small files.
+    pub(crate) fn is_pack(self) -> bool {
+        self.layout() == Layout::Pack
+    }
+
     /// First byte of the random half: the directory it lives in, `0..=255`.
     pub(crate) fn fan_out(self) -> u8 {
         self.to_bytes()[8]

@@ -23,6 +23,7 @@ use super::error::{ObjectError, Result};
 use super::extent::Extent;
 use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
+use crate::failpoint;
 use crate::metrics;
 
 /// Most bytes of data in one piece.
@@ -125,12 +126,14 @@ pub(crate) struct Pack {
 struct Synced {
     end: u64,
     named: bool,
+    lost: bool,
 }
 
 impl Pack {
     fn begin(pool: &ObjectPool) -> Result<Pack> {
         let id = pool.new_id(Layout::Pack);
         let (path, file) = pool.create_local(&id.data_name())?;
+        failpoint::hit("pack-begun");
         metrics::OBJECTS_WRITTEN.inc();
         Ok(Pack {
             pool: pool.clone(),
@@ -158,7 +161,19 @@ impl Pack {
         let end = *self.end.lock();
         let mut synced = self.synced.lock();
         if synced.end < end {
-            self.file.sync_data().map_err(|e| ObjectError::io("sync pack", &self.path, e))?;
+            if synced.lost {
+                return Err(ObjectError::Io {
+                    operation: "sync again, after it failed, pack",
+                    path: self.path.clone(),
+                    source: std::io::Error::other("an earlier write was lost"),
+                });
+            }
+            if let Err(e) = self.file.sync_data() {
+                // The kernel reports a lost write once; nobody may take the next answer for a success.
+                synced.lost = true;
+                return Err(ObjectError::io("sync pack", &self.path, e));
+            }
+            failpoint::hit("pack-synced");
             synced.end = end;
         }
         if !synced.named {
@@ -261,6 +276,7 @@ impl Packs {
         // After a failure the next pieces are written over what arrived.
         let written = pack.file.write_all_at(&buffer, *end);
         written.map_err(|e| ObjectError::io("append to pack", &pack.path, e))?;
+        failpoint::hit("pack-appended");
         *end += buffer.len() as u64;
         drop(end);
         metrics::OBJECT_WRITTEN_BYTES.inc_by(buffer.len() as u64);

@@ -145,7 +145,6 @@ impl OpenPack {
         Ok(true)
     }
 
-    #[cfg(test)]
     /// All pieces up to the end or to a torn tail: where the data is, and the header.
     pub(super) fn pieces(&self) -> Result<Vec<(u64, Piece)>> {
         let mut index = self.index.lock();

@@ -19,7 +19,6 @@ use super::local::LocalStore;
 #[cfg(test)]
 use super::object::StoredObject;
 use super::object::{Layout, ObjectId};
-#[cfg(test)]
 use super::pack::Piece;
 use super::pack_reader::OpenPacks;
 use super::reader::OpenObjects;
@@ -139,7 +138,6 @@ impl ObjectPool {
         }
     }
 
-    #[cfg(test)]
     /// The pieces of a pack, up to its end or to a torn tail: where the data of each is, and whose it
     /// was.
     pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {

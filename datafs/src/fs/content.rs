@@ -312,6 +312,62 @@ pub(crate) fn extents_within(
     Ok(found)
 }
 
+/// The extents that overlap a range, whole.
+pub(crate) fn whole_extents_within(
+    records: &mut dyn Records,
+    ino: u64,
+    start: u64,
+    end: u64,
+) -> Result<Vec<Extent>> {
+    let mut found = Vec::new();
+    for_each_extent(records, ino, start, end, |extent| {
+        found.push(extent);
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// Whether a file has exactly these extents (sorted by offset), whatever lies between them.
+pub(crate) fn has_extents(records: &mut dyn Records, ino: u64, extents: &[Extent]) -> Result<bool> {
+    for want in extents.chunks(PAGE) {
+        let [first, .., last] = want else {
+            let [only] = want else { continue };
+            let value = records.get(&keys::extent(ino, only.file_offset))?;
+            if value.as_deref() != Some(&encode_extent(only)[..]) {
+                return Ok(false);
+            }
+            continue;
+        };
+        let (start, end) = (first.file_offset, last.file_offset.saturating_add(1));
+        let mut there = std::collections::HashMap::new();
+        for_each_extent(records, ino, start, end, |extent| {
+            there.insert(extent.file_offset, extent);
+            Ok(())
+        })?;
+        if want.iter().any(|extent| there.get(&extent.file_offset) != Some(extent)) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Puts extents into the place of others that hold the same bytes, and that the file has.
+pub(crate) fn replace_extents(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    old: &[Extent],
+    new: &[Extent],
+) -> Result<()> {
+    let kept: std::collections::HashSet<u64> = new.iter().map(|extent| extent.file_offset).collect();
+    for extent in old.iter().filter(|extent| !kept.contains(&extent.file_offset)) {
+        writer.delete(&keys::extent(ino, extent.file_offset))?;
+    }
+    for extent in new {
+        writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
+    }
+    Ok(())
+}
+
 /// The first byte at or behind `offset` that is stored somewhere.
 pub(crate) fn find_data(records: &mut dyn Records, ino: u64, offset: u64) -> Result<Option<u64>> {
     if records.get(&keys::head(ino))?.is_some_and(|head| offset < head.len() as u64) {

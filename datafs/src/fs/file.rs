@@ -1,20 +1,23 @@
 //! Open files: reads, buffered writes, flush and fsync.
 
+use std::borrow::Cow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use parking_lot::MutexGuard;
 
-use super::content::{self, FILE_BYTES_MAX, Layout};
+use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout};
 use super::dirty::Dirty;
 use super::open_table::{OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
+use crate::compact::Compact;
 use crate::data::{Extent, ObjectError, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::failpoint;
 use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::inode::Timestamp;
 use crate::meta::references::References;
@@ -31,6 +34,9 @@ const PIECES_MAX: usize = 65_536;
 const SEAL_BYTES_MIN: usize = 1 << 20;
 
 /// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
+///
+/// With [`OpenFlags::append`] writes go to the end of the file: what two processes append is there from
+/// both, in the order in which they flushed.
 ///
 /// Writes are kept in memory (see [`crate::Config::write_buffer_bytes_max`]), visible at once to every
 /// handle of this process. [`OpenFile::flush`] commits them, [`OpenFile::fsync`] makes them durable.
@@ -225,12 +231,19 @@ impl OpenFile {
         }
         let unflushed = open.unflushed();
         let known_end = unflushed.map_or(0, |unflushed| unflushed.end);
-        let offset = if self.flags.append {
-            let node = self.node;
-            let inode = self.view.read(node, |reader| tree::inode(reader, node.ino))?;
-            inode.size.max(known_end)
-        } else {
+        let mut append_base = None;
+        let offset = if !self.flags.append {
             offset
+        } else if let Some(base) = unflushed.and_then(|unflushed| unflushed.append_base) {
+            append_base = Some(base);
+            known_end
+        } else {
+            let node = self.node;
+            // Others may just have appended as well.
+            shared.meta.barrier()?;
+            let size = self.view.read(node, |reader| tree::inode(reader, node.ino))?.size;
+            append_base = unflushed.is_none().then_some(size);
+            size.max(known_end)
         };
         let end = offset.checked_add(data.len() as u64).filter(|end| *end <= FILE_BYTES_MAX);
         let end = end.ok_or(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX })?;
@@ -251,7 +264,8 @@ impl OpenFile {
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
         let own = self.view.writer();
         let writer = if unflushed.is_none_or(|unflushed| unflushed.writer == own) { own } else { 0 };
-        open.set_unflushed(Some(Unflushed { end: end.max(known_end), writer, mtime, drop_privileges }));
+        let end = end.max(known_end);
+        open.set_unflushed(Some(Unflushed { end, writer, mtime, drop_privileges, append_base }));
         Ok(data.len())
     }
 
@@ -303,6 +317,9 @@ impl Drop for OpenFile {
             return;
         }
         discard(&self.view, open, &mut open.dirty.lock());
+        if !open.is_orphan() && open.scatter(0) > Compact::default().extents_min {
+            shared.compaction.note(open.volume, open.ino);
+        }
         if open.is_orphan()
             && let Err(error) = shared.reap(open.volume, open.ino)
         {
@@ -323,15 +340,20 @@ pub(super) fn flush_inode(
     durability: Durability,
 ) -> Result<bool> {
     let Some(unflushed) = open.unflushed().filter(|_| !dirty.is_empty()) else { return Ok(false) };
+    let mut inline = true;
     let committed = loop {
-        let placed = place(view, open, dirty)?;
+        let placed = place(view, open, dirty, inline)?;
         match commit(view, open.ino, dirty, &placed, unflushed, durability) {
-            Ok(true) => break Ok(()),
-            Ok(false) => {
-                if let Placed::Packed(packed) = &placed {
-                    view.shared.packs.give_up(&packed.pack);
-                }
+            Ok(true) => {
+                failpoint::hit("write-committed");
+                open.scatter(placed.extents().len());
+                break Ok(());
             }
+            // To be placed in another way.
+            Ok(false) => match &placed {
+                Placed::Packed(packed) => view.shared.packs.give_up(&packed.pack),
+                Placed::Inline | Placed::Sealed(_) => inline = false,
+            },
             Err(error) => break Err(error),
         }
     };
@@ -344,6 +366,8 @@ pub(super) fn flush_inode(
         Err(error) => {
             if !error.is_definite() {
                 dirty.outcome_unknown();
+                // The next attempt writes the same bytes to the same place, and appends nothing twice.
+                open.set_unflushed(Some(Unflushed { append_base: None, ..unflushed }));
             }
             Err(error)
         }
@@ -360,8 +384,18 @@ enum Placed {
     Sealed(Vec<Extent>),
 }
 
-fn place(view: &View, open: &OpenInode, dirty: &mut Dirty) -> Result<Placed> {
-    if dirty.fits_inline() {
+impl Placed {
+    fn extents(&self) -> &[Extent] {
+        match self {
+            Placed::Inline => &[],
+            Placed::Packed(packed) => &packed.extents,
+            Placed::Sealed(extents) => extents,
+        }
+    }
+}
+
+fn place(view: &View, open: &OpenInode, dirty: &mut Dirty, inline: bool) -> Result<Placed> {
+    if inline && dirty.fits_inline() {
         return Ok(Placed::Inline);
     }
     if dirty.fits_pack() && view.shared.pool.has_packs() {
@@ -371,7 +405,8 @@ fn place(view: &View, open: &OpenInode, dirty: &mut Dirty) -> Result<Placed> {
     Ok(Placed::Sealed(dirty.sealed()))
 }
 
-/// Returns false when it has to be tried again with another pack.
+/// Returns false when the bytes have to be placed elsewhere: the pack is gone, or the file has grown so
+/// that they do not fit into the metadata.
 fn commit(
     view: &View,
     ino: u64,
@@ -380,14 +415,31 @@ fn commit(
     unflushed: Unflushed,
     durability: Durability,
 ) -> Result<bool> {
+    failpoint::hit("write-placed");
     let result = view.write(durability, |writer| {
         let mut inode = tree::inode(writer, ino).map_err(|error| match error {
             Error::NotFound { what } => Error::Stale { what },
             other => other,
         })?;
+        // Appends go to the end that the file has now, whoever has moved it.
+        let base = unflushed.append_base.unwrap_or(inode.size);
+        let moved = |offset: u64| (offset - base).saturating_add(inode.size);
+        let moves = base != inode.size;
+        let end = if moves { moved(dirty.end()) } else { dirty.end() };
+        if end > FILE_BYTES_MAX {
+            return Err(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX });
+        }
+        let extents: Cow<'_, [Extent]> = if moves {
+            let extents = placed.extents().iter();
+            extents.map(|extent| Extent { file_offset: moved(extent.file_offset), ..*extent }).collect()
+        } else {
+            placed.extents().into()
+        };
         match placed {
+            Placed::Inline if end > INLINE_BYTES_MAX as u64 => return Ok(false),
             Placed::Inline => {
                 for (offset, run) in dirty.runs() {
+                    let offset = if moves { moved(offset) } else { offset };
                     content::write_head(writer, ino, offset, run)?;
                 }
             }
@@ -398,21 +450,21 @@ fn commit(
                     return Ok(false);
                 }
                 writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
-                content::write_extents(writer, ino, &packed.extents)?;
             }
-            Placed::Sealed(extents) => {
+            Placed::Sealed(_) => {
                 for prerequisite in dirty.prerequisites() {
                     writer.txn().require(prerequisite)?;
                 }
-                content::write_extents(writer, ino, extents)?;
             }
         }
+        content::write_extents(writer, ino, &extents)?;
         if unflushed.drop_privileges {
             inode.mode = without_privileges(inode.mode);
         }
         drop_capabilities(writer, ino, &inode)?;
-        inode.size = inode.size.max(dirty.end());
-        inode.written_by(unflushed.writer);
+        inode.size = inode.size.max(end);
+        // What was moved is not where whoever wrote it takes it to be.
+        inode.written_by(if moves { 0 } else { unflushed.writer });
         inode.mtime = unflushed.mtime;
         // The time that was shown since the write, so that a flush changes nothing that was seen.
         inode.ctime = inode.ctime.max(unflushed.mtime);

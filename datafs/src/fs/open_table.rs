@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -21,6 +21,8 @@ pub(crate) struct OpenInode {
     /// What `dirty` means for the attributes; of its own, so that a stat never waits for a flush.
     unflushed: Mutex<Option<Unflushed>>,
     orphan: AtomicBool,
+    /// Extents that were committed since it was opened.
+    scattered: AtomicUsize,
 }
 
 /// Attributes that a flush is going to commit.
@@ -34,6 +36,9 @@ pub(crate) struct Unflushed {
     pub(crate) mtime: Timestamp,
     /// Somebody wrote who may not keep a program's privileges.
     pub(crate) drop_privileges: bool,
+    /// Nothing but appends, from this end of the file on: they go to where it ends when they are
+    /// committed.
+    pub(crate) append_base: Option<u64>,
 }
 
 impl OpenInode {
@@ -55,6 +60,11 @@ impl OpenInode {
     /// Whether the last name of the inode was removed.
     pub(crate) fn is_orphan(&self) -> bool {
         self.orphan.load(Ordering::Acquire)
+    }
+
+    /// Counts extents that were committed; returns how many there were since it was opened.
+    pub(crate) fn scatter(&self, extents: usize) -> usize {
+        self.scattered.fetch_add(extents, Ordering::Relaxed) + extents
     }
 
     /// Applies what was written but not flushed to attributes.
@@ -107,6 +117,7 @@ impl OpenTable {
                 dirty: Mutex::new(Dirty::default()),
                 unflushed: Mutex::new(None),
                 orphan: AtomicBool::new(false),
+                scattered: AtomicUsize::new(0),
             }),
             handles: 0,
         });

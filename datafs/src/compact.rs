@@ -1,0 +1,229 @@
+//! Compaction: what random overwrites have scattered and deletions have hollowed out is written anew.
+//!
+//! Two kinds of waste, both of the live trees alone; what only snapshots hold stays as it is:
+//!  - a file in many small extents: its bytes are copied into one object (`compact/file.rs`);
+//!  - an object that little points at any more: what does is copied out of it, after which it is
+//!    garbage (`compact/packs.rs` for the packs of small files, `compact/file.rs` for others).
+//!
+//! Runs beside writers and other compactions: the commit that points a file at the copy does so only
+//! where the file still points at what was copied. A crash leaves objects that nothing points at.
+
+mod file;
+mod packs;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::data::{Extent, ObjectId, PACK_BYTES};
+use crate::datafs::{Datafs, Shared};
+use crate::error::{Error, Result};
+use crate::fs::content::{FILE_BYTES_MAX, extents_within};
+use crate::meta::codec::Decoder;
+use crate::meta::engine::Order;
+use crate::meta::keys;
+use crate::meta::references::References;
+use crate::meta::versioned::{At, Reader, Records as _, VolumeRow};
+use crate::name::Name;
+
+/// Records that one transaction reads.
+const BATCH: usize = 1_000;
+/// Files that are remembered until the next background pass.
+const NOTED_MAX: usize = 4_096;
+/// How often the background pass looks through all objects for packs that are mostly dead.
+const PACKS_INTERVAL: Duration = Duration::from_secs(600);
+/// Hollow objects, other than packs, that one compaction remembers.
+const HOLLOW_MAX: usize = 100_000;
+
+/// What [`Datafs::compact`] takes for worth rewriting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Compact {
+    /// Files with more extents than this, ...
+    pub extents_min: usize,
+    /// ... whose extents have fewer bytes than this on average.
+    pub extent_bytes_min: u64,
+    /// Objects of which less than this is in use, in percent.
+    pub live_percent_min: u64,
+}
+
+impl Default for Compact {
+    fn default() -> Compact {
+        Compact { extents_min: 64, extent_bytes_min: 64 * 1024, live_percent_min: 50 }
+    }
+}
+
+/// What a compaction has done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct CompactReport {
+    /// Files that point at fewer or other objects now; those out of packs are not counted.
+    pub files: u64,
+    /// Packs of small files that were emptied.
+    pub packs: u64,
+    /// Extents that there were of what was rewritten.
+    pub extents_before: u64,
+    /// Extents that there are of it now.
+    pub extents_after: u64,
+    /// Bytes that were copied.
+    pub bytes: u64,
+    /// Files and packs that changed meanwhile and were left as they are.
+    pub conflicts: u64,
+}
+
+impl Datafs {
+    /// Rewrites what is scattered or mostly dead, in one volume or in all, and returns when it is done;
+    /// the space comes free with the next collection of garbage ([`Datafs::gc`]). May be stopped (or
+    /// killed) anywhere. Packs are shared by volumes and are looked at in any case.
+    pub fn compact(&self, volume: Option<&Name>, what: &Compact) -> Result<CompactReport> {
+        let shared = &self.shared;
+        let mut report = CompactReport::default();
+        let volumes = match volume {
+            Some(name) => vec![self.volume_show(name)?.id],
+            None => shared.live_volumes()?,
+        };
+        let hollow = shared.hollow_objects(what)?;
+        for volume in volumes {
+            file::compact_volume(shared, volume, what, &hollow.others, &mut report)?;
+        }
+        for pack in hollow.packs {
+            packs::compact_pack(shared, pack, &mut report)?;
+        }
+        Ok(report)
+    }
+}
+
+/// What the background pass of one open datafs has in mind.
+#[derive(Debug, Default)]
+pub(crate) struct Compaction {
+    noted: Mutex<HashSet<(u64, u64)>>,
+    packs_at: Mutex<Option<Instant>>,
+}
+
+impl Compaction {
+    /// Notes a file that may have become scattered.
+    pub(crate) fn note(&self, volume: u64, ino: u64) {
+        let mut noted = self.noted.lock();
+        if noted.len() < NOTED_MAX {
+            noted.insert((volume, ino));
+        }
+    }
+}
+
+/// Objects that little points at.
+#[derive(Debug, Default)]
+struct Hollow {
+    packs: BTreeSet<ObjectId>,
+    others: HashSet<ObjectId>,
+}
+
+impl Shared {
+    /// The background pass: files that this process has scattered and nobody here has open, and packs
+    /// that are mostly dead.
+    pub(crate) fn compact_noted(self: &Arc<Self>) -> Result<()> {
+        let what = Compact::default();
+        let mut report = CompactReport::default();
+        let noted = std::mem::take(&mut *self.compaction.noted.lock());
+        for (volume, ino) in noted {
+            if self.open.get(volume, ino).is_some() {
+                self.compaction.note(volume, ino);
+                continue;
+            }
+            match file::compact_file(self, volume, ino, &what, &HashSet::new(), &mut report) {
+                // The volume, or the file, is gone.
+                Err(Error::Stale { .. } | Error::NotFound { .. }) => {}
+                other => other?,
+            }
+        }
+        let due = {
+            let mut at = self.compaction.packs_at.lock();
+            let due = at.is_some_and(|at| at.elapsed() >= PACKS_INTERVAL);
+            if due || at.is_none() {
+                *at = Some(Instant::now());
+            }
+            due
+        };
+        if due {
+            for pack in self.hollow_objects(&what)?.packs {
+                packs::compact_pack(self, pack, &mut report)?;
+            }
+        }
+        if report != CompactReport::default() {
+            tracing::debug!(?report, "compacted");
+        }
+        Ok(())
+    }
+
+    fn live_volumes(&self) -> Result<Vec<u64>> {
+        let mut volumes = Vec::new();
+        self.each(&keys::volumes(), |key, value| {
+            if !VolumeRow::decode(value)?.deleting {
+                volumes.push(Decoder::new("volume key", &key[1..]).u64()?);
+            }
+            Ok(())
+        })?;
+        Ok(volumes)
+    }
+
+    /// Looks through the whole store.
+    fn hollow_objects(&self, what: &Compact) -> Result<Hollow> {
+        let mut hollow = Hollow::default();
+        let mut result = Ok(());
+        self.pool.survey(&mut |object, is_data, len| {
+            if is_data && result.is_ok() {
+                result = self.weigh(object, len, what, &mut hollow);
+            }
+        })?;
+        result.map(|()| hollow)
+    }
+
+    fn weigh(&self, object: ObjectId, len: u64, what: &Compact, hollow: &mut Hollow) -> Result<()> {
+        let Some(references) = self.meta.view(|txn| References::get(txn, object))? else { return Ok(()) };
+        if references.bytes.saturating_mul(100) >= len.saturating_mul(what.live_percent_min) {
+            return Ok(());
+        }
+        if object.is_pack() {
+            // Somebody may be filling it.
+            let filled = len >= PACK_BYTES;
+            if filled || self.meta.view(|txn| txn.get(&keys::session(object.session())))?.is_none() {
+                hollow.packs.insert(object);
+            }
+        } else if hollow.others.len() < HOLLOW_MAX {
+            hollow.others.insert(object);
+        }
+        Ok(())
+    }
+
+    /// The extents of a live file from an offset on.
+    fn extents_from(&self, volume: u64, ino: u64, start: u64, limit: usize) -> Result<Vec<Extent>> {
+        self.meta.view(|txn| {
+            let mut reader = Reader::open(txn, volume, At::Live)?;
+            extents_within(&mut reader, ino, start, FILE_BYTES_MAX, limit)
+        })
+    }
+
+    /// The records of a volume's live tree in a range of record keys, in pages.
+    fn each_live(
+        &self,
+        volume: u64,
+        prefix: &[u8],
+        mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let end = keys::after_prefix(prefix);
+        let mut start = prefix.to_vec();
+        loop {
+            let page = self.meta.view(|txn| {
+                Reader::open(txn, volume, At::Live)?.scan(&start, &end, Order::Ascending, BATCH)
+            })?;
+            for (record, value) in &page {
+                visit(record, value)?;
+            }
+            match page.last() {
+                Some((last, _)) if page.len() == BATCH => start = [last.as_slice(), &[0]].concat(),
+                _ => return Ok(()),
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Packs that are mostly dead: the pieces that live files still point at are appended to another pack.
+
+use std::sync::Arc;
+
+use super::CompactReport;
+use crate::data::{Extent, ObjectId, Pack, Packed};
+use crate::datafs::Shared;
+use crate::error::{Error, Result};
+use crate::failpoint;
+use crate::fs::content;
+use crate::meta::engine::{Durability, Prerequisite};
+use crate::meta::references::References;
+use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
+
+/// Bytes that are copied, and committed, at a time.
+const STEP_BYTES: u64 = 1 << 20;
+
+/// An extent that points into the pack.
+#[derive(Debug, Clone, Copy)]
+struct Live {
+    volume: u64,
+    ino: u64,
+    extent: Extent,
+}
+
+/// What one step has moved.
+#[derive(Debug, Clone, Copy, Default)]
+struct Moved {
+    bytes: u64,
+    extents: u64,
+}
+
+/// Empties a pack, unless something else than live files points at it: then nothing would be won.
+pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut CompactReport) -> Result<()> {
+    let live = match find(shared, pack)? {
+        Some(live) => live,
+        None => return Ok(()),
+    };
+    let mut rest = live.as_slice();
+    while let Some((first, _)) = rest.split_first() {
+        let mut bytes = 0;
+        let step = rest
+            .iter()
+            .take_while(|live| {
+                bytes += live.extent.len;
+                live.volume == first.volume && (bytes <= STEP_BYTES || bytes == live.extent.len)
+            })
+            .count();
+        let (now, later) = rest.split_at(step.max(1));
+        rest = later;
+        if !move_some(shared, now, report)? {
+            report.conflicts += 1;
+            return Ok(());
+        }
+    }
+    report.packs += 1;
+    Ok(())
+}
+
+/// The extents of live files in the pack, by volume; `None` when there are references besides.
+fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
+    let pieces = match shared.pool.pack_pieces(pack) {
+        Err(crate::data::ObjectError::Missing { .. }) => return Ok(None),
+        other => other?,
+    };
+    let mut live: Vec<Live> = Vec::new();
+    for (_, piece) in pieces {
+        let (volume, ino) = (piece.volume, piece.ino);
+        let (start, end) = (piece.file_offset, piece.file_offset.saturating_add(u64::from(piece.len)));
+        let found = shared.meta.view(|txn| {
+            match VolumeRow::get(txn, volume) {
+                Err(Error::Stale { .. }) => return Ok(Vec::new()),
+                other => drop(other?),
+            }
+            let mut reader = Reader::open(txn, volume, At::Live)?;
+            content::whole_extents_within(&mut reader, ino, start, end)
+        })?;
+        live.extend(found.into_iter().filter(|extent| extent.object == pack).map(|extent| Live {
+            volume,
+            ino,
+            extent,
+        }));
+    }
+    // Pieces of one place in a file, one after the other, lead to the same extent.
+    live.sort_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
+    live.dedup_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
+    let references = shared.meta.view(|txn| References::get(txn, pack))?;
+    Ok(references.filter(|all| all.extents as usize == live.len()).map(|_| live))
+}
+
+/// Copies some extents of one volume to the current pack and points their files at it. Those that
+/// changed meanwhile are left; false when nothing could be moved.
+fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Result<bool> {
+    let [first, ..] = some else { return Ok(true) };
+    let mut moved: Vec<(Live, Packed)> = Vec::with_capacity(some.len());
+    let mut buffer = Vec::new();
+    for live in some {
+        let extent = live.extent;
+        // A piece of a pack is small.
+        buffer.resize(extent.len as usize, 0);
+        let (object, at) = (extent.object, extent.object_offset);
+        match shared.pool.read_part(object, at, at, &mut buffer) {
+            Err(crate::data::ObjectError::Missing { .. }) => return Ok(false),
+            other => other?,
+        }
+        let run = [(extent.file_offset, buffer.as_slice())];
+        moved.push((*live, shared.packs.append(live.volume, live.ino, run.into_iter())?));
+    }
+    let mut packs: Vec<Arc<Pack>> = moved.iter().map(|(_, packed)| Arc::clone(&packed.pack)).collect();
+    packs.dedup_by_key(|pack| pack.id());
+    failpoint::hit("compact-pack-copied");
+    let result = shared.meta.transact(Durability::Relaxed, |txn| {
+        Writer::run(txn, first.volume, shared.session.id(), |writer| {
+            for pack in &packs {
+                // As for writers: whoever found that nothing points at it may be deleting it.
+                if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
+                    return Ok(None);
+                }
+                writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
+            }
+            let mut done = Moved::default();
+            for (live, packed) in &moved {
+                if content::has_extents(writer, live.ino, &[live.extent])? {
+                    content::replace_extents(writer, live.ino, &[live.extent], &packed.extents)?;
+                    done.bytes += live.extent.len;
+                    done.extents += 1;
+                }
+            }
+            Ok(Some(done))
+        })
+    });
+    match result {
+        Ok(Some(Moved { bytes, extents })) => {
+            report.bytes += bytes;
+            report.extents_before += extents;
+            report.extents_after += extents;
+            Ok(true)
+        }
+        Ok(None) => {
+            packs.iter().for_each(|pack| shared.packs.give_up(pack));
+            Ok(false)
+        }
+        Err(error) => {
+            shared.session.leave_unclean();
+            Err(error)
+        }
+    }
+}
