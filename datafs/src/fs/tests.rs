@@ -4,6 +4,7 @@
 mod edges;
 mod extended;
 mod model;
+mod rates;
 mod reference;
 mod semantics;
 

@@ -10,9 +10,10 @@ use parking_lot::MutexGuard;
 
 use super::change_log::Read;
 use super::changes::{ChangeListener, Changed, Subscription};
+use super::checkpoint;
 use super::codec::Decoder;
 use super::engine::{Durability, Engine};
-use super::group::{ANSWERED_MAX, Frozen, Shared, State};
+use super::group::{ANSWERED_MAX, Frozen, OUT_OF_TURN, Shared, State};
 use super::keys;
 use super::shared_page;
 use crate::error::{Error, Result};
@@ -33,7 +34,12 @@ const CACHE_CHUNK: usize = 256;
 
 pub(super) fn start(shared: &Arc<Shared>) -> Result<Vec<JoinHandle<()>>> {
     let mut threads = Vec::new();
-    for (name, run) in [("datafs-commit", commit_batches as fn(&Shared)), ("datafs-turn", watch_requests)] {
+    let runs: [(&str, fn(&Shared)); 3] = [
+        ("datafs-commit", commit_batches),
+        ("datafs-turn", watch_requests),
+        ("datafs-checkpoint", checkpoint::run),
+    ];
+    for (name, run) in runs {
         let shared = Arc::clone(shared);
         threads.push(spawn(name, &shared.engine.place(), move || run(&shared))?);
     }
@@ -186,6 +192,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     failpoint::hit("group-frozen");
     frozen.prerequisites.run()?;
     failpoint::hit("group-prerequisites");
+    checkpoint::finish(shared);
     let layer = frozen.layer.read();
     let keys = layer.newest().map(|(key, _)| key);
     shared.turn.log().append(shared.turn.words(), frozen.number, shared.writer, keys);
@@ -200,9 +207,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
             return Ok(());
         }
         if newest + 1 != frozen.number {
-            return Err(shared.damaged(
-                "another process wrote to it out of turn: the file with the suffix -turn was removed or replaced",
-            ));
+            return Err(shared.damaged(OUT_OF_TURN));
         }
         for (key, value) in layer.newest() {
             match value {
@@ -214,6 +219,9 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
         txn.put(keys::BATCH, &frozen.number.to_be_bytes())
     })?;
     failpoint::hit("group-committed");
+    if shared.checkpoints.committed(shared.engine.log_pages()) {
+        shared.checkpoint.notify_one();
+    }
     shared.turn.finish(frozen.number);
     failpoint::hit("group-finished");
     Ok(())

@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use super::change_log::{Cursor, Read};
 use super::changes::{ChangeListener, Subscription};
+use super::checkpoint::Checkpoints;
 use super::committer;
 use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
 use super::keys;
@@ -45,6 +46,9 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 const CAREFUL_BELOW_BYTES: u64 = 128 << 20;
 /// Memory for records that were read or committed.
 const CACHE_BYTES_MAX: usize = 16 << 20;
+/// Somebody does not see the lock.
+pub(super) const OUT_OF_TURN: &str =
+    "another process wrote to it out of turn: the file with the suffix -turn was removed or replaced";
 /// How long a wait for another process sleeps before it looks whether that one is alive.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
@@ -69,6 +73,9 @@ pub(super) struct Shared {
     /// Something that the committing thread waits for has happened.
     pub(super) work: Condvar,
     pub(super) cache: Mutex<RecordCache>,
+    pub(super) checkpoints: Checkpoints,
+    /// The copying thread has something to do.
+    pub(super) checkpoint: Condvar,
     /// Held while the log is synced.
     syncing: Mutex<()>,
     syncs: AtomicU64,
@@ -148,6 +155,7 @@ impl Group {
     /// Group commit on an engine, whose file other processes use in the same way.
     pub(crate) fn new(engine: Arc<Sqlite>) -> Result<Group> {
         let lock_wait = engine.lock_wait();
+        engine.checkpoint_elsewhere()?;
         let turn = Turn::open(engine.path(), lock_wait, &mut || Ok(Snapshot::take(&engine)?.batch()))?;
         let cursor = turn.log().end(turn.words());
         let base = Snapshot::take(&engine)?.batch();
@@ -179,6 +187,8 @@ impl Group {
             progress: Condvar::new(),
             work: Condvar::new(),
             cache: Mutex::new(RecordCache::new(CACHE_BYTES_MAX)),
+            checkpoints: Checkpoints::default(),
+            checkpoint: Condvar::new(),
             syncing: Mutex::new(()),
             syncs: AtomicU64::new(0),
         });
@@ -297,6 +307,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         self.shared.state.lock().stopping = true;
         self.shared.work.notify_one();
+        self.shared.checkpoint.notify_one();
         self.shared.turn.wake_all();
         for thread in self.threads.lock().drain(..) {
             // The last handle may be dropped by a listener.
@@ -408,6 +419,12 @@ impl Shared {
                 outdated = state.refresh(self.turn.finished().max(committed), self);
             }
             let frozen = state.frozen.as_ref().map(|frozen| frozen.number);
+            if fresh.as_ref().is_some_and(|fresh| fresh.batch() > frozen.unwrap_or(state.base)) {
+                drop(state);
+                let error = self.damaged(OUT_OF_TURN);
+                self.fail(&error);
+                return Err(error);
+            }
             let fits =
                 |snapshot: &Snapshot| snapshot.batch() == state.base || Some(snapshot.batch()) == frozen;
             let snapshot = match fresh.take().filter(fits) {

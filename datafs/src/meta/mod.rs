@@ -11,6 +11,7 @@
 
 mod change_log;
 pub(crate) mod changes;
+mod checkpoint;
 pub(crate) mod codec;
 mod committer;
 pub(crate) mod engine;

@@ -6,11 +6,12 @@
 //! take the newest back, in order; the file stays whole). Durable commits run with `FULL`: the log is
 //! synced, with everything before it.
 
+use std::cell::Cell;
 use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -37,12 +38,21 @@ const WATCH_INTERVAL: Duration = Duration::from_millis(5);
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
+thread_local! {
+    /// Pages in the log after the newest commit of this thread; SQLite's hook has no other place.
+    static COMMITTED_PAGES: Cell<u32> = const { Cell::new(0) };
+}
+
 /// The engine.
 pub(crate) struct Sqlite {
     path: PathBuf,
     lock_wait: Duration,
     writer: Mutex<Writer>,
     readers: Mutex<Vec<Connection>>,
+    /// Copies the log back.
+    copier: Mutex<Option<Connection>>,
+    /// Pages in the log after the newest commit of this process.
+    log_pages: AtomicU32,
     /// The name of the log is on the disk.
     log_named: AtomicBool,
 }
@@ -67,6 +77,8 @@ impl Sqlite {
             lock_wait,
             writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
             readers: Mutex::new(Vec::new()),
+            copier: Mutex::new(None),
+            log_pages: AtomicU32::new(0),
             log_named: AtomicBool::new(false),
         };
         engine.prepare()?;
@@ -126,6 +138,35 @@ impl Sqlite {
             return Err(Error::NewerFormat { place: self.place(), found, supported: FORMAT_VERSION });
         }
         Ok(())
+    }
+
+    /// From now on [`Sqlite::checkpoint`] is called in time, so that commits need not copy the log.
+    pub(crate) fn checkpoint_elsewhere(&self) -> Result<()> {
+        let writer = self.writer.lock();
+        self.locked(|| writer.connection.pragma_update(None, "wal_autocheckpoint", 0))?;
+        writer.connection.wal_hook(Some(|_, pages| {
+            COMMITTED_PAGES.set(u32::try_from(pages).unwrap_or(0));
+            Ok(())
+        }));
+        Ok(())
+    }
+
+    /// Pages in the log after the newest commit of this process.
+    pub(crate) fn log_pages(&self) -> u32 {
+        self.log_pages.load(Ordering::Acquire)
+    }
+
+    /// Copies the log back into the file, as far as nobody reads what was there before.
+    pub(crate) fn checkpoint(&self) -> Result<()> {
+        let mut copier = self.copier.lock();
+        let connection = match &*copier {
+            Some(connection) => connection,
+            None => copier.insert(connect(&self.path, self.lock_wait)?),
+        };
+        let start = Instant::now();
+        connection
+            .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()))
+            .map_err(|error| self.translate(error, start))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -311,6 +352,7 @@ impl Engine for Sqlite {
         let start = Instant::now();
         let committed = execute(connection, "COMMIT");
         drop(open);
+        self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
         committed.map_err(|error| self.translate(error, start))
     }
 

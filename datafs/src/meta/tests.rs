@@ -1,6 +1,8 @@
 //! Tests of the engine and of versioned records.
 #![allow(clippy::unwrap_used)]
 
+mod group;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
