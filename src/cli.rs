@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use millrace_datafs::mount::Open;
-use millrace_datafs::{Name, VolumeSpec};
+use millrace_datafs::{Compression, Name, VolumeSpec};
 use millrace_streams::dataset::DatasetSpec;
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.
@@ -164,10 +164,18 @@ impl DeviceArg {
 #[derive(Debug, Subcommand)]
 pub(crate) enum VolumeCommand {
     /// Create an empty volume
-    #[command(after_help = "Example:\n  millrace volume create digits")]
+    #[command(
+        after_help = "Examples:\n  millrace volume create digits\n  millrace volume create logs --compression zstd:9 --encrypt main"
+    )]
     Create {
         /// Letters, digits, '.', '_' and '-', at most 128
         name: Name,
+        /// How file data is compressed: none, lz4, zstd or zstd:LEVEL (1 to 19)
+        #[arg(long, value_name = "HOW", default_value_t)]
+        compression: Compression,
+        /// Encrypt file data with this key of [datafs.encryption_keys]; names and sizes stay readable
+        #[arg(long, value_name = "KEY")]
+        encrypt: Option<String>,
     },
     /// List volumes
     #[command(after_help = "Example:\n  millrace volume list --json")]

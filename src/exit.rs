@@ -42,7 +42,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
         | E::Conflict { .. }
         | E::Busy { .. }
         | E::NewerFormat { .. } => Exit::Conflict,
-        E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) => Exit::Usage,
+        E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) | E::WrongKey { .. } => Exit::Usage,
         E::NoSpace { .. } => Exit::NoSpace,
         E::NotWritable { .. } | E::StoreAway { .. } | E::Unsupported(_) => Exit::Unavailable,
         E::Corrupt { .. } => Exit::Corrupt,

@@ -44,6 +44,15 @@ pub struct Config {
     /// How long a request to a store in the cloud is tried, with growing pauses, before it fails. At
     /// least 1.
     pub store_timeout_ms: u64,
+    /// Where data of a store in the cloud is kept on this machine, for all of its processes; relative to
+    /// the home folder.
+    pub cache_dir: PathBuf,
+    /// Bytes that the cache holds at most; 0 turns it off.
+    pub cache_bytes_max: u64,
+    /// Bytes of the cache's disk that it leaves free.
+    pub cache_free_bytes_min: u64,
+    /// Bytes of objects in the cloud that are in memory for readers: what was fetched ahead, mostly.
+    pub read_buffers_bytes_max: u64,
     /// How long a write waits for other processes before it fails with `Busy`. At least 1.
     pub lock_wait_ms: u64,
     /// Unflushed bytes of one open file that are kept in memory before they become an object.
@@ -58,6 +67,9 @@ pub struct Config {
     /// Options of the store, by the names of the `object_store` crate: `endpoint`, `region`,
     /// `allow_http`, `access_key_id`, `secret_access_key`, …
     pub store_options: BTreeMap<String, Secret>,
+    /// The keys of encrypted volumes by name: 32 bytes, as they are, in hex or in base64, in a file or in
+    /// a variable of the environment.
+    pub encryption_keys: BTreeMap<String, Secret>,
 }
 
 impl Default for Config {
@@ -73,12 +85,17 @@ impl Default for Config {
             store_dir: PathBuf::from("datafs/objects"),
             store_url: None,
             store_timeout_ms: 30_000,
+            cache_dir: PathBuf::from("datafs/cache"),
+            cache_bytes_max: 16 << 30,
+            cache_free_bytes_min: 1 << 30,
+            read_buffers_bytes_max: 128 << 20,
             lock_wait_ms: 60_000,
             write_buffer_bytes_max: 32 << 20,
             write_buffers_bytes_max: 256 << 20,
             garbage_grace_ms: 10_000,
             gc_interval_ms: 30_000,
             store_options: BTreeMap::new(),
+            encryption_keys: BTreeMap::new(),
         }
     }
 }
@@ -95,12 +112,17 @@ impl Config {
         Config {
             meta_url: self.meta_url.as_ref().map(MetaUrl::redacted),
             store_options: self.store_options.iter().map(hide).collect(),
+            encryption_keys: self.encryption_keys.iter().map(hide).collect(),
             ..self.clone()
         }
     }
 
     pub(crate) fn store_path(&self, home: &Path) -> PathBuf {
         home.join(&self.store_dir)
+    }
+
+    pub(crate) fn cache_path(&self, home: &Path) -> PathBuf {
+        home.join(&self.cache_dir)
     }
 
     /// Where the processes that use this metadata lock a file each.

@@ -164,6 +164,17 @@ pub enum Error {
         /// How it shows.
         reason: String,
     },
+    /// Data is encrypted with a key that this process does not have, or has another of the same name
+    /// (EACCES).
+    #[error("{what} is encrypted with the key {key:?}, {reason}")]
+    WrongKey {
+        /// The volume or object.
+        what: String,
+        /// The key's name.
+        key: String,
+        /// What is the matter with it.
+        reason: &'static str,
+    },
     /// The object store did not answer for `store_timeout_ms` (EIO). Repeat the call once it is back;
     /// what was written and not committed is still there.
     #[error(
@@ -238,6 +249,15 @@ impl Error {
         Self::Corrupt { what: what.into(), reason: reason.into() }
     }
 
+    /// A key is missing, or another one has its name.
+    pub(crate) fn wrong_key(what: String, key: &str, missing: bool) -> Self {
+        let reason = match missing {
+            true => "which is not in [datafs.encryption_keys]",
+            false => "but [datafs.encryption_keys] has another key under that name",
+        };
+        Self::WrongKey { what, key: key.to_owned(), reason }
+    }
+
     /// An operating-system error at a path, told apart by errno.
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
@@ -256,6 +276,7 @@ impl From<ObjectError> for Error {
             ObjectError::Corrupt { id, byte, reason } => {
                 Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
             }
+            ObjectError::Key { id, key, missing } => Self::wrong_key(format!("object {id}"), &key, missing),
             ObjectError::Away { operation, place, tried_ms, source } => {
                 Self::StoreAway { place, operation, tried_ms, source }
             }

@@ -27,6 +27,8 @@ use crate::session::{self, DeadSession};
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
+/// Objects that are deleted at a time: a store in the cloud takes several requests at once.
+const DELETED_TOGETHER: usize = 64;
 /// Half-written files of dead writers are removed at this age.
 const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 
@@ -356,8 +358,8 @@ impl Shared {
         // pointer to what is deleted now.
         self.meta.sync()?;
         for batch in due.chunks(BATCH) {
-            for object in batch {
-                self.pool.delete(*object)?;
+            for few in batch.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+                self.pool.delete_all(few)?;
                 crate::failpoint::hit("gc-object-deleted");
             }
             self.meta.transact(Durability::Relaxed, |txn| {

@@ -60,14 +60,18 @@ pub mod mount;
 mod name;
 mod publish;
 mod session;
+#[cfg(test)]
+mod store_tests;
 mod store_view;
 mod transfer;
 mod view;
 mod volume;
+mod warmup;
 mod watch;
 
 pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, Secret};
+pub use data::Compression;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
@@ -82,4 +86,5 @@ pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
-pub use volume::{SnapshotInfo, Usage, VolumeInfo};
+pub use volume::{SnapshotInfo, Usage, VolumeInfo, VolumeOptions};
+pub use warmup::Warmup;

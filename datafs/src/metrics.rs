@@ -58,6 +58,26 @@ pub(crate) static STORE_RETRIES: Counter = Counter(LazyLock::new(|| {
     counter("millrace_datafs_store_retries_total", "Requests to the object store that were tried again.")
 }));
 
+/// Bytes of objects in the cloud that were written to the cache.
+pub(crate) static CACHE_WRITTEN_BYTES: Counter = Counter(LazyLock::new(|| {
+    counter("millrace_datafs_cache_written_bytes_total", "Bytes written to the cache.")
+}));
+
+/// Bytes that were read from the cache and verified.
+pub(crate) static CACHE_READ_BYTES: Counter = Counter(LazyLock::new(|| {
+    counter("millrace_datafs_cache_read_bytes_total", "Bytes read from the cache and verified.")
+}));
+
+/// Blocks that were not kept because too many were waiting for the disk.
+pub(crate) static CACHE_SKIPPED: Counter = Counter(LazyLock::new(|| {
+    counter("millrace_datafs_cache_skipped_total", "Blocks that the cache had no time to keep.")
+}));
+
+/// Bytes that were removed from the cache to stay within its bounds.
+pub(crate) static CACHE_EVICTED_BYTES: Counter = Counter(LazyLock::new(|| {
+    counter("millrace_datafs_cache_evicted_bytes_total", "Bytes evicted from the cache.")
+}));
+
 /// Files that a mount opened and handed to the kernel.
 pub(crate) static PASSTHROUGH_OPENS: Counter = Counter(LazyLock::new(|| {
     counter("millrace_datafs_mount_passthrough_opens_total", "Files handed to the kernel at open.")

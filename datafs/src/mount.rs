@@ -124,7 +124,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::Conflict { .. } => Errno::EAGAIN,
         Error::Busy { .. } => Errno::EBUSY,
         Error::Stale { .. } => Errno::ESTALE,
-        Error::NotWritable { .. } => Errno::EACCES,
+        Error::NotWritable { .. } | Error::WrongKey { .. } => Errno::EACCES,
         Error::Unsupported(_) => Errno::EOPNOTSUPP,
         Error::NewerFormat { .. }
         | Error::Corrupt { .. }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::data::{Extent, ObjectWriter};
 use crate::datafs::FreshObject;
 use crate::error::{Error, Result};
-use crate::fs::content::{self, INLINE_BYTES_MAX};
+use crate::fs::content;
 use crate::fs::path::components;
 use crate::fs::tree::{self, Closing};
 use crate::fs::types::{FileKind, ROOT_INO};
@@ -77,12 +77,12 @@ impl StagedWriter {
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         let object = match &mut self.object {
             Some(object) => object,
-            None if self.head.len() + bytes.len() <= INLINE_BYTES_MAX => {
+            None if self.head.len() + bytes.len() <= self.view.inline_bytes_max() => {
                 self.head.extend_from_slice(bytes);
                 return Ok(());
             }
             none => {
-                let mut object = self.view.shared.pool.writer();
+                let mut object = self.view.shared.pool.writer(self.view.codec())?;
                 object.append(&std::mem::take(&mut self.head))?;
                 none.insert(object)
             }

@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::data::Codec;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::fs::OpenFile;
+use crate::fs::content::INLINE_BYTES_MAX;
 use crate::fs::path::{components, split_last};
 use crate::fs::types::{Attr, Node, OpenFlags, ROOT_INO, SNAPSHOTS_INO};
 use crate::meta::engine::{Durability, Order};
@@ -58,12 +60,14 @@ pub struct View {
     at: At,
     /// Tells its changes from those of others; see [`crate::watch`].
     writer: u64,
+    /// How file data that is written through this view is stored.
+    codec: Arc<Codec>,
 }
 
 impl View {
-    pub(crate) fn new(shared: Arc<Shared>, spec: VolumeSpec, volume: u64, at: At) -> View {
+    pub(crate) fn new(shared: Arc<Shared>, spec: VolumeSpec, volume: u64, at: At, codec: Codec) -> View {
         let writer = shared.session.id();
-        View { shared, spec: Arc::new(spec), volume, at, writer }
+        View { shared, spec: Arc::new(spec), volume, at, writer, codec: Arc::new(codec) }
     }
 
     /// The same view as a writer of its own.
@@ -74,6 +78,16 @@ impl View {
     /// The number that its changes are told apart by.
     pub(crate) fn writer(&self) -> u64 {
         self.writer
+    }
+
+    /// How file data that is written through this view is stored.
+    pub(crate) fn codec(&self) -> &Codec {
+        &self.codec
+    }
+
+    /// Most bytes of a file that go into the metadata, where nothing is encrypted.
+    pub(crate) fn inline_bytes_max(&self) -> usize {
+        if self.codec.key.is_some() { 0 } else { INLINE_BYTES_MAX }
     }
 
     /// What this is a view of.

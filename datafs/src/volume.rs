@@ -5,7 +5,8 @@ use std::time::SystemTime;
 use chrono::{DateTime, SecondsFormat, Utc};
 use serde::{Serialize, Serializer};
 
-use crate::datafs::Datafs;
+use crate::data::{Codec, Compression};
+use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::types::{FileKind, ROOT_INO};
 use crate::meta::codec::Decoder;
@@ -32,8 +33,23 @@ pub struct VolumeInfo {
     pub created_at: SystemTime,
     /// How many snapshots it has.
     pub snapshots: u64,
+    /// How its file data is compressed.
+    pub compression: Compression,
+    /// The name of the key that its file data is encrypted with.
+    pub encryption_key: Option<String>,
     /// What the live tree holds; counted by [`Datafs::volume_show`] only.
     pub usage: Option<Usage>,
+}
+
+/// How a volume stores its file data; chosen when it is made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct VolumeOptions {
+    /// How file data is compressed.
+    pub compression: Compression,
+    /// The key of `[datafs.encryption_keys]` that file data is encrypted with, with AES-256-GCM. Names,
+    /// attributes (sizes and times among them), extended attributes, link targets and application keys
+    /// are not encrypted.
+    pub encryption_key: Option<String>,
 }
 
 /// What a volume's live tree holds.
@@ -71,6 +87,13 @@ fn rfc3339<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::
 impl Datafs {
     /// Makes an empty volume; durable when it returns. Fails with [`Error::Exists`].
     pub fn volume_create(&self, name: &Name) -> Result<VolumeInfo> {
+        self.volume_create_with(name, &VolumeOptions::default())
+    }
+
+    /// [`Datafs::volume_create`] of a volume whose file data is compressed or encrypted. Fails with
+    /// [`Error::WrongKey`] when the configuration does not have the key.
+    pub fn volume_create_with(&self, name: &Name, options: &VolumeOptions) -> Result<VolumeInfo> {
+        let key = options.encryption_key.as_deref().map(|key| self.key_of(name, key)).transpose()?;
         let session = self.shared.session.id();
         let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
         self.shared.meta.transact(Durability::Durable, |txn| {
@@ -90,6 +113,8 @@ impl Datafs {
                 epoch: 1,
                 last_snapshot: 0,
                 deleting: false,
+                compression: options.compression,
+                key: key.clone(),
             };
             txn.put(keys::LAST_VOLUME, &id.to_be_bytes())?;
             txn.put(&name_key, &id.to_be_bytes())?;
@@ -100,6 +125,32 @@ impl Datafs {
             Writer::run(txn, id, session, |writer| writer.put(&keys::attributes(ROOT_INO), &root.encode()))?;
             info(txn.as_read(), id, &row)
         })
+    }
+
+    /// Encrypts what is written to an encrypted volume from now on with another key; durable when it
+    /// returns. Views that are open write with the old one on. What is there keeps the key it was written
+    /// with, which must stay in the configuration for as long as any of it is wanted.
+    pub fn volume_set_key(&self, name: &Name, key: &str) -> Result<()> {
+        let new = self.key_of(name, key)?;
+        self.shared.meta.transact(Durability::Durable, |txn| {
+            let id = find(txn.as_read(), name)?;
+            let mut row = VolumeRow::get(txn.as_read(), id)?;
+            if row.key.is_none() {
+                // Small files may be in the metadata, where nothing is encrypted.
+                return Err(Error::Invalid(format!(
+                    "volume {name} is not encrypted: make an encrypted one and copy the files"
+                )));
+            }
+            row.key = Some(new.clone());
+            txn.put(&keys::volume(id), &row.encode())
+        })
+    }
+
+    /// A key by name, and what tells it from others of that name.
+    fn key_of(&self, volume: &Name, key: &str) -> Result<(String, [u8; 8])> {
+        let found = self.shared.pool.keys().get(key);
+        let found = found.ok_or_else(|| Error::wrong_key(format!("volume {volume}"), key, true))?;
+        Ok((key.to_owned(), found.check()))
     }
 
     /// All volumes by name.
@@ -173,10 +224,12 @@ impl Datafs {
         Ok(())
     }
 
-    /// A view of a volume, live (read and write) or at a snapshot (read only).
+    /// A view of a volume, live (read and write) or at a snapshot (read only). Fails with
+    /// [`Error::WrongKey`] when the volume is encrypted and its key not at hand.
     pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
-        let (id, at) = self.shared.meta.view(|txn| {
+        let (id, at, row) = self.shared.meta.view(|txn| {
             let id = find(txn, &spec.volume)?;
+            let row = VolumeRow::get(txn, id)?;
             let at = match &spec.snapshot {
                 None => At::Live,
                 Some(name) => match snapshot::find(txn, id, name.as_str())? {
@@ -184,9 +237,10 @@ impl Datafs {
                     None => return Err(Error::not_found(format!("snapshot {spec}"))),
                 },
             };
-            Ok((id, at))
+            Ok((id, at, row))
         })?;
-        Ok(View::new(self.shared.clone(), spec.clone(), id, at))
+        let codec = self.shared.codec_of(&row)?;
+        Ok(View::new(self.shared.clone(), spec.clone(), id, at, codec))
     }
 
     fn usage(&self, volume: u64) -> Result<Usage> {
@@ -221,6 +275,29 @@ impl Datafs {
     }
 }
 
+impl Shared {
+    /// How new data of a volume is stored. Fails when its key is not at hand.
+    pub(crate) fn codec_of(&self, row: &VolumeRow) -> Result<Codec> {
+        let key = match &row.key {
+            None => None,
+            Some((name, check)) => {
+                let wrong = |missing| Error::wrong_key(format!("volume {}", row.name), name, missing);
+                let key = self.pool.keys().get(name).ok_or_else(|| wrong(true))?;
+                if key.check() != *check {
+                    return Err(wrong(false));
+                }
+                Some(key.clone())
+            }
+        };
+        Ok(Codec { compression: row.compression, key })
+    }
+
+    /// [`Shared::codec_of`] of a volume by number.
+    pub(crate) fn codec_of_volume(&self, volume: u64) -> Result<Codec> {
+        self.codec_of(&self.meta.view(|txn| VolumeRow::get(txn, volume))?)
+    }
+}
+
 fn find(txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
     match txn.get(&keys::volume_name(name.as_str()))? {
         Some(value) => Decoder::new("volume name record", &value).u64(),
@@ -234,6 +311,8 @@ fn info(txn: &mut dyn ReadTxn, id: u64, row: &VolumeRow) -> Result<VolumeInfo> {
         id,
         created_at: row.created.to_system(),
         snapshots: snapshot::list(txn, id)?.len() as u64,
+        compression: row.compression,
+        encryption_key: row.key.as_ref().map(|(name, _)| name.clone()),
         usage: None,
     })
 }

@@ -1,7 +1,7 @@
 //! `millrace volume create|list|show|delete`.
 
 use anyhow::Result;
-use millrace_datafs::{Usage, VolumeInfo};
+use millrace_datafs::{Usage, VolumeInfo, VolumeOptions};
 
 use crate::cli::VolumeCommand;
 use crate::context::Context;
@@ -12,8 +12,9 @@ use crate::output::{bytes, count, time};
 pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
     let datafs = context.datafs()?;
     match command {
-        VolumeCommand::Create { name } => {
-            let info = datafs.volume_create(&name)?;
+        VolumeCommand::Create { name, compression, encrypt } => {
+            let options = VolumeOptions { compression, encryption_key: encrypt };
+            let info = datafs.volume_create_with(&name, &options)?;
             show(context, &[info])
         }
         VolumeCommand::List => show(context, &datafs.volume_list()?),
@@ -50,7 +51,7 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
 fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {
     context.out.table(
         &volumes,
-        &["volume", "files", "bytes", "snapshots", "created (UTC)"],
+        &["volume", "files", "bytes", "snapshots", "compression", "key", "created (UTC)"],
         volumes.iter().map(|volume| {
             let usage = |text: fn(&Usage) -> String| volume.usage.as_ref().map_or("-".to_owned(), text);
             vec![
@@ -58,6 +59,8 @@ fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {
                 usage(|usage| count(usage.files)),
                 usage(|usage| bytes(usage.bytes)),
                 count(volume.snapshots),
+                volume.compression.to_string(),
+                volume.encryption_key.clone().unwrap_or_else(|| "-".to_owned()),
                 time(volume.created_at),
             ]
         }),

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::{Compact, CompactReport};
-use crate::data::{Extent, ObjectId};
+use crate::data::{Extent, ObjectError, ObjectId};
 use crate::datafs::{FreshObject, Shared};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content;
 use crate::meta::engine::Durability;
@@ -121,7 +121,7 @@ fn rewrite(
     old: &Old,
     report: &mut CompactReport,
 ) -> Result<bool> {
-    let Some((object, new)) = copy(shared, old)? else {
+    let Some((object, new)) = copy(shared, volume, old)? else {
         report.conflicts += 1;
         return Ok(false);
     };
@@ -166,9 +166,14 @@ fn rewrite(
     }
 }
 
-/// The bytes in a new object; `None` when one of theirs is gone: the file was changed.
-fn copy(shared: &Arc<Shared>, old: &Old) -> Result<Option<(FreshObject, Vec<Extent>)>> {
-    let mut writer = shared.pool.writer();
+/// The bytes in a new object; `None` when one of theirs is gone (the file was changed), or when they are
+/// encrypted and the key is not at hand.
+fn copy(shared: &Arc<Shared>, volume: u64, old: &Old) -> Result<Option<(FreshObject, Vec<Extent>)>> {
+    let codec = match shared.codec_of_volume(volume) {
+        Err(Error::WrongKey { .. }) => return Ok(None),
+        other => other?,
+    };
+    let mut writer = shared.pool.writer(&codec)?;
     let mut new: Vec<Extent> = Vec::new();
     let mut buffer = Vec::new();
     let head = old.head.as_deref().unwrap_or_default();
@@ -193,7 +198,7 @@ fn copy(shared: &Arc<Shared>, old: &Old) -> Result<Option<(FreshObject, Vec<Exte
             buffer.resize(len as usize, 0);
             let from = extent.object_offset + done;
             match shared.pool.read_part(extent.object, extent.object_offset, from, &mut buffer) {
-                Err(crate::data::ObjectError::Missing { .. }) => return Ok(None),
+                Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
                 other => other?,
             }
             writer.append(&buffer)?;

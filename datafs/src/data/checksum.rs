@@ -154,25 +154,22 @@ impl Sums {
         self.sums.len() as u64 * 4 + FOOTER_BYTES
     }
 
+    /// Bytes of each frame but the last.
+    pub(super) fn frame_bytes(&self) -> u64 {
+        u64::from(self.frame_bytes)
+    }
+
+    /// Whether these are the bytes of a frame.
+    pub(super) fn check(&self, frame: u64, bytes: &[u8]) -> bool {
+        let sum = usize::try_from(frame).ok().and_then(|frame| self.sums.get(frame));
+        sum == Some(&crc32c::crc32c(bytes))
+    }
+
     /// The smallest run of whole frames around `start..end` (which lie inside the object).
     pub(crate) fn window(&self, start: u64, end: u64) -> (u64, u64) {
         let frame = u64::from(self.frame_bytes);
         let from = start / frame * frame;
         let to = end.div_ceil(frame).saturating_mul(frame).min(self.data_bytes);
         (from, to)
-    }
-
-    /// Checks whole frames that begin at `start` (a window's start); the error is the first byte of
-    /// the frame that differs.
-    pub(crate) fn verify(&self, start: u64, bytes: &[u8]) -> Result<(), u64> {
-        let first = start / u64::from(self.frame_bytes);
-        for (i, frame) in bytes.chunks(self.frame_bytes as usize).enumerate() {
-            let index = first + i as u64;
-            let want = usize::try_from(index).ok().and_then(|i| self.sums.get(i));
-            if want != Some(&crc32c::crc32c(frame)) {
-                return Err(index * u64::from(self.frame_bytes));
-            }
-        }
-        Ok(())
     }
 }

@@ -26,6 +26,16 @@ pub(crate) enum ObjectError {
         /// What did not fit.
         reason: String,
     },
+    /// The key that the object was encrypted with is not at hand.
+    #[error("object {id} is encrypted with the key {key:?}, {}", missing_words(*.missing))]
+    Key {
+        /// The object.
+        id: ObjectId,
+        /// The key's name.
+        key: String,
+        /// There is none of that name; otherwise the one of that name is another.
+        missing: bool,
+    },
     /// The store is full.
     #[error("no space left in the object store at {place}")]
     NoSpace {
@@ -85,6 +95,34 @@ impl ObjectError {
         Self::Io { operation, path, source }
     }
 
+    /// The same error once more, for another one who waited for the same thing.
+    pub(super) fn again(&self) -> ObjectError {
+        match self {
+            Self::Missing { id } => Self::Missing { id: *id },
+            Self::Corrupt { id, byte, reason } => {
+                Self::Corrupt { id: *id, byte: *byte, reason: reason.clone() }
+            }
+            Self::Key { id, key, missing } => Self::Key { id: *id, key: key.clone(), missing: *missing },
+            Self::NoSpace { place, source } => {
+                Self::NoSpace { place: place.clone(), source: source.to_string().into() }
+            }
+            Self::Io { operation, path, source } => Self::Io {
+                operation,
+                path: path.clone(),
+                source: io::Error::new(source.kind(), source.to_string()),
+            },
+            Self::Away { operation, place, tried_ms, source } => Self::Away {
+                operation,
+                place: place.clone(),
+                tried_ms: *tried_ms,
+                source: source.to_string().into(),
+            },
+            Self::Store { operation, place, source } => {
+                Self::Store { operation, place: place.clone(), source: source.to_string().into() }
+            }
+        }
+    }
+
     /// Whether the store said that there is no such object.
     pub(super) fn is_not_found(&self) -> bool {
         let Self::Store { source, .. } = self else { return false };
@@ -109,6 +147,13 @@ impl ObjectError {
 pub(super) fn threads_gone(place: &str) -> ObjectError {
     let source = "the object store's threads have stopped".into();
     ObjectError::Store { operation: "ask", place: place.to_owned(), source }
+}
+
+fn missing_words(missing: bool) -> &'static str {
+    match missing {
+        true => "which [datafs.encryption_keys] does not name",
+        false => "but [datafs.encryption_keys] has another key under that name",
+    }
 }
 
 fn is_no_space(error: &io::Error) -> bool {

@@ -1,94 +1,400 @@
-//! Fetches the bytes of an object from a store in the cloud.
+//! Reads objects of a store in the cloud: frames come in segments that are fetched in parallel, kept for
+//! a moment in memory for all readers, and written to the cache on the side.
+//!
+//! A sequential reader finds the next segments on their way: the window ahead of it grows from 4 MiB to
+//! 32 MiB. Any other reader fetches the frames that it needs and no more. Whoever wants a frame that is on
+//! its way waits for that request instead of making another.
 
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 
-use super::checksum::Sums;
+use super::cache::{Cache, Entry};
 use super::error::{ObjectError, Result};
-use super::object::{Layout, ObjectId};
-use super::pool::ObjectPool;
-use super::reader::torn;
+use super::index::Index;
+use super::object::ObjectId;
 use super::remote::RemoteStore;
 use super::runtime::Io;
+use super::segment::{Buffers, Segment};
+use crate::metrics;
 
-/// Bytes of one request; longer reads are several requests at a time.
-const RANGE_BYTES: usize = 4 * 1024 * 1024;
+/// Bytes of one request.
+pub(super) const SEGMENT_BYTES: u64 = 4 * 1024 * 1024;
+/// The largest window ahead of a sequential reader: with the segment that is being read, eight requests
+/// at a time and one more.
+const WINDOW_BYTES_MAX: u64 = 32 * 1024 * 1024;
+/// Reads no further apart than this are one sequential reader, whose requests may arrive out of order.
+const NEAR_BYTES: u64 = 1024 * 1024;
+/// Sequential readers of one object that are told apart.
+const STREAMS_MAX: usize = 4;
+/// What one read asks for at a time; the window goes on beyond it.
+const READ_BYTES: usize = 16 * 1024 * 1024;
 
-/// An object in the cloud.
+/// The cache, and what it has of an object.
+pub(super) type Kept = (Arc<Cache>, Arc<Entry>);
+
+/// A large object in the cloud that is open for reading.
 #[derive(Debug)]
 pub(super) struct RemoteData {
+    pub(super) id: ObjectId,
     // No handle of the pool, which keeps this: it would never go.
-    io: Io,
-    id: ObjectId,
-    store: Arc<RemoteStore>,
-    /// All of a small object: it came with its checksums.
-    whole: Option<Bytes>,
+    pub(super) io: Io,
+    pub(super) store: Arc<RemoteStore>,
+    pub(super) index: Arc<Index>,
+    pub(super) kept: Option<Kept>,
+    pub(super) buffers: Arc<Buffers>,
+    pub(super) progress: Mutex<Progress>,
+}
+
+/// What is in memory or on its way, and who reads where.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// Disjoint, by first frame.
+    segments: BTreeMap<u64, Arc<Segment>>,
+    /// Most recently used last.
+    streams: Vec<Stream>,
+}
+
+/// One sequential reader.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stream {
+    /// Where it has read to.
+    end: u64,
+    /// How far ahead of that it fetches, in bytes; 0 until it has proved to be sequential.
+    window: u64,
+    /// Up to which frame it has fetched.
+    ahead: u64,
+}
+
+/// Where frames that a read wants are.
+#[derive(Debug)]
+enum Piece {
+    Cached(Range<u64>),
+    Fetched(Arc<Segment>, Range<u64>),
 }
 
 impl RemoteData {
-    /// The object, its checksums and how many bytes of data there are.
-    pub(super) fn open(
-        pool: &ObjectPool,
-        store: &Arc<RemoteStore>,
-        id: ObjectId,
-    ) -> Result<(RemoteData, Sums, u64)> {
-        let remote = Arc::clone(store);
-        let path = remote.sums_path(id);
-        let read = pool.runtime().wait(async move { remote.get(&path, None).await });
-        let (bytes, _) = store.answer(read).map_err(|error| match id.layout() {
-            _ if !error.is_not_found() => error,
-            Layout::Framed | Layout::Pack => ObjectError::Missing { id },
-            Layout::Plain => Self::missing(pool, store, id),
-        })?;
-        let end = bytes.len() as u64;
-        let sums =
-            Sums::parse_end(&bytes, id).map_err(|reason| ObjectError::Corrupt { id, byte: end, reason })?;
-        let (whole, stored) = match id.layout() {
-            Layout::Framed | Layout::Pack => (Some(bytes), end.saturating_sub(sums.trailer_bytes())),
-            Layout::Plain => (None, sums.data_bytes()),
-        };
-        let data = RemoteData { io: pool.runtime().clone(), id, store: Arc::clone(store), whole };
-        Ok((data, sums, stored))
-    }
-
-    /// Which error it is when a plain object has no checksums.
-    fn missing(pool: &ObjectPool, store: &Arc<RemoteStore>, id: ObjectId) -> ObjectError {
-        let (remote, path) = (Arc::clone(store), store.data_path(id));
-        match store.answer(pool.runtime().wait(async move { remote.get_range(&path, 0..1).await })) {
-            Ok(_) => torn(id, 0),
-            Err(error) if error.is_not_found() => ObjectError::Missing { id },
-            Err(error) => error,
-        }
-    }
-
-    /// Fills `window` with the bytes from `from` on, not verified.
-    pub(super) fn read(&self, from: u64, window: &mut [u8]) -> Result<()> {
-        if let Some(whole) = &self.whole {
-            let from = from as usize;
-            window.copy_from_slice(&whole[from..from + window.len()]);
-            return Ok(());
-        }
-        let parts: Vec<_> = window
-            .chunks_mut(RANGE_BYTES)
-            .scan(from, |at, part| {
-                let range = *at..*at + part.len() as u64;
-                *at = range.end;
-                let (remote, path) = (Arc::clone(&self.store), self.store.data_path(self.id));
-                let fetch = async move { remote.get_range(&path, range).await };
-                Some((part, self.io.start_future(fetch)))
-            })
-            .collect();
-        for (part, fetched) in parts {
-            let bytes = self.store.answer(fetched.wait()).map_err(|error| {
-                if error.is_not_found() { ObjectError::Missing { id: self.id } } else { error }
-            })?;
-            if bytes.len() != part.len() {
-                let reason = "the object in the store is cut short".into();
-                return Err(ObjectError::Corrupt { id: self.id, byte: from, reason });
+    /// Fills `buffer` with the data from `offset` on, which lies inside the object; verified.
+    pub(super) fn read(self: &Arc<Self>, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let mut at = offset;
+        for part in buffer.chunks_mut(READ_BYTES) {
+            let end = at + part.len() as u64;
+            let frames = self.index.frames_of(at, end);
+            let pieces = self.plan(frames, at, end);
+            self.buffers.trim();
+            for piece in pieces {
+                match piece {
+                    Piece::Cached(frames) => self.read_cached(frames, at, part)?,
+                    Piece::Fetched(segment, frames) => self.read_fetched(&segment, frames, at, part)?,
+                }
             }
-            part.copy_from_slice(&bytes);
+            at = end;
         }
         Ok(())
+    }
+
+    /// Finds what is there, sends for what is not, and for what a sequential reader will want.
+    fn plan(self: &Arc<Self>, frames: Range<u64>, offset: u64, end: u64) -> Vec<Piece> {
+        let present = self.present(frames.clone());
+        let mut progress = self.progress.lock();
+        let mut stream = progress.stream(offset, end, self.buffers.window_bytes_max().min(WINDOW_BYTES_MAX));
+        let mut pieces = Vec::new();
+        let mut at = frames.start;
+        while at < frames.end {
+            if let Some(segment) = progress.covering(at) {
+                let to = segment.frames().end.min(frames.end);
+                pieces.push(Piece::Fetched(segment, at..to));
+                at = to;
+                continue;
+            }
+            let gap_end = progress.next_after(at).min(frames.end);
+            let is_there = |frame: u64| present[(frame - frames.start) as usize];
+            let there = is_there(at);
+            let mut to = at + 1;
+            while to < gap_end && is_there(to) == there {
+                to += 1;
+            }
+            if there {
+                pieces.push(Piece::Cached(at..to));
+                at = to;
+                continue;
+            }
+            let border = self.border_after(at);
+            let mut segment_end = to.min(border);
+            if stream.window > 0 {
+                segment_end = border.min(progress.next_after(at)).min(self.index.frames());
+            }
+            let segment = self.send_for(at..segment_end, true);
+            let to = to.min(segment_end);
+            progress.segments.insert(at, Arc::clone(&segment));
+            pieces.push(Piece::Fetched(segment, at..to));
+            at = to;
+        }
+        if stream.window > 0 {
+            self.fetch_ahead(&mut progress, &mut stream, frames.end);
+            progress.forget_behind(frames.start.saturating_sub(self.segment_frames()), self.segment_frames());
+        }
+        progress.keep(stream);
+        pieces
+    }
+
+    fn fetch_ahead(self: &Arc<Self>, progress: &mut Progress, stream: &mut Stream, from: u64) {
+        let window = stream.window.div_ceil(self.index.frame_bytes());
+        let target = from.saturating_add(window).min(self.index.frames());
+        let mut at = stream.ahead.max(from);
+        while at < target && self.buffers.has_room() {
+            if let Some(segment) = progress.covering(at) {
+                at = segment.frames().end;
+                continue;
+            }
+            let border = self.border_after(at).min(progress.next_after(at)).min(self.index.frames());
+            if let Some(there) = self.present(at..border).iter().position(|there| !there) {
+                let first = at + there as u64;
+                progress.segments.insert(first, self.send_for(first..border, true));
+            }
+            at = border;
+        }
+        stream.ahead = at;
+    }
+
+    pub(super) fn segment_frames(&self) -> u64 {
+        (SEGMENT_BYTES / self.index.frame_bytes()).max(1)
+    }
+
+    fn border_after(&self, frame: u64) -> u64 {
+        (frame / self.segment_frames() + 1) * self.segment_frames()
+    }
+
+    /// Which of these frames are in the cache.
+    pub(super) fn present(&self, frames: Range<u64>) -> Vec<bool> {
+        match &self.kept {
+            Some((_, entry)) => entry.present(frames),
+            None => vec![false; (frames.end - frames.start) as usize],
+        }
+    }
+
+    /// Starts a request. `keep`: what it brings goes to the cache, if that has time.
+    pub(super) fn send_for(self: &Arc<Self>, frames: Range<u64>, keep: bool) -> Arc<Segment> {
+        let stored = self.index.stored(frames.clone());
+        let segment = Segment::new(frames.clone(), stored.end - stored.start, &self.buffers);
+        self.buffers.remember(self, frames.start);
+        let waiting = Segment::promise(&segment, self.store.place());
+        let (store, index, id) = (Arc::clone(&self.store), Arc::clone(&self.index), self.id);
+        let kept = self.kept.clone().filter(|_| keep);
+        self.io.start_future(async move {
+            let fetched = fetch(&store, &index, id, frames.clone()).await;
+            let bytes = fetched.as_ref().ok().cloned();
+            waiting.keep(fetched);
+            if let (Some(bytes), Some((cache, entry))) = (bytes, kept) {
+                cache.put(&entry, frames, stored.start, bytes, false);
+            }
+        });
+        segment
+    }
+
+    fn read_fetched(
+        &self,
+        segment: &Segment,
+        frames: Range<u64>,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<()> {
+        let bytes = segment.wait()?;
+        let base = self.index.stored(segment.frames().clone()).start;
+        self.deliver(frames, base, &bytes, offset, buffer)
+    }
+
+    /// Puts frames into the buffer; `stored` is the object from `base` on, verified.
+    fn deliver(
+        &self,
+        frames: Range<u64>,
+        base: u64,
+        stored: &[u8],
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<()> {
+        for frame in frames {
+            let at = self.index.stored(frame..frame + 1);
+            let bytes = &stored[(at.start - base) as usize..(at.end - base) as usize];
+            self.index.deliver(frame, bytes, offset, buffer).map_err(|reason| ObjectError::Corrupt {
+                id: self.id,
+                byte: self.index.data(frame).start,
+                reason,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Reads frames from the cache; what is not right there is fetched instead.
+    fn read_cached(self: &Arc<Self>, frames: Range<u64>, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let Some((_, entry)) = &self.kept else { return Ok(()) };
+        let stored = self.index.stored(frames.clone());
+        let data = self.index.data(frames.start).start..self.index.data(frames.end - 1).end;
+        let inside = data.start >= offset && data.end <= offset + buffer.len() as u64;
+        if matches!(&*self.index, Index::Plain(_)) && inside {
+            // Whole frames, as they are: without a copy in between.
+            let into = &mut buffer[(data.start - offset) as usize..(data.end - offset) as usize];
+            if entry.read_at(stored.start, into).is_ok()
+                && self.index.first_wrong(frames.clone(), into).is_none()
+            {
+                metrics::CACHE_READ_BYTES.inc_by(stored.end - stored.start);
+                return Ok(());
+            }
+        }
+        let mut bytes = vec![0; (stored.end - stored.start) as usize];
+        let read = entry.read_at(stored.start, &mut bytes);
+        for frame in frames {
+            let at = self.index.stored(frame..frame + 1);
+            let inside = (at.start - stored.start) as usize..(at.end - stored.start) as usize;
+            if read.is_ok() && self.index.check(frame, &bytes[inside.clone()]) {
+                metrics::CACHE_READ_BYTES.inc_by(at.end - at.start);
+                self.deliver(frame..frame + 1, at.start, &bytes[inside], offset, buffer)?;
+            } else {
+                tracing::debug!(object = %self.id, frame, "fetching again what is damaged in the cache");
+                entry.forget(frame);
+                self.read_fetched(&self.send_for(frame..frame + 1, true), frame..frame + 1, offset, buffer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fetches everything that the cache does not have into it, and tells `progress` of each step how
+    /// many stored bytes are there then.
+    pub(super) fn warm(self: &Arc<Self>, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        let Some((cache, entry)) = &self.kept else { return Ok(()) };
+        let mut on_their_way: VecDeque<Arc<Segment>> = VecDeque::new();
+        let mut at = 0;
+        loop {
+            while on_their_way.len() < (WINDOW_BYTES_MAX / SEGMENT_BYTES) as usize && at < self.index.frames()
+            {
+                let border = self.border_after(at).min(self.index.frames());
+                let present = self.present(at..border);
+                match present.iter().position(|there| !there) {
+                    Some(there) => on_their_way.push_back(self.send_for(at + there as u64..border, false)),
+                    None => {
+                        let there = self.index.stored(at..border);
+                        progress(there.end - there.start);
+                    }
+                }
+                at = border;
+            }
+            let Some(first) = on_their_way.pop_front() else { return Ok(()) };
+            let bytes = first.wait()?;
+            let (len, stored) = (bytes.len() as u64, self.index.stored(first.frames().clone()));
+            cache.put(entry, first.frames().clone(), stored.start, bytes, true);
+            progress(len);
+        }
+    }
+
+    /// Whether the cached image is right, byte for byte.
+    pub(super) fn verify_image(&self) -> bool {
+        let Some((_, entry)) = &self.kept else { return false };
+        let mut at = 0;
+        while at < self.index.frames() {
+            let border = self.border_after(at).min(self.index.frames());
+            let stored = self.index.stored(at..border);
+            let mut bytes = vec![0; (stored.end - stored.start) as usize];
+            if entry.read_at(stored.start, &mut bytes).is_err() {
+                return false;
+            }
+            if let Some(wrong) = self.index.first_wrong(at..border, &bytes) {
+                entry.forget(wrong);
+                return false;
+            }
+            at = border;
+        }
+        true
+    }
+
+    /// Forgets what was fetched for a read that began at this frame.
+    pub(super) fn drop_segment(&self, first: u64) {
+        self.progress.lock().segments.remove(&first);
+    }
+}
+
+impl Progress {
+    /// The segment that holds a frame. One whose request has failed is forgotten.
+    fn covering(&mut self, frame: u64) -> Option<Arc<Segment>> {
+        let (first, segment) = self.segments.range(..=frame).next_back()?;
+        if segment.frames().end <= frame {
+            return None;
+        }
+        let (first, segment) = (*first, Arc::clone(segment));
+        if segment.has_failed() {
+            self.segments.remove(&first);
+            return None;
+        }
+        Some(segment)
+    }
+
+    /// The first frame behind this one that some segment holds.
+    fn next_after(&self, frame: u64) -> u64 {
+        self.segments.range(frame + 1..).next().map_or(u64::MAX, |(first, _)| *first)
+    }
+
+    /// The reader that a read belongs to, with what the read says of it. It is taken out.
+    fn stream(&mut self, offset: u64, end: u64, window_max: u64) -> Stream {
+        let near = |stream: &Stream| offset.abs_diff(stream.end) <= NEAR_BYTES;
+        let Some(at) = self.streams.iter().rposition(near) else {
+            return Stream { end, window: 0, ahead: 0 };
+        };
+        let mut stream = self.streams.remove(at);
+        if end > stream.end {
+            stream.end = end;
+            stream.window = (stream.window * 2).clamp(SEGMENT_BYTES, window_max.max(SEGMENT_BYTES));
+        }
+        stream
+    }
+
+    fn keep(&mut self, stream: Stream) {
+        if self.streams.len() >= STREAMS_MAX {
+            self.streams.remove(0);
+        }
+        self.streams.push(stream);
+    }
+
+    /// Forgets the segments that a sequential reader has just left behind; others may have theirs
+    /// further back.
+    fn forget_behind(&mut self, frame: u64, segment_frames: u64) {
+        let from = frame.saturating_sub(4 * segment_frames);
+        let behind: Vec<u64> = self
+            .segments
+            .range(from..frame)
+            .filter(|(_, segment)| segment.frames().end <= frame)
+            .map(|(first, _)| *first)
+            .collect();
+        behind.iter().for_each(|first| drop(self.segments.remove(first)));
+    }
+}
+
+/// Fetches and verifies frames. What was damaged on the way is fetched once more.
+async fn fetch(store: &RemoteStore, index: &Index, id: ObjectId, frames: Range<u64>) -> Result<Bytes> {
+    let stored = index.stored(frames.clone());
+    if stored.is_empty() {
+        return Ok(Bytes::new());
+    }
+    let path = store.data_path(id);
+    let mut tries = 0;
+    loop {
+        let bytes = store
+            .get_range(&path, stored.clone())
+            .await
+            .map_err(|error| if error.is_not_found() { ObjectError::Missing { id } } else { error })?;
+        if bytes.len() as u64 != stored.end - stored.start {
+            let reason = "the object in the store is cut short".into();
+            return Err(ObjectError::Corrupt { id, byte: index.data(frames.start).start, reason });
+        }
+        let Some(wrong) = index.first_wrong(frames.clone(), &bytes) else {
+            metrics::OBJECT_READ_BYTES.inc_by(bytes.len() as u64);
+            return Ok(bytes);
+        };
+        tries += 1;
+        if tries == 2 {
+            let reason = "checksum mismatch".into();
+            return Err(ObjectError::Corrupt { id, byte: index.data(wrong).start, reason });
+        }
     }
 }

@@ -11,12 +11,23 @@
 //! What it is not: it knows no files, no volumes and no references; who points at an object, and
 //! when nobody does any more, is metadata.
 
+mod cache;
+#[cfg(test)]
+mod cache_tests;
 mod checksum;
+mod codec;
+#[cfg(test)]
+mod codec_tests;
 mod durable;
+mod encoded;
 mod error;
+mod evict;
 mod extent;
 mod fetch;
+mod index;
+mod keyring;
 mod local;
+mod local_data;
 mod local_file;
 mod object;
 mod pack;
@@ -24,6 +35,7 @@ mod pack_reader;
 mod pool;
 mod reader;
 mod remote;
+mod remote_open;
 mod retry;
 mod runtime;
 #[cfg(test)]
@@ -31,12 +43,15 @@ mod runtime;
 pub(crate) mod s3_server;
 #[cfg(test)]
 mod s3_tests;
+mod segment;
 mod store;
 #[cfg(test)]
 mod tests;
 mod upload;
 mod writer;
 
+pub(crate) use codec::Codec;
+pub use codec::Compression;
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use local_file::Unsynced;

@@ -7,7 +7,9 @@
 //!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
 //!    handed the file; the table and footer are in a sidecar `NAME.sums`, written after the data;
 //!  - *pack*: the bytes of many small files, each behind a header with its checksums (see `pack.rs`).
-//!    The process that writes it appends to it in place.
+//!    The process that writes it appends to it in place;
+//!  - *encoded*: frames that are compressed or encrypted, their table and a footer in one object (see
+//!    `encoded.rs`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,6 +26,8 @@ pub(crate) enum Layout {
     Plain,
     /// Before each of the pieces that it consists of.
     Pack,
+    /// Behind the frames, which are compressed or encrypted.
+    Encoded,
 }
 
 /// The bits of an id that tell the layout.
@@ -40,6 +44,7 @@ impl ObjectId {
             Layout::Framed => 0,
             Layout::Plain => 1,
             Layout::Pack => 2,
+            Layout::Encoded => 3,
         };
         ObjectId(u128::from(session) << 64 | u128::from(random & !LAYOUT_BITS | bits))
     }
@@ -64,6 +69,7 @@ impl ObjectId {
         match self.0 as u64 & LAYOUT_BITS {
             1 => Layout::Plain,
             2 => Layout::Pack,
+            3 => Layout::Encoded,
             _ => Layout::Framed,
         }
     }
@@ -96,7 +102,7 @@ impl ObjectId {
     /// Name of what holds the checksums, relative to the store.
     pub(crate) fn sums_name(self) -> String {
         match self.layout() {
-            Layout::Framed | Layout::Pack => self.data_name(),
+            Layout::Framed | Layout::Pack | Layout::Encoded => self.data_name(),
             Layout::Plain => self.data_name() + SUMS_SUFFIX,
         }
     }

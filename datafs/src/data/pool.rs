@@ -13,7 +13,10 @@ use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng};
 
+use super::cache::Cache;
+use super::codec::Codec;
 use super::error::{ObjectError, Result, threads_gone};
+use super::keyring::Keyring;
 #[cfg(test)]
 use super::local::LocalStore;
 #[cfg(test)]
@@ -24,6 +27,7 @@ use super::pack_reader::OpenPacks;
 use super::reader::OpenObjects;
 use super::remote::RemoteStore;
 use super::runtime::{Io, IoRuntime};
+use super::segment::Buffers;
 use super::store::{Store, StoreSpace};
 use super::writer::ObjectWriter;
 use crate::config::Config;
@@ -41,6 +45,10 @@ struct Shared {
     runtime: IoRuntime,
     open: OpenObjects,
     packs: OpenPacks,
+    keys: Keyring,
+    /// Of a store in the cloud, unless it is turned off.
+    cache: Option<Arc<Cache>>,
+    buffers: Arc<Buffers>,
     /// What the names of this process's objects begin with.
     session: u64,
     /// The rest of their names.
@@ -53,30 +61,67 @@ impl ObjectPool {
     /// Opens the store that the configuration names. New objects are named after `session`, which no
     /// other process uses.
     pub(crate) fn open(home: &Path, config: &Config, session: u64) -> crate::error::Result<ObjectPool> {
-        Ok(Self::over(Store::open(home, config)?, session)?)
+        let keys = Keyring::open(config)?;
+        let store = Store::open(home, config)?;
+        let mut cache = None;
+        if matches!(store, Store::Remote(_)) && config.cache_bytes_max > 0 {
+            let root = config.cache_path(home);
+            let opened = Cache::open(&root, config.cache_bytes_max, config.cache_free_bytes_min);
+            let failed = |e| crate::Error::io("start the thread of the cache at", &root, e);
+            cache = Some(Arc::new(opened.map_err(failed)?));
+        }
+        Ok(Self::over(store, session, keys, cache, config.read_buffers_bytes_max)?)
     }
 
     /// Opens the store in a local directory, which is created when missing.
     #[cfg(test)]
     pub(crate) fn open_local(root: &Path, session: u64) -> Result<ObjectPool> {
-        Self::over(Store::Local(LocalStore::open(root)?), session)
+        Self::over(Store::Local(LocalStore::open(root)?), session, Keyring::default(), None, 0)
     }
 
-    fn over(store: Store, session: u64) -> Result<ObjectPool> {
+    fn over(
+        store: Store,
+        session: u64,
+        keys: Keyring,
+        cache: Option<Arc<Cache>>,
+        buffers_bytes_max: u64,
+    ) -> Result<ObjectPool> {
         let failed = |operation, e| ObjectError::io(operation, store.place(), e);
         let runtime = IoRuntime::start().map_err(|e| failed("start the threads of the object store", e))?;
         let random = seeded().map_err(|e| failed("seed object names for", e))?;
+        let buffers = Arc::new(Buffers::new(buffers_bytes_max));
+        if matches!(store, Store::Remote(_)) {
+            runtime.io().start_future(Buffers::look_after(Arc::downgrade(&buffers)));
+        }
         Ok(ObjectPool {
             shared: Arc::new(Shared {
                 session,
                 random: Mutex::new(random),
                 open: OpenObjects::default(),
                 packs: OpenPacks::new(store.root().to_owned()),
+                keys,
+                cache,
+                buffers,
                 store,
                 runtime,
                 left_behind: AtomicBool::new(false),
             }),
         })
+    }
+
+    /// The keys of encrypted objects.
+    pub(crate) fn keys(&self) -> &Keyring {
+        &self.shared.keys
+    }
+
+    /// What this machine keeps of a store in the cloud.
+    pub(super) fn cache(&self) -> Option<&Arc<Cache>> {
+        self.shared.cache.as_ref()
+    }
+
+    /// What is in memory of it.
+    pub(super) fn buffers(&self) -> &Arc<Buffers> {
+        &self.shared.buffers
     }
 
     /// The store.
@@ -104,16 +149,19 @@ impl ObjectPool {
         self.shared.runtime.io()
     }
 
-    /// Starts a new object. Nothing is on the store before [`ObjectWriter::complete`]; dropping the
-    /// writer before that leaves nothing behind.
-    pub(crate) fn writer(&self) -> ObjectWriter {
-        ObjectWriter::new(self.clone())
+    /// Starts a new object in the form that its volume wants. Nothing is on the store before
+    /// [`ObjectWriter::complete`]; dropping the writer before that leaves nothing behind.
+    pub(crate) fn writer(&self, codec: &Codec) -> Result<ObjectWriter> {
+        match codec.is_plain() {
+            true => Ok(ObjectWriter::new(self.clone())),
+            false => ObjectWriter::encoded(self.clone(), codec),
+        }
     }
 
     /// Stores one object; durable when it returns.
     #[cfg(test)]
     pub(crate) fn put(&self, bytes: &[u8]) -> Result<StoredObject> {
-        let mut writer = self.writer();
+        let mut writer = self.writer(&Codec::default())?;
         writer.append(bytes)?;
         writer.finish()
     }
@@ -134,7 +182,41 @@ impl ObjectPool {
     pub(crate) fn read_part(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
         match id.layout() {
             Layout::Pack => self.shared.packs.get(id)?.read_into(start, offset, buffer),
-            _ => self.shared.open.get(self, id)?.read_into(offset, buffer),
+            _ => {
+                let object = self.shared.open.get(self, id)?;
+                match (object.read_into(offset, buffer), self.cache()) {
+                    // The copy may be damaged while the original is not.
+                    (Err(ObjectError::Corrupt { .. }), Some(cache)) if object.is_copy() => {
+                        self.shared.open.forget(id);
+                        cache.discard(id);
+                        self.shared.open.get(self, id)?.read_into(offset, buffer)
+                    }
+                    (read, _) => read,
+                }
+            }
+        }
+    }
+
+    /// Sees that all of an object is on this machine, verified; tells `progress` the bytes of each step.
+    /// Nothing to do on a local store.
+    pub(crate) fn warm(&self, id: ObjectId, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        if self.is_local() {
+            return Ok(());
+        }
+        let object = self.shared.open.get(self, id)?;
+        match object.remote() {
+            Some(data) => data.warm(progress),
+            None => {
+                progress(object.data_bytes());
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits until what was fetched is in the cache, or given up.
+    pub(crate) fn settle_cache(&self) {
+        if let Some(cache) = self.cache() {
+            cache.settle();
         }
     }
 
@@ -152,7 +234,18 @@ impl ObjectPool {
         }
         match &self.shared.store {
             Store::Local(local) => local.image(id).map(Some),
-            Store::Remote(_) => Ok(None),
+            Store::Remote(_) => {
+                let object = self.shared.open.get(self, id)?;
+                let Some(data) = object.remote() else { return Ok(None) };
+                let Some((cache, entry)) = &data.kept else { return Ok(None) };
+                match cache.image(entry, || data.verify_image()) {
+                    Ok(image) => Ok(image),
+                    Err(error) => {
+                        tracing::debug!(%error, object = %id, "looking for an image in the cache");
+                        Ok(None)
+                    }
+                }
+            }
         }
     }
 
@@ -164,10 +257,28 @@ impl ObjectPool {
         match &self.shared.store {
             Store::Local(local) => local.delete(id),
             Store::Remote(remote) => {
+                if let Some(cache) = self.cache() {
+                    cache.discard(id);
+                }
                 let remote = Arc::clone(remote);
                 self.answer(self.runtime().wait(async move { remote.delete(id).await }))
             }
         }
+    }
+
+    /// [`ObjectPool::delete`] of many.
+    pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> Result<()> {
+        let Store::Remote(remote) = &self.shared.store else {
+            return ids.iter().try_for_each(|id| self.delete(*id));
+        };
+        for id in ids {
+            self.shared.open.forget(*id);
+            if let Some(cache) = self.cache() {
+                cache.discard(*id);
+            }
+        }
+        let (remote, ids) = (Arc::clone(remote), ids.to_vec());
+        self.answer(self.runtime().wait(async move { remote.delete_all(ids).await }))
     }
 
     /// The objects on the store that a session wrote, also those that nobody points at, in order of
@@ -250,7 +361,7 @@ impl ObjectPool {
     }
 
     /// Whether the objects are files of this machine, which are written in place.
-    pub(super) fn is_local(&self) -> bool {
+    pub(crate) fn is_local(&self) -> bool {
         matches!(self.shared.store, Store::Local(_))
     }
 

@@ -21,14 +21,14 @@ use object_store::{
 };
 use tokio::sync::Semaphore;
 
-use super::error::{ObjectError, Result, threads_gone};
+use super::error::{ObjectError, Result};
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::retry::insist;
 
 /// Parts that this process sends at a time, over all of its uploads: bounds their memory.
 const PARTS_AT_A_TIME: usize = 32;
 /// How long taking back an upload may hold up whoever has dropped it.
-const ABORT_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Entries of a listing that are in memory at a time.
 const SURVEY_PAGE: usize = 10_000;
 /// Requests for listings that end in deletions, at a time.
@@ -66,11 +66,6 @@ impl RemoteStore {
     /// What errors call it.
     pub(super) fn place(&self) -> &str {
         &self.place
-    }
-
-    /// The answer of a future of the runtime, unless the runtime is gone.
-    pub(super) fn answer<T>(&self, outcome: Option<Result<T>>) -> Result<T> {
-        outcome.unwrap_or_else(|| Err(threads_gone(&self.place)))
     }
 
     fn below(&self, parts: &[&str]) -> StorePath {
@@ -127,7 +122,7 @@ impl RemoteStore {
     pub(super) async fn put_new(&self, path: &StorePath, payload: PutPayload) -> Result<()> {
         let len = payload.content_length() as u64;
         let put = insist("write", &self.place, self.timeout, |tries| {
-            let payload = payload.clone();
+            let (payload, again) = (payload.clone(), payload.clone());
             async move {
                 let put = self.objects.put_opts(path, payload, PutMode::Create.into()).await;
                 // The answer to an earlier try may be what was lost.
@@ -135,6 +130,10 @@ impl RemoteStore {
                     Err(
                         object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. },
                     ) if tries > 0 && self.objects.head(path).await?.size == len => Ok(()),
+                    // Such a store cannot tell; no two names are equal anyway.
+                    Err(object_store::Error::NotImplemented { .. }) => {
+                        self.objects.put(path, again).await.map(drop)
+                    }
                     other => other.map(drop),
                 }
             }
@@ -151,6 +150,13 @@ impl RemoteStore {
     async fn delete_path(&self, path: &StorePath) -> Result<()> {
         let done = insist("delete", &self.place, self.timeout, |_| self.objects.delete(path)).await;
         done.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
+    }
+
+    /// Deletes objects, several at a time; all of them are tried.
+    pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> Result<()> {
+        let deleted =
+            futures::stream::iter(ids).map(|id| self.delete(id)).buffer_unordered(DELETES_AT_A_TIME);
+        deleted.fold(Ok(()), |all, one| ready(all.and(one))).await
     }
 
     /// The objects of a session.

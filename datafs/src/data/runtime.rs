@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::io;
 use std::sync::mpsc;
+use std::time::Instant;
 
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::task::AbortHandle;
@@ -30,6 +31,11 @@ impl<T> Pending<T> {
     /// Waits for the result. `None` when the future panicked or the runtime is gone.
     pub(crate) fn wait(self) -> Option<T> {
         self.0.recv().ok()
+    }
+
+    /// [`Pending::wait`], but no longer than until then.
+    pub(crate) fn wait_until(&self, deadline: Instant) -> Option<T> {
+        self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
 }
 

@@ -15,7 +15,12 @@ const MIB: usize = 1024 * 1024;
 
 pub(super) fn config(server: &S3Server, prefix: &str) -> Config {
     let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v)));
-    Config { store_url: Some(server.url(prefix)), store_options: options.collect(), ..Config::default() }
+    Config {
+        store_url: Some(server.url(prefix)),
+        store_options: options.collect(),
+        cache_bytes_max: 0,
+        ..Config::default()
+    }
 }
 
 pub(super) fn pool_with(config: &Config, session: u64) -> ObjectPool {
@@ -60,13 +65,13 @@ fn an_upload_that_is_dropped_or_orphaned_leaves_nothing() {
     let server = S3Server::start();
     let config = config(&server, "p");
     let pool = pool_with(&config, SESSION);
-    let mut writer = pool.writer();
+    let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(3 * PART_BYTES)).unwrap();
     drop(writer);
     assert_eq!((server.names("p").len(), server.loose_parts()), (0, 0));
     assert!(!pool.has_left_behind());
     // A process that dies takes nothing back; whoever cleans up after it does.
-    let mut writer = pool.writer();
+    let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(3 * PART_BYTES)).unwrap();
     std::mem::forget(writer);
     drop(pool);

@@ -74,7 +74,7 @@ fn sizes_around_every_border_come_back() {
 fn appends_of_odd_sizes_make_one_object() {
     let (dir, pool) = pool();
     let bytes = pattern(PART_BYTES + 1_234_567);
-    let mut writer = pool.writer();
+    let mut writer = pool.writer(&Codec::default()).unwrap();
     for chunk in bytes.chunks(77_777) {
         writer.append(chunk).unwrap();
     }
@@ -90,7 +90,7 @@ fn appends_of_odd_sizes_make_one_object() {
 #[test]
 fn an_unfinished_object_leaves_nothing() {
     let (dir, pool) = pool();
-    let mut writer = pool.writer();
+    let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(2 * PART_BYTES)).unwrap();
     assert_eq!(pool.list_session(SESSION).unwrap(), []);
     drop(writer);
@@ -100,7 +100,7 @@ fn an_unfinished_object_leaves_nothing() {
 #[test]
 fn a_dead_writers_parts_are_removed_by_age() {
     let (dir, pool) = pool();
-    let mut writer = pool.writer();
+    let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(2 * PART_BYTES)).unwrap();
     std::mem::forget(writer);
     assert_eq!(files(&dir).len(), 1);

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use object_store::multipart::PartId;
@@ -11,7 +12,7 @@ use tokio::task::AbortHandle;
 use super::error::Result;
 use super::object::ObjectId;
 use super::pool::ObjectPool;
-use super::remote::RemoteStore;
+use super::remote::{ABORT_LIMIT, RemoteStore};
 use super::runtime::Pending;
 
 /// Bytes of the first [`PARTS_EQUAL`] parts; stores want at least 5 MiB.
@@ -119,7 +120,15 @@ impl Drop for Upload {
         if self.completed {
             return;
         }
-        self.in_flight.iter().for_each(|part| part.task.abort());
+        // A part that arrives behind the end of its upload may stay on the store: those that are on
+        // their way come first, for a bounded time.
+        let deadline = Instant::now() + ABORT_LIMIT;
+        for part in self.in_flight.drain(..) {
+            if part.sent.wait_until(deadline).is_none() {
+                part.task.abort();
+                self.pool.leave_behind();
+            }
+        }
         let (store, id, upload) = (Arc::clone(&self.store), self.id, std::mem::take(&mut self.upload));
         let taken = self.pool.runtime().wait(async move { store.take_back(id, &upload).await });
         if taken != Some(true) {

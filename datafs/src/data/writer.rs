@@ -5,6 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::checksum::{OBJECT_BYTES_MAX, Summer};
+use super::codec::Codec;
+use super::encoded::Encoder;
 use super::error::{ObjectError, Result};
 use super::local_file::{LocalFile, Unsynced};
 use super::object::{Layout, ObjectId, StoredObject};
@@ -29,6 +31,8 @@ pub(crate) struct ObjectWriter {
     /// Given out before the object is finished: it is plain, however small it stays.
     id: Option<ObjectId>,
     sink: Option<Sink>,
+    /// Of an object whose frames are compressed or encrypted; the buffer holds encoded bytes then.
+    encoder: Option<Box<Encoder>>,
     /// Parts that were sent to a store in the cloud.
     parts: usize,
     failed: bool,
@@ -57,14 +61,29 @@ impl ObjectWriter {
             summer: Summer::default(),
             id: None,
             sink: None,
+            encoder: None,
             parts: 0,
             failed: false,
         }
     }
 
+    /// A writer whose object is compressed or encrypted. After an error it only returns errors.
+    pub(super) fn encoded(pool: ObjectPool, codec: &Codec) -> Result<ObjectWriter> {
+        let id = pool.new_id(Layout::Encoded);
+        let mut writer = ObjectWriter::new(pool);
+        let encoder = Encoder::new(codec, id).map_err(|reason| writer.not_encoded(reason))?;
+        writer.id = Some(id);
+        writer.encoder = Some(Box::new(encoder));
+        Ok(writer)
+    }
+
+    fn not_encoded(&self, reason: String) -> ObjectError {
+        ObjectError::Store { operation: "encode", place: "a new object".into(), source: reason.into() }
+    }
+
     /// Bytes appended so far.
     pub(crate) fn len(&self) -> u64 {
-        self.summer.data_bytes()
+        self.encoder.as_ref().map_or(self.summer.data_bytes(), |encoder| encoder.data_bytes())
     }
 
     /// The name that the object is going to have.
@@ -75,7 +94,7 @@ impl ObjectWriter {
 
     /// Whether [`ObjectWriter::read_into`] works; otherwise the object has to be finished first.
     pub(crate) fn is_readable(&self) -> bool {
-        self.pool.is_local()
+        self.pool.is_local() && self.encoder.is_none()
     }
 
     /// Fills `buffer` with what was appended, from `offset` on. Not verified.
@@ -105,6 +124,11 @@ impl ObjectWriter {
         if self.len().saturating_add(bytes.len() as u64) > OBJECT_BYTES_MAX {
             return Err(self.refusal("an object holds at most 1 TiB"));
         }
+        if let Some(encoder) = &mut self.encoder {
+            let encoded = encoder.update(bytes, &mut self.buffer);
+            let sent = encoded.map_err(|reason| self.not_encoded(reason)).and_then(|()| self.send_encoded());
+            return sent.inspect_err(|_| self.failed = true);
+        }
         if self.pool.is_local() {
             return self.append_local(bytes);
         }
@@ -120,6 +144,46 @@ impl ObjectWriter {
             }
         }
         Ok(())
+    }
+
+    /// Sends on what was encoded, as far as it is enough.
+    fn send_encoded(&mut self) -> Result<()> {
+        if self.pool.is_local() {
+            return if self.buffer.len() >= GATHER_BYTES { self.write_gathered() } else { Ok(()) };
+        }
+        while self.buffer.len() >= part_bytes(self.parts) {
+            let rest = self.buffer.split_off(part_bytes(self.parts));
+            self.send_part()?;
+            self.buffer = rest;
+        }
+        Ok(())
+    }
+
+    /// Ends an encoded object.
+    fn complete_encoded(&mut self, encoder: Encoder) -> Result<Finished> {
+        let object = StoredObject { id: encoder.id(), len: encoder.data_bytes() };
+        // Nothing can be appended to what is finished, or has failed half-way.
+        self.failed = true;
+        encoder.finish(&mut self.buffer).map_err(|reason| self.not_encoded(reason))?;
+        if self.pool.is_local() {
+            self.write_gathered()?;
+            let unsynced = self.local_file()?.finish(&[])?;
+            self.sink = None;
+            return Ok(Finished { object, unsynced: Some(Arc::new(unsynced)) });
+        }
+        self.send_encoded()?;
+        if self.sink.is_none() {
+            let bytes = Bytes::from(std::mem::take(&mut self.buffer));
+            self.pool.put_data(object.id, vec![bytes])?;
+        } else {
+            if !self.buffer.is_empty() {
+                self.send_part()?;
+            }
+            if let Some(Sink::Upload(upload)) = self.sink.take() {
+                upload.complete()?;
+            }
+        }
+        Ok(Finished { object, unsynced: None })
     }
 
     /// All bytes or, on error, none.
@@ -180,7 +244,9 @@ impl ObjectWriter {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
         }
-        let finished = if self.pool.is_local() {
+        let finished = if let Some(encoder) = self.encoder.take() {
+            self.complete_encoded(*encoder)?
+        } else if self.pool.is_local() {
             self.complete_local()?
         } else {
             let len = self.len();

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
-use crate::data::{Extent, ObjectId, ObjectPool, ObjectWriter, PIECE_BYTES_MAX};
+use crate::data::{Codec, Extent, ObjectId, ObjectPool, ObjectWriter, PIECE_BYTES_MAX};
 use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 use crate::meta::engine::Prerequisite;
@@ -71,7 +71,7 @@ impl Dirty {
 
     /// Takes a write. The caller has checked that `offset + data.len()` does not overflow. On error
     /// nothing of it was taken.
-    pub(crate) fn write(&mut self, pool: &ObjectPool, offset: u64, data: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
@@ -79,7 +79,7 @@ impl Dirty {
         if self.sequence.end != offset {
             self.sequence.start = offset;
         } else if end - self.sequence.start > STREAM_BYTES_MIN {
-            self.stream(pool, offset, data)?;
+            self.stream(pool, codec, offset, data)?;
             self.sequence.end = end;
             return Ok(());
         }
@@ -89,18 +89,18 @@ impl Dirty {
     }
 
     /// Takes a write of a sequential writer into the open object, behind what it wrote before.
-    fn stream(&mut self, pool: &ObjectPool, offset: u64, data: &[u8]) -> Result<()> {
+    fn stream(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
         if !self.runs.is_empty() {
-            self.spill(pool)?;
+            self.spill(pool, codec)?;
         }
-        self.append(pool, offset, data)
+        self.append(pool, codec, offset, data)
     }
 
     /// Moves what is in memory to the open object; it survives nothing yet. On error what was not moved
     /// is still in memory.
-    pub(crate) fn spill(&mut self, pool: &ObjectPool) -> Result<()> {
+    pub(crate) fn spill(&mut self, pool: &ObjectPool, codec: &Codec) -> Result<()> {
         while let Some((at, run)) = self.runs.pop_first() {
-            if let Err(error) = self.append(pool, at, &run) {
+            if let Err(error) = self.append(pool, codec, at, &run) {
                 self.runs.insert(at, run);
                 return Err(error);
             }
@@ -109,8 +109,11 @@ impl Dirty {
         Ok(())
     }
 
-    fn append(&mut self, pool: &ObjectPool, file_offset: u64, data: &[u8]) -> Result<()> {
-        let writer = self.open.get_or_insert_with(|| pool.writer());
+    fn append(&mut self, pool: &ObjectPool, codec: &Codec, file_offset: u64, data: &[u8]) -> Result<()> {
+        let writer = match &mut self.open {
+            Some(writer) => writer,
+            none => none.insert(pool.writer(codec)?),
+        };
         let (object, object_offset) = (writer.id(), writer.len());
         writer.append(data)?;
         insert(&mut self.sealed, Extent { file_offset, len: data.len() as u64, object, object_offset });
@@ -213,10 +216,10 @@ impl Dirty {
     /// Moves what is in memory to an object and completes it. What is large is durable then, the rest
     /// once [`Dirty::prerequisites`] are. On error what was not moved is still in memory, and nothing
     /// is lost.
-    pub(crate) fn seal(&mut self, shared: &Arc<Shared>) -> Result<()> {
+    pub(crate) fn seal(&mut self, shared: &Arc<Shared>, codec: &Codec) -> Result<()> {
         if self.open.is_none() && !self.runs.is_empty() {
             // All at once, so that a small object needs no sidecar.
-            let mut writer = shared.pool.writer();
+            let mut writer = shared.pool.writer(codec)?;
             let mut extents: Vec<(u64, u64, u64)> = Vec::new();
             for (at, run) in &self.runs {
                 let position = writer.len();
@@ -233,7 +236,7 @@ impl Dirty {
             self.bytes = 0;
             return Ok(());
         }
-        self.spill(&shared.pool)?;
+        self.spill(&shared.pool, codec)?;
         self.complete(shared)
     }
 

@@ -14,7 +14,7 @@ use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
 use crate::compact::Compact;
-use crate::data::{Extent, ObjectError, Packed};
+use crate::data::{Extent, ObjectError, ObjectId, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
@@ -167,6 +167,15 @@ impl OpenFile {
         })
     }
 
+    /// The objects that hold its bytes, each once.
+    pub(crate) fn objects(&self) -> Result<Vec<ObjectId>> {
+        let mut objects: Vec<_> =
+            self.layout(0, u64::MAX)?.extents().iter().map(|extent| extent.object).collect();
+        objects.sort_unstable();
+        objects.dedup();
+        Ok(objects)
+    }
+
     /// The local file that is, byte for byte, this file, when there is one: the file cannot change
     /// (it is in a snapshot) and is one plain object. What is read from it is not verified.
     pub fn image(&self) -> Result<Option<std::fs::File>> {
@@ -257,9 +266,9 @@ impl OpenFile {
             || runs >= PIECES_MAX
             || (all > config.write_buffers_bytes_max && own > SEAL_BYTES_MIN)
         {
-            counted(shared, &mut dirty, |dirty| dirty.spill(&shared.pool))?;
+            counted(shared, &mut dirty, |dirty| dirty.spill(&shared.pool, self.view.codec()))?;
         }
-        counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, offset, data))?;
+        counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, self.view.codec(), offset, data))?;
         let mtime = Timestamp::now();
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
         let own = self.view.writer();
@@ -395,13 +404,13 @@ impl Placed {
 }
 
 fn place(view: &View, open: &OpenInode, dirty: &mut Dirty, inline: bool) -> Result<Placed> {
-    if inline && dirty.fits_inline() {
+    if inline && dirty.fits_inline() && dirty.end() <= view.inline_bytes_max() as u64 {
         return Ok(Placed::Inline);
     }
-    if dirty.fits_pack() && view.shared.pool.has_packs() {
+    if dirty.fits_pack() && view.shared.pool.has_packs() && view.codec().is_plain() {
         return Ok(Placed::Packed(view.shared.packs.append(open.volume, open.ino, dirty.runs())?));
     }
-    counted(&view.shared, dirty, |dirty| dirty.seal(&view.shared))?;
+    counted(&view.shared, dirty, |dirty| dirty.seal(&view.shared, view.codec()))?;
     Ok(Placed::Sealed(dirty.sealed()))
 }
 

@@ -16,6 +16,7 @@ use super::inode::Timestamp;
 use super::keys;
 use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
+use crate::data::Compression;
 use crate::error::{Error, Result};
 
 /// Pairs that a scan takes from the engine at a time.
@@ -40,6 +41,10 @@ pub(crate) struct VolumeRow {
     pub(crate) last_snapshot: u64,
     /// Its name is free again and its records are being removed.
     pub(crate) deleting: bool,
+    /// How new file data is compressed.
+    pub(crate) compression: Compression,
+    /// The key that new file data is encrypted with, and what tells it from others of its name.
+    pub(crate) key: Option<(String, [u8; 8])>,
 }
 
 impl VolumeRow {
@@ -52,18 +57,32 @@ impl VolumeRow {
             .i64(seconds)
             .u32(nanos)
             .bytes(self.name.as_bytes())
+            .u8(self.compression.to_byte())
+            .u8(self.compression.level())
+            .bytes(self.key.as_ref().map_or(&[], |(name, _)| name.as_bytes()))
+            .bytes(self.key.as_ref().map_or(&[], |(_, check)| check))
             .finish()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<VolumeRow> {
         let mut from = Decoder::new("volume record", bytes);
-        let row = VolumeRow {
+        let mut row = VolumeRow {
             epoch: from.u64()?,
             last_snapshot: from.u64()?,
             deleting: from.u8()? != 0,
             created: Timestamp::from_parts(from.i64()?, from.u32()?),
             name: from.string()?,
+            compression: Compression::None,
+            key: None,
         };
+        let (way, level) = (from.u8()?, from.u8()?);
+        row.compression = Compression::from_parts(way, level)
+            .ok_or_else(|| Error::corrupt("volume record", "a compression that this build does not know"))?;
+        let (key, check) = (from.string()?, from.bytes()?);
+        if !key.is_empty() {
+            let check = check.try_into();
+            row.key = Some((key, check.map_err(|_| Error::corrupt("volume record", "a key without check"))?));
+        }
         from.finish()?;
         Ok(row)
     }
