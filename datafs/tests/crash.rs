@@ -9,7 +9,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use millrace_datafs::{Config, Datafs, Error, Name, OpenFlags, Owner, Publish, View, VolumeSpec};
+use millrace_datafs::{
+    Config, Datafs, Error, FsckOptions, Name, OpenFlags, Owner, Publish, View, VolumeSpec,
+};
 
 use crate::child;
 
@@ -219,6 +221,8 @@ fn kills_leave_everything_whole() {
         verify("after the kill");
         datafs.gc().unwrap();
         verify("after the collection");
+        let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+        assert!(report.is_sound(), "round {seed}: {:#?}", report.found);
     }
     // Nothing of all that is left once the volume is gone.
     datafs.volume_delete(&volume()).unwrap();

@@ -632,6 +632,7 @@ impl World {
             check_keys(&view, tree);
         }
         check_keys(&self.view, &self.tree);
+        assert_sound(&self.datafs);
         for n in self.snapshots.keys() {
             self.datafs.snapshot_delete(&v(), &snapshot_name(*n)).unwrap();
         }
@@ -641,6 +642,7 @@ impl World {
         }
         assert_eq!(rows(&self.datafs, b'j'), objects(self.home.path()));
         check_tree(&self.view, self.view.root(), &self.tree, ROOT);
+        assert_sound(&self.datafs);
         self.datafs.volume_delete(&v()).unwrap();
         self.datafs.gc().unwrap();
         for table in [b'r', b'h', b'd', b'j', b'g', b'v', b'n', b'i'] {
@@ -648,6 +650,13 @@ impl World {
         }
         assert_eq!(objects(self.home.path()), 0);
     }
+}
+
+/// Links, names, references and objects agree, and all data is what its checksums say.
+fn assert_sound(datafs: &Datafs) {
+    let options = crate::fsck::FsckOptions { scrub: true, repair: false };
+    let report = datafs.fsck(&options, &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:#?}", report.found);
 }
 
 fn check_node(view: &View, node: Node, tree: &Tree, ino: u64) {
