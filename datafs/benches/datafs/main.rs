@@ -9,10 +9,15 @@ mod git;
 mod huge;
 mod large;
 mod names;
+#[path = "../../tests/postgres/server.rs"]
+mod pg_server;
 mod place;
+#[path = "../../tests/support/s3_server.rs"]
+mod s3_server;
 mod served;
 mod small;
 mod snapshots;
+mod stores;
 
 use std::path::Path;
 
@@ -53,7 +58,9 @@ const GROUPS: &[Group] = &[
     Group { figures: large::WRITES, run: large::writes },
     Group { figures: small::FIGURES, run: small::run },
     Group { figures: names::FIGURES, run: names::run },
+    Group { figures: names::FIGURES_PG, run: names::run_pg },
     Group { figures: git::FIGURES, run: git::run },
+    Group { figures: stores::FIGURES, run: stores::run },
     Group { figures: snapshots::FIGURES, run: snapshots::run },
     Group { figures: huge::FIGURES, run: huge::run },
 ];

@@ -16,14 +16,19 @@ pub(crate) const VOLUME: &str = "v";
 
 pub(crate) struct Place {
     dir: TempDir,
+    config: Config,
 }
 
 impl Place {
     /// With an empty volume.
     pub(crate) fn new() -> Place {
+        Place::with(Config::default())
+    }
+
+    pub(crate) fn with(config: Config) -> Place {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         fs::create_dir(dir.path().join("plain")).unwrap();
-        let place = Place { dir };
+        let place = Place { dir, config };
         place.datafs().volume_create(&volume()).unwrap();
         place
     }
@@ -42,7 +47,7 @@ impl Place {
     }
 
     pub(crate) fn datafs(&self) -> Datafs {
-        Datafs::open(&self.home(), &Config::default()).unwrap()
+        Datafs::open(&self.home(), &self.config).unwrap()
     }
 
     pub(crate) fn snapshot(&self, name: &str) {
@@ -51,7 +56,8 @@ impl Place {
 
     /// Mounts the live volume, or with `@NAME` a snapshot, in a process of its own.
     pub(crate) fn mount(&self, spec: &str, options: &[&str]) -> Served {
-        Served::start(&self.home(), &format!("{VOLUME}{spec}"), &self.path("mnt"), options)
+        let spec = format!("{VOLUME}{spec}");
+        Served::start(&self.home(), &self.config, &spec, &self.path("mnt"), options)
     }
 }
 

@@ -10,6 +10,9 @@ use millrace_datafs::{Config, Datafs};
 /// The argument that makes this program a server of a mount.
 pub(crate) const SERVE: &str = "--serve";
 
+/// Where the child finds its configuration.
+const CONFIG: &str = "MILLRACE_BENCH_CONFIG";
+
 /// A mount; it ends when this is dropped.
 pub(crate) struct Served {
     child: Child,
@@ -18,10 +21,11 @@ pub(crate) struct Served {
 
 impl Served {
     /// `options` are `daemon` (no passthrough).
-    pub(crate) fn start(home: &Path, spec: &str, at: &Path, options: &[&str]) -> Served {
+    pub(crate) fn start(home: &Path, config: &Config, spec: &str, at: &Path, options: &[&str]) -> Served {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .arg(SERVE)
             .args([home.as_os_str(), spec.as_ref(), at.as_os_str()])
+            .env(CONFIG, serde_json::to_string(config).unwrap())
             .args(options)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -58,7 +62,8 @@ impl Drop for Served {
 /// The child: mounts, says so, and serves until its standard input ends.
 pub(crate) fn serve(arguments: Vec<String>) {
     let [home, spec, at, options @ ..] = arguments.as_slice() else { panic!("{arguments:?}") };
-    let datafs = Datafs::open(Path::new(home), &Config::default()).unwrap();
+    let config: Config = serde_json::from_str(&std::env::var(CONFIG).unwrap()).unwrap();
+    let datafs = Datafs::open(Path::new(home), &config).unwrap();
     let view = datafs.view(&spec.parse().unwrap()).unwrap();
     let mut mount_options = MountOptions::default();
     for option in options {
