@@ -3,7 +3,6 @@
 
 use std::fmt;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 /// Which way is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,13 +47,6 @@ impl fmt::Display for Figure {
 
 fn number(value: f64) -> String {
     if value >= 1000.0 { format!("{value:.0}") } else { format!("{value:.3}") }
-}
-
-/// Time of one call.
-pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
-    let started = Instant::now();
-    let result = work();
-    (started.elapsed(), result)
 }
 
 pub(crate) fn median(values: &mut [f64]) -> f64 {

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::Asked;
-use crate::figure::{Figure, Kind, median, timed};
-use crate::place::{Place, Times};
+use crate::figure::{Figure, Kind, median};
+use crate::place::{Place, Times, timed};
 
 pub(crate) const FIGURES: &[(&str, &str)] = &[("git_clone", "a local repository of 10k files, packed")];
 

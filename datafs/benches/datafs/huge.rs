@@ -6,8 +6,8 @@ use std::time::Duration;
 use millrace_datafs::{OpenFlags, Owner, VolumeSpec};
 
 use crate::Asked;
-use crate::figure::{Figure, Kind, timed};
-use crate::place::{Place, drop_caches, volume};
+use crate::figure::{Figure, Kind};
+use crate::place::{Place, drop_caches, timed, volume};
 
 const MIB: f64 = (1 << 20) as f64;
 

@@ -10,8 +10,8 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
 use crate::Asked;
-use crate::figure::{Figure, timed};
-use crate::place::{Place, Times, drop_caches, fill, rate};
+use crate::figure::Figure;
+use crate::place::{Place, Times, drop_caches, fill, rate, timed};
 
 /// Size of one sequential read or write.
 const BLOCK: usize = 1 << 20;

@@ -7,9 +7,9 @@ use std::time::Duration;
 use millrace_datafs::Config;
 
 use crate::Asked;
-use crate::figure::{Figure, timed};
+use crate::figure::Figure;
 use crate::pg_server::Server;
-use crate::place::{Place, Times, drop_caches, rate};
+use crate::place::{Place, Times, drop_caches, rate, timed};
 
 const BRANCHING: usize = 6;
 const FILES: usize = 8;

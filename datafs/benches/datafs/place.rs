@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::{Config, Datafs, Name};
 use tempfile::TempDir;
@@ -73,6 +73,13 @@ pub(crate) fn drop_caches(what: u8) -> bool {
         .open("/proc/sys/vm/drop_caches")
         .and_then(|mut file| write!(file, "{what}"))
         .is_ok()
+}
+
+/// Time of one call.
+pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
+    let started = Instant::now();
+    let result = work();
+    (started.elapsed(), result)
 }
 
 /// Bytes that no layer can take for a hole or compress.

@@ -11,8 +11,8 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom as _;
 
 use crate::Asked;
-use crate::figure::{Figure, timed};
-use crate::place::{Place, Times, drop_caches, fill, rate};
+use crate::figure::Figure;
+use crate::place::{Place, Times, drop_caches, fill, rate, timed};
 
 const BYTES: usize = 8 << 10;
 const A_FOLDER: usize = 1_000;

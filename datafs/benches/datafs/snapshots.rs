@@ -7,8 +7,8 @@ use std::time::Duration;
 use millrace_datafs::{Node, OpenFlags, Owner, SetAttr, View, VolumeSpec};
 
 use crate::Asked;
-use crate::figure::{Figure, Kind, timed};
-use crate::place::{Place, volume};
+use crate::figure::{Figure, Kind};
+use crate::place::{Place, timed, volume};
 
 const SNAPSHOTS: usize = 200;
 

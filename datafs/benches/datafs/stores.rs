@@ -10,8 +10,8 @@ use object_store::path::Path;
 use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPayload};
 
 use crate::Asked;
-use crate::figure::{Figure, timed};
-use crate::place::{Place, Times, fill, rate, volume};
+use crate::figure::Figure;
+use crate::place::{Place, Times, fill, rate, timed, volume};
 use crate::s3_server::S3Server;
 
 /// One range, and one part.
