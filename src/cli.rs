@@ -14,7 +14,7 @@ use millrace_streams::dataset::DatasetSpec;
     name = "millrace",
     version,
     arg_required_else_help = true,
-    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left."
+    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left,\n8 damage was found and repaired."
 )]
 pub(crate) struct Cli {
     /// Folder that holds all embedded state [default: the XDG data folder]
@@ -60,6 +60,30 @@ pub(crate) enum Command {
         /// The mount point
         path: PathBuf,
     },
+    /// Copy files and folders between this machine, volumes and buckets
+    #[command(
+        name = "cp",
+        after_help = "SRC and DST are a path of this machine, VOLUME[@SNAPSHOT]:/PATH, or a URL: s3://BUCKET/PATH,\ngs://, az://, file:// (credentials, region and endpoint from AWS_…, GOOGLE_… and AZURE_… variables).\n\nDST becomes a copy of SRC: folders are merged, files that differ in size or time are replaced, nothing\nis deleted. A file appears only when it is complete, and one that is there already is not copied again,\nso an interrupted copy goes on when it is run again. Modes, times, links, extended attributes and\nholes are kept where both sides have them.\n\nExamples:\n  millrace cp -r ./images digits:/images\n  millrace cp digits@monday:/train/part-0.parquet .\n  millrace cp -r s3://bucket/images digits:/images --parallel 16"
+    )]
+    Copy(CopyArgs),
+    /// Check volumes: names, inodes, reference counts, objects, snapshots
+    #[command(
+        after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair mends what can be mended without losing what was written: files\nwithout a name appear in lost+found, wrong counts are counted anew, objects that nothing points at\nare left to the next collection. Data that is gone is named with the inode that it belonged to\n(find MOUNT -inum INODE shows the path); restore it from a snapshot or a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"
+    )]
+    Fsck(FsckArgs),
+    /// Rewrite files in many small pieces, and objects of which little is in use
+    #[command(
+        after_help = "Random overwrites scatter a file over many extents, and deletions leave objects mostly empty.\nMounts compact in the background; this does all of it at once, beside whoever works. The space comes\nfree with the next `millrace gc` after datafs.garbage_grace_ms. Snapshots keep what they hold.\n\nExamples:\n  millrace compact\n  millrace compact digits"
+    )]
+    Compact {
+        /// The volume [default: all]
+        volume: Option<Name>,
+    },
+    /// Delete what nothing points at any more, now instead of in the background
+    #[command(
+        after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"
+    )]
+    Gc,
     /// Write lines of a file (or of standard input) to a topic, one record each
     #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
     Produce(ProduceArgs),
@@ -235,6 +259,34 @@ pub(crate) struct MountArgs {
     /// without a message
     #[arg(long, value_name = "auto|passthrough|pages", default_value_t)]
     pub(crate) open: Open,
+}
+
+/// `millrace cp`
+#[derive(Debug, Args)]
+pub(crate) struct CopyArgs {
+    /// What to copy
+    #[arg(value_name = "SRC")]
+    pub(crate) from: String,
+    /// What it becomes
+    #[arg(value_name = "DST")]
+    pub(crate) to: String,
+    /// Copy folders with everything in them
+    #[arg(short, long)]
+    pub(crate) recursive: bool,
+    /// Files copied at the same time
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) parallel: u16,
+}
+
+/// `millrace fsck`
+#[derive(Debug, Args)]
+pub(crate) struct FsckArgs {
+    /// Also read all file data against its checksums
+    #[arg(long)]
+    pub(crate) scrub: bool,
+    /// Mend what can be mended
+    #[arg(long)]
+    pub(crate) repair: bool,
 }
 
 /// `millrace produce`

@@ -20,6 +20,8 @@ pub(crate) enum Exit {
     Corrupt = 6,
     /// No space left.
     NoSpace = 7,
+    /// Damage was found, and all of it repaired.
+    Repaired = 8,
 }
 
 impl Exit {
@@ -32,6 +34,7 @@ impl Exit {
             5 => Exit::Unavailable,
             6 => Exit::Corrupt,
             7 => Exit::NoSpace,
+            8 => Exit::Repaired,
             _ => Exit::Failed,
         }
     }

@@ -6,6 +6,7 @@ mod commands;
 mod context;
 mod exit;
 mod failure;
+mod fstab;
 mod home;
 mod inference;
 mod output;
@@ -26,8 +27,9 @@ use context::Context;
 use output::Output;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match start(cli) {
+    let started =
+        fstab::arguments(std::env::args_os()).and_then(|arguments| start(Cli::parse_from(arguments)));
+    match started {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::error_line(&error);
@@ -91,6 +93,12 @@ async fn run(cli: Cli) -> Result<()> {
         Command::Snapshot(command) => {
             tokio::task::block_in_place(|| commands::snapshot::run(&context, command))
         }
+        Command::Copy(args) => tokio::task::block_in_place(|| commands::copy::run(&context, &args)),
+        Command::Fsck(args) => tokio::task::block_in_place(|| commands::fsck::run(&context, &args)),
+        Command::Compact { volume } => {
+            tokio::task::block_in_place(|| commands::fsck::compact(&context, volume.as_ref()))
+        }
+        Command::Gc => tokio::task::block_in_place(|| commands::fsck::gc(&context)),
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,

@@ -1,7 +1,9 @@
 //! One file per command: arguments in, library calls, a table or JSON out.
 
 pub(crate) mod broker;
+pub(crate) mod copy;
 pub(crate) mod feed;
+pub(crate) mod fsck;
 pub(crate) mod ingest;
 pub(crate) mod model;
 pub(crate) mod mount;

@@ -1,0 +1,75 @@
+//! `millrace cp`.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context as _, Result};
+use millrace_datafs::{CopyOptions, Datafs, Endpoint, VolumeSpec};
+
+use crate::cli::CopyArgs;
+use crate::context::Context;
+use crate::failure::{Exit, fail, failure};
+use crate::output::{bytes, count};
+
+/// Runs the command.
+pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
+    let datafs = context.datafs()?;
+    let (from, to) = (endpoint(&datafs, &args.from)?, endpoint(&datafs, &args.to)?);
+    let options = CopyOptions { recursive: args.recursive, parallel: usize::from(args.parallel) };
+    let bar = context.out.progress("copying", "files", Some(0));
+    let copied = AtomicU64::new(0);
+    let report = datafs.copy(&from, &to, &options, &|progress| {
+        bar.set_length(progress.found);
+        bar.set_position(progress.done);
+        copied.store(progress.bytes, Ordering::Relaxed);
+        !context.stop.is_cancelled()
+    });
+    bar.finish_and_clear();
+    context.interrupted("the copy")?;
+    let report = report?;
+    let row = |name: &str, value: String| vec![name.to_owned(), value];
+    let mut rows = vec![
+        row("files", format!("{} ({})", count(report.files), bytes(report.bytes))),
+        row("there already", count(report.unchanged)),
+        row("folders", count(report.folders)),
+        row("links", count(report.links)),
+    ];
+    if report.left_out > 0 {
+        rows.push(row("left out", format!("{} that the other side cannot hold", count(report.left_out))));
+    }
+    context.out.table(&report, &["copied", ""], rows)?;
+    for (path, reason) in &report.failed {
+        context.out.note(&format!("{}: {reason}", if path.is_empty() { &args.from } else { path }));
+    }
+    if report.failures > 0 {
+        let failures = count(report.failures);
+        return fail(Exit::Failed, format!("{failures} were not copied; run it again to go on"));
+    }
+    Ok(())
+}
+
+/// `s3://BUCKET/PATH` and the like, `VOLUME[@SNAPSHOT]:/PATH`, else a path of this machine.
+fn endpoint(datafs: &Datafs, text: &str) -> Result<Endpoint> {
+    if text.contains("://") {
+        let url = text.parse().map_err(|error| usage(format!("{text}: {error}")))?;
+        // Credentials and endpoints come from the environment, as for other tools of these stores.
+        let known = ["AWS_", "GOOGLE_", "AZURE_"];
+        let options = std::env::vars().filter(|(name, _)| known.iter().any(|k| name.starts_with(k)));
+        let options = options.map(|(name, value)| (name.to_ascii_lowercase(), value));
+        let (store, path) = object_store::parse_url_opts(&url, options)
+            .with_context(|| format!("{text} cannot be used (s3://, gs://, az:// and file:// can)"))?;
+        return Ok(Endpoint::Bucket(Arc::from(store), path));
+    }
+    let Some((spec, path)) = text.split_once(':').filter(|(spec, _)| !spec.contains('/')) else {
+        return Ok(Endpoint::Local(PathBuf::from(text)));
+    };
+    let spec: VolumeSpec = spec
+        .parse()
+        .map_err(|error| usage(format!("{text}: {error} (write ./{text} for a file of this name)")))?;
+    Ok(Endpoint::Volume(datafs.view(&spec)?, PathBuf::from(path)))
+}
+
+fn usage(message: String) -> anyhow::Error {
+    failure(Exit::Usage, message)
+}
