@@ -37,7 +37,7 @@ impl MetaUrl {
         };
         let options = options.map(|options| {
             let shown = options.split('&').map(|option| match option.split_once('=') {
-                Some((name, _)) if name == "password" => "password=***",
+                Some(("password", _)) => "password=***",
                 _ => option,
             });
             format!("?{}", shown.collect::<Vec<_>>().join("&"))

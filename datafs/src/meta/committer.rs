@@ -33,17 +33,16 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
 const CACHE_CHUNK: usize = 256;
 
 pub(super) fn start(shared: &Arc<Shared>) -> Result<Vec<JoinHandle<()>>> {
-    let mut threads = Vec::new();
-    let runs: [(&str, fn(&Shared)); 3] = [
-        ("datafs-commit", commit_batches),
-        ("datafs-turn", watch_requests),
-        ("datafs-checkpoint", checkpoint::run),
-    ];
-    for (name, run) in runs {
+    let start = |name: &str, run: fn(&Shared)| {
         let shared = Arc::clone(shared);
-        threads.push(spawn(name, &shared.engine.place(), move || run(&shared))?);
-    }
-    Ok(threads)
+        let place = shared.engine.place();
+        spawn(name, &place, move || run(&shared))
+    };
+    Ok(vec![
+        start("datafs-commit", commit_batches)?,
+        start("datafs-turn", watch_requests)?,
+        start("datafs-checkpoint", checkpoint::run)?,
+    ])
 }
 
 fn spawn(name: &str, place: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {

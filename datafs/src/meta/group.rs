@@ -429,10 +429,10 @@ impl Shared {
                 |snapshot: &Snapshot| snapshot.batch() == state.base || Some(snapshot.batch()) == frozen;
             let snapshot = match fresh.take().filter(fits) {
                 Some(fresh) => Some(fresh),
-                None => match state.idle.iter().position(fits) {
-                    Some(i) => Some(state.idle.swap_remove(i)),
-                    None => None,
-                },
+                None => {
+                    let idle = state.idle.iter().position(fits);
+                    idle.map(|i| state.idle.swap_remove(i))
+                }
             };
             if let Some(snapshot) = snapshot {
                 let version = state.version;

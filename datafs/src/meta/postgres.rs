@@ -403,9 +403,9 @@ impl Engine for Postgres {
         durability: Durability,
         body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
     ) -> Result<()> {
-        let done = self.shared.commit(&mut |txn| body(txn))?;
+        self.shared.commit(&mut |txn| body(txn))?;
         match durability {
-            Durability::Relaxed => Ok(done),
+            Durability::Relaxed => Ok(()),
             Durability::Durable => self.shared.flush(),
         }
     }
