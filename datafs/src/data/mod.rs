@@ -44,6 +44,8 @@ pub(crate) mod s3_server;
 #[cfg(test)]
 mod s3_tests;
 mod segment;
+#[cfg(test)]
+mod speed;
 mod store;
 #[cfg(test)]
 mod tests;

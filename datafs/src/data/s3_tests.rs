@@ -128,10 +128,21 @@ fn wrong_bytes_and_lengths_are_found() {
     assert!(error.contains("torn upload"), "{error}");
 }
 
+/// Repeats what fails because the store is away: on a busy machine it may still be for a moment.
+fn eventually<T>(mut call: impl FnMut() -> Result<T, ObjectError>) -> T {
+    let begun = Instant::now();
+    loop {
+        match call() {
+            Err(ObjectError::Away { .. }) if begun.elapsed() < Duration::from_secs(120) => {}
+            other => return other.unwrap(),
+        }
+    }
+}
+
 #[test]
 fn a_store_that_is_away_is_one_bounded_error_and_comes_back() {
     let mut server = S3Server::start();
-    let config = Config { store_timeout_ms: 600, ..config(&server, "p") };
+    let config = Config { store_timeout_ms: 2_000, ..config(&server, "p") };
     let pool = pool_with(&config, SESSION);
     let bytes = pattern(2 * MIB);
     let id = pool.put(&bytes).unwrap().id;
@@ -146,14 +157,14 @@ fn a_store_that_is_away_is_one_bounded_error_and_comes_back() {
     assert!(text.contains("s3://bucket/p") && text.contains("read") && text.contains("ms"), "{text}");
     assert!(matches!(pool.put(b"x").unwrap_err(), ObjectError::Away { .. }));
     server.start_again();
-    assert!(pool.read(id, 0..2 * MIB as u64).unwrap() == bytes);
-    pool.put(b"x").unwrap();
+    assert!(eventually(|| pool.read(id, 0..2 * MIB as u64)) == bytes);
+    eventually(|| pool.put(b"x"));
     // A server that does not answer at all is given up as well.
     server.faults.always(Some(("get", Fault::Late(Duration::from_secs(3600)))));
     let other = pool_with(&config, SESSION + 1);
     assert!(matches!(other.read(id, 0..10).unwrap_err(), ObjectError::Away { .. }));
     server.faults.always(None);
-    assert!(other.read(id, 0..10).unwrap() == bytes[..10]);
+    assert!(eventually(|| other.read(id, 0..10)) == bytes[..10]);
 }
 
 #[test]
