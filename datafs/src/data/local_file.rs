@@ -1,12 +1,12 @@
 //! An object of a local store while it is written: a file beside its future name, written in place.
 //!
-//! Nothing is copied on the way and no other thread is involved: the limit is the file system's own
-//! speed. What is finished is asked to be on its way to the disk early, so that little is left for the
+//! Nothing is copied on the way: the limit is the file system's own speed. What is finished is asked to be on its way to the disk early, so that little is left for the
 //! sync at the end.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use parking_lot::Mutex;
@@ -27,7 +27,7 @@ pub(super) struct LocalFile {
     pool: ObjectPool,
     id: ObjectId,
     path: PathBuf,
-    file: File,
+    file: Arc<File>,
     len: u64,
     /// Up to where the disk was asked to write.
     early: u64,
@@ -37,7 +37,7 @@ pub(super) struct LocalFile {
 impl LocalFile {
     pub(super) fn begin(pool: &ObjectPool, id: ObjectId) -> Result<LocalFile> {
         let (path, file) = pool.create_local(&(id.data_name() + UNFINISHED))?;
-        Ok(LocalFile { pool: pool.clone(), id, path, file, len: 0, early: 0, named: false })
+        Ok(LocalFile { pool: pool.clone(), id, path, file: Arc::new(file), len: 0, early: 0, named: false })
     }
 
     /// Appends bytes. On error none of them were taken.
@@ -46,16 +46,24 @@ impl LocalFile {
         written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
         self.len += bytes.len() as u64;
         if self.len - self.early >= EARLY_BYTES {
-            // Starts the writing of what is dirty; what is on its way stays in memory.
-            let (offset, len) = (self.early as libc::off_t, (self.len - self.early) as libc::off_t);
-            if let Err(error) =
-                posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
-            {
-                tracing::debug!(%error, path = %self.path.display(), "early writing");
-            }
-            self.early = self.len;
+            self.write_early();
         }
         Ok(())
+    }
+
+    /// Has the disk begin with what it was not asked to write yet, beside the writer: for the file
+    /// system, finding room takes about as long as taking the bytes.
+    fn write_early(&mut self) {
+        let (offset, len) = (self.early as libc::off_t, (self.len - self.early) as libc::off_t);
+        self.early = self.len;
+        let file = Arc::clone(&self.file);
+        self.pool.runtime().handle().spawn_blocking(move || {
+            // Starts the writing of what is dirty; what is on its way stays in memory.
+            let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+            if let Err(error) = posix_fadvise(file.as_ref(), offset, len, advice) {
+                tracing::debug!(%error, "early writing of an object");
+            }
+        });
     }
 
     /// Fills `buffer` with what was appended, from `offset` on.
@@ -77,7 +85,7 @@ impl LocalFile {
             }
         }
         failpoint::hit("object-written");
-        let file = self.file.try_clone().map_err(|e| ObjectError::io("open object file", &self.path, e))?;
+        let file = Arc::clone(&self.file);
         let name = root.join(self.id.data_name());
         // Last: the name makes it readable.
         rename(&self.path, &name)?;
@@ -87,7 +95,7 @@ impl LocalFile {
         Ok(Unsynced { pool: self.pool.clone(), id: self.id, state: Mutex::new(State::Written(files)) })
     }
 
-    fn put_sums(&self, root: &Path, sums: &[u8]) -> Result<(PathBuf, File)> {
+    fn put_sums(&self, root: &Path, sums: &[u8]) -> Result<(PathBuf, Arc<File>)> {
         let name = root.join(self.id.sums_name());
         let unfinished = root.join(self.id.sums_name() + UNFINISHED);
         let write = || {
@@ -98,7 +106,7 @@ impl LocalFile {
         match write() {
             Ok(file) => {
                 rename(&unfinished, &name)?;
-                Ok((name, file))
+                Ok((name, Arc::new(file)))
             }
             Err(e) => {
                 let _ = fs::remove_file(&unfinished);
@@ -135,7 +143,7 @@ pub(crate) struct Unsynced {
 
 #[derive(Debug)]
 enum State {
-    Written(Vec<(PathBuf, File)>),
+    Written(Vec<(PathBuf, Arc<File>)>),
     Durable,
     /// The kernel reports a lost write once; nobody may take the next answer for a success.
     Lost,

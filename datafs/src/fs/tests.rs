@@ -7,6 +7,7 @@ mod model;
 mod rates;
 mod reference;
 mod semantics;
+mod streams;
 
 use std::path::Path;
 
