@@ -15,8 +15,8 @@
 //! locks sees what the last holder wrote. In a mount of a snapshot locks are the kernel's own. Whoever writes through a mount without the privilege to keep them loses the
 //! set-user-ID and set-group-ID bits of the file.
 //!
-//! Not here: what the file system *means* (that is the view), access control lists (EOPNOTSUPP),
-//! `O_TMPFILE`.
+//! Not here: what the file system *means* (that is the view), `O_TMPFILE` (EOPNOTSUPP: the FUSE library
+//! does not know it).
 
 mod adapter;
 mod answer;

@@ -50,6 +50,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod upload;
+mod verified;
 mod writer;
 
 pub(crate) use codec::Codec;

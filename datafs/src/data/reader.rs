@@ -15,6 +15,7 @@ use super::local_data::LocalData;
 use super::object::ObjectId;
 use super::pool::ObjectPool;
 use super::store::Store;
+use super::verified::Verified;
 use crate::metrics;
 
 /// Most files kept open: a quarter of the usual limit of 1024 descriptors.
@@ -33,6 +34,7 @@ pub(super) struct OpenObject {
     id: ObjectId,
     data: Data,
     index: Arc<Index>,
+    verified: Verified,
 }
 
 /// Where the bytes of an open object are.
@@ -60,7 +62,8 @@ impl OpenObject {
             Store::Remote(remote) => pool.open_remote(remote, id)?,
         };
         metrics::OBJECTS_OPENED.inc();
-        Ok(OpenObject { id, data, index })
+        let verified = Verified::new(index.data_bytes());
+        Ok(OpenObject { id, data, index, verified })
     }
 
     /// Whether it is read from a copy that may be damaged while the original is not.
@@ -97,7 +100,14 @@ impl OpenObject {
             return Ok(());
         }
         match (&self.data, &*self.index) {
-            (Data::Local { data, .. }, Index::Plain(sums)) => {
+            (Data::Local { data, cached }, Index::Plain(sums)) => {
+                // A copy may be damaged or replaced by whoever keeps the cache.
+                if !cached && self.verified.covers(offset, end) {
+                    data.read(self.id, offset, buffer)?;
+                    metrics::OBJECT_READ_BYTES.inc_by(buffer.len() as u64);
+                    data.read_ahead(offset, end, self.index.data_bytes());
+                    return Ok(());
+                }
                 let (from, to) = sums.window(offset, end);
                 if (from, to) == (offset, end) {
                     return self.read_frames(data, from, buffer);
@@ -144,6 +154,7 @@ impl OpenObject {
         let to = from + window.len() as u64;
         data.read(self.id, from, window)?;
         self.verify(self.index.frames_of(from, to), window)?;
+        self.verified.add(from, to);
         data.read_ahead(from, to, self.index.data_bytes());
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Attributes: getattr, setattr, statfs.
 
+use super::acl;
 use super::content;
 use super::file::{discard, flush_inode};
 use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
@@ -104,6 +105,9 @@ impl View {
                 drop_capabilities(writer, ino, &inode)?;
             }
             inode.mode = set.mode.map_or(inode.mode, |mode| mode & 0o7777);
+            if set.mode.is_some() {
+                acl::follow_mode(writer, ino, inode.mode)?;
+            }
             inode.uid = set.uid.unwrap_or(inode.uid);
             inode.gid = set.gid.unwrap_or(inode.gid);
             inode.atime = set.atime.map_or(inode.atime, |time| resolve(time, now));

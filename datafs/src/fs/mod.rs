@@ -10,6 +10,7 @@
 //!    flush, and survives a power failure after an fsync that returned `Ok`;
 //!  - a file that is unlinked while it is open in this process stays readable until the last close.
 
+pub(crate) mod acl;
 mod allocate;
 mod attributes;
 pub(crate) mod content;

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 
+use super::acl;
 use super::file::OpenFile;
 use super::tree::{self, Closing, SNAPSHOTS_NAME};
 use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
@@ -69,6 +70,20 @@ impl View {
         rdev: u32,
         owner: Owner,
     ) -> Result<Attr> {
+        self.mknod_masked(parent, name, kind, (mode, 0), rdev, owner)
+    }
+
+    /// [`View::mknod`] by a process with a mask, which takes bits from the mode unless the directory
+    /// passes on an access control list.
+    pub(crate) fn mknod_masked(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        kind: FileKind,
+        (mode, umask): (u32, u32),
+        rdev: u32,
+        owner: Owner,
+    ) -> Result<Attr> {
         if matches!(kind, FileKind::Directory | FileKind::Symlink) {
             return Err(Error::Invalid("mknod makes no directories and no links".into()));
         }
@@ -79,6 +94,7 @@ impl View {
             if matches!(kind, FileKind::BlockDevice | FileKind::CharDevice) {
                 inode.rdev = rdev;
             }
+            acl::inherit(writer, parent_ino, ino, &mut inode, umask)?;
             tree::add_child(writer, parent_ino, name, ino, &inode)?;
             Ok(inode)
         })?;
@@ -87,10 +103,23 @@ impl View {
 
     /// Makes an empty directory.
     pub fn mkdir(&self, parent: Node, name: &OsStr, mode: u32, owner: Owner) -> Result<Attr> {
+        self.mkdir_masked(parent, name, mode, 0, owner)
+    }
+
+    /// [`View::mkdir`] by a process with a mask.
+    pub(crate) fn mkdir_masked(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        owner: Owner,
+    ) -> Result<Attr> {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
-            let inode = new_inode(writer, parent_ino, name, FileKind::Directory, mode, owner)?;
+            let mut inode = new_inode(writer, parent_ino, name, FileKind::Directory, mode, owner)?;
+            acl::inherit(writer, parent_ino, ino, &mut inode, umask)?;
             tree::add_directory(writer, parent_ino, name, ino, inode)
         })?;
         Ok(inode.attr(Node { snapshot: 0, ino }))
@@ -105,6 +134,19 @@ impl View {
         owner: Owner,
         flags: OpenFlags,
     ) -> Result<(Attr, OpenFile)> {
+        self.create_masked(parent, name, mode, 0, owner, flags)
+    }
+
+    /// [`View::create`] by a process with a mask.
+    pub(crate) fn create_masked(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        owner: Owner,
+        flags: OpenFlags,
+    ) -> Result<(Attr, OpenFile)> {
         let parent_ino = self.writable(parent)?;
         for _ in 0..CREATE_ATTEMPTS {
             let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
@@ -115,7 +157,8 @@ impl View {
                 match tree::child(writer, parent_ino, name)? {
                     Some(dentry) if !flags.exclusive => Ok(Err(dentry)),
                     _ => {
-                        let inode = new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
+                        let mut inode = new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
+                        acl::inherit(writer, parent_ino, node.ino, &mut inode, umask)?;
                         tree::add_child(writer, parent_ino, name, node.ino, &inode)?;
                         Ok(Ok(inode))
                     }

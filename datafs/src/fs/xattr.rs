@@ -4,6 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use super::acl;
 use super::tree;
 use super::types::{FileKind, Node};
 use crate::error::{Error, Result};
@@ -44,13 +45,17 @@ pub enum SetXattr {
 
 impl View {
     /// Sets an extended attribute. Names begin with `user.` (files and directories only), `trusted.` or
-    /// `security.`; others, so also the access control lists in `system.`, are [`Error::Unsupported`].
+    /// `security.`, or are those of the two access control lists in `system.`, which keep the mode in
+    /// step; others are [`Error::Unsupported`].
     /// Who may set which is checked by the kernel for a mount, and not for users of the library.
     ///
     /// # Errors
     /// [`Error::NameTooLong`] and [`Error::TooLarge`] beyond [`XATTR_NAME_BYTES_MAX`] and
     /// [`XATTR_VALUE_BYTES_MAX`], [`Error::NoSpace`] beyond [`XATTR_NAMES_BYTES_MAX`].
     pub fn xattr_set(&self, node: Node, name: &OsStr, value: &[u8], how: SetXattr) -> Result<()> {
+        if acl::is_acl(name) {
+            return self.acl_set(node, name, value, true);
+        }
         let ino = self.writable(node)?;
         check_name(name)?;
         if value.len() > XATTR_VALUE_BYTES_MAX {
@@ -82,6 +87,13 @@ impl View {
             inode.ctime = Timestamp::now();
             tree::put_inode(writer, ino, &inode)
         })
+    }
+
+    /// Sets an access control list; an empty one removes it. `keeps_group` is whether whoever sets it may
+    /// leave the set-group-ID bit on.
+    pub(crate) fn acl_set(&self, node: Node, name: &OsStr, value: &[u8], keeps_group: bool) -> Result<()> {
+        let ino = self.writable(node)?;
+        self.write(Durability::Relaxed, |writer| acl::set(writer, ino, name, value, keeps_group))
     }
 
     /// The value of an extended attribute; [`Error::NoAttribute`] when there is none of that name.
@@ -118,7 +130,8 @@ impl View {
         self.write(Durability::Relaxed, |writer| {
             let mut inode = tree::inode(writer, ino)?;
             if writer.get(&record)?.is_none() {
-                return Err(missing(name));
+                // No list is what ext4 leaves, too.
+                return if acl::is_acl(name) { Ok(()) } else { Err(missing(name)) };
             }
             writer.delete(&record)?;
             inode.ctime = Timestamp::now();
@@ -150,6 +163,9 @@ fn check_name(name: &OsStr) -> Result<()> {
     let bytes = name.as_bytes();
     if bytes.len() > XATTR_NAME_BYTES_MAX {
         return Err(Error::NameTooLong { bytes: bytes.len(), bytes_max: XATTR_NAME_BYTES_MAX });
+    }
+    if acl::is_acl(name) {
+        return Ok(());
     }
     let spaces: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
     let Some(space) = spaces.into_iter().find(|space| bytes.starts_with(space)) else {

@@ -55,6 +55,8 @@ impl Filesystem for Adapter {
             // Else the kernel asks for an attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
             InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO,
+            // A directory's access control list stands in for the mask, so the mask is not the kernel's.
+            InitFlags::FUSE_POSIX_ACL | InitFlags::FUSE_DONT_MASK,
         ] {
             let _ = config.add_capabilities(wish);
         }
@@ -157,14 +159,17 @@ impl Filesystem for Adapter {
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
-        _umask: u32,
+        umask: u32,
         rdev: u32,
         reply: ReplyEntry,
     ) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = match kind_of_mode(mode) {
-            Some(kind) => self.handles.view.mknod(parent, name, kind, mode & 0o7777, rdev, owner(request)),
+            Some(kind) => {
+                let mode = (mode & 0o7777, umask);
+                self.handles.view.mknod_masked(parent, name, kind, mode, rdev, owner(request))
+            }
             None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
         };
         self.entry("mknod", parent, moment, made, reply);
@@ -176,12 +181,12 @@ impl Filesystem for Adapter {
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
-        _umask: u32,
+        umask: u32,
         reply: ReplyEntry,
     ) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
-        let made = self.handles.view.mkdir(parent, name, mode & 0o7777, owner(request));
+        let made = self.handles.view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request));
         self.entry("mkdir", parent, moment, made, reply);
     }
 
@@ -279,14 +284,15 @@ impl Filesystem for Adapter {
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
-        _umask: u32,
+        umask: u32,
         flags: i32,
         reply: ReplyCreate,
     ) {
         let parent = self.node(parent);
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
-        let created = self.handles.view.create(parent, name, mode & 0o7777, owner(request), flags);
+        let created =
+            self.handles.view.create_masked(parent, name, mode & 0o7777, umask, owner(request), flags);
         match created {
             Ok((attr, file)) => {
                 let (node, data_version) = (attr.node, attr.data_version);
@@ -459,7 +465,7 @@ impl Filesystem for Adapter {
 
     fn setxattr(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         name: &OsStr,
         value: &[u8],
@@ -467,7 +473,7 @@ impl Filesystem for Adapter {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        self.set_xattr(self.node(ino), name, value, flags, reply);
+        self.set_xattr(request, self.node(ino), name, value, flags, reply);
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {

@@ -8,6 +8,7 @@ use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, Reply
 use super::answer::{Adapter, ENTRIES_MAX, NOT_AT_ALL};
 use super::coherence::Kept;
 use crate::error::{Error, Result};
+use crate::fs::acl::is_acl;
 use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
 
 /// Copies of one request: the kernel's answer has 32 bits for their length.
@@ -19,7 +20,22 @@ pub(super) fn is_privileged(request: &Request) -> bool {
 }
 
 impl Adapter {
-    pub(super) fn set_xattr(&self, node: Node, name: &OsStr, value: &[u8], flags: i32, reply: ReplyEmpty) {
+    pub(super) fn set_xattr(
+        &self,
+        request: &Request,
+        node: Node,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+        reply: ReplyEmpty,
+    ) {
+        if is_acl(name) {
+            // Other groups of his than the first are not known here: then the bit goes.
+            let keeps_group = is_privileged(request)
+                || self.handles.view.getattr(node).is_ok_and(|attr| attr.gid == request.gid());
+            let set = self.handles.view.acl_set(node, name, value, keeps_group);
+            return self.empty("setxattr", node, set, reply);
+        }
         let how = match flags {
             0 => SetXattr::Any,
             libc::XATTR_CREATE => SetXattr::Create,

@@ -72,9 +72,6 @@ fn files_carry_extended_attributes() {
     let kept = mount.path().join(".snapshots/s/file");
     assert_eq!(get(&kept, c"user.key", 10).unwrap(), b"value");
     assert_eq!(errno(set(&kept, c"user.key", b"", 0)), libc::EROFS);
-    // Access control lists are refused, not ignored.
-    let acl = set(&path, c"system.posix_acl_access", &[2, 0, 0, 0], 0);
-    assert!([libc::EOPNOTSUPP, libc::EINVAL].contains(&errno(acl)));
     // A pipe is no place for attributes of users.
     let pipe = mount.path().join("pipe");
     // SAFETY: the path is terminated.
@@ -251,6 +248,62 @@ fn locks_exclude_wait_and_end_with_their_holder() {
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         take(&file, kind, false).unwrap();
     }
+}
+
+/// A list as the kernel takes it: tag, permissions and number of each entry.
+fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+    let mut value = 2u32.to_le_bytes().to_vec();
+    for (tag, perm, id) in entries {
+        value.extend_from_slice(&tag.to_le_bytes());
+        value.extend_from_slice(&perm.to_le_bytes());
+        value.extend_from_slice(&id.to_le_bytes());
+    }
+    value
+}
+
+#[test]
+fn access_control_lists_let_in_and_are_passed_on() {
+    let Some(home) = Home::new() else { return };
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    const NOBODY: u32 = 65_534;
+    const NONE: u32 = u32::MAX;
+    let mount = home.mount("data");
+    fs::set_permissions(home.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = mount.path().join("secret");
+    fs::write(&path, b"x").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    let reads = |path: &Path| {
+        use std::os::unix::process::CommandExt as _;
+        let mut cat = Command::new("cat");
+        cat.arg(path).stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
+        cat.uid(NOBODY).gid(NOBODY).status().unwrap().success()
+    };
+    assert!(!reads(&path));
+    let list = [(1, 6, NONE), (2, 4, NOBODY), (4, 0, NONE), (16, 4, NONE), (32, 0, NONE)];
+    set(&path, c"system.posix_acl_access", &acl(&list), 0).unwrap();
+    assert!(reads(&path));
+    assert_eq!(get(&path, c"system.posix_acl_access", 100).unwrap(), acl(&list));
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    assert!(!reads(&path), "chmod takes it from the mask");
+    assert_eq!(errno(set(&path, c"system.posix_acl_access", &acl(&list[..2]), 0)), libc::EINVAL);
+    assert_eq!(errno(set(&path, c"system.posix_acl_default", &acl(&list), 0)), libc::EACCES);
+    // Of a directory, with a mask of the process that it stands in for.
+    let dir = mount.path().join("dir");
+    fs::create_dir(&dir).unwrap();
+    set(&dir, c"system.posix_acl_default", &acl(&list), 0).unwrap();
+    let make = |name: &str| {
+        let script = format!("umask 077; : > {0}/{name}; mkdir {0}/{name}.d", dir.display());
+        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        fs::metadata(dir.join(name)).unwrap().mode() & 0o777
+    };
+    assert_eq!(make("passed-on"), 0o640);
+    assert_eq!(get(&dir.join("passed-on.d"), c"system.posix_acl_default", 100).unwrap(), acl(&list));
+    assert!(reads(&dir.join("passed-on")));
+    remove(&dir, c"system.posix_acl_default").unwrap();
+    assert_eq!(make("masked"), 0o600);
 }
 
 #[test]
