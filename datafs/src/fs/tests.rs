@@ -4,6 +4,7 @@
 mod edges;
 mod extended;
 mod model;
+mod on_postgres;
 mod rates;
 mod reference;
 mod semantics;
@@ -23,7 +24,9 @@ pub(super) fn config() -> Config {
 }
 
 pub(super) fn open(home: &Path) -> Datafs {
-    Datafs::open(home, &config()).unwrap()
+    let mut config = config();
+    on_postgres::put_into(&mut config, home);
+    Datafs::open(home, &config).unwrap()
 }
 
 pub(super) fn owner() -> Owner {

@@ -33,7 +33,7 @@ fn get(view: &View, node: Node, name: &str) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn extended_attributes_are_set_listed_and_removed() {
+pub(super) fn extended_attributes_are_set_listed_and_removed() {
     let (_home, datafs, view) = setup();
     view.write_file("f", b"x").unwrap();
     let f = node(&view, "f");
@@ -72,7 +72,7 @@ fn extended_attributes_are_set_listed_and_removed() {
 }
 
 #[test]
-fn extended_attributes_have_rules() {
+pub(super) fn extended_attributes_have_rules() {
     let (_home, _datafs, view) = setup();
     view.write_file("f", b"x").unwrap();
     view.symlink(view.root(), "l".as_ref(), "f".as_ref(), owner()).unwrap();
@@ -102,7 +102,7 @@ fn extended_attributes_have_rules() {
 }
 
 #[test]
-fn ranges_become_holes_and_holes_are_found() {
+pub(super) fn ranges_become_holes_and_holes_are_found() {
     let (home, datafs, view) = setup();
     let f = file(&view, "f");
     let at = f.node();
@@ -145,7 +145,7 @@ fn ranges_become_holes_and_holes_are_found() {
 }
 
 #[test]
-fn small_files_have_holes_too() {
+pub(super) fn small_files_have_holes_too() {
     let (_home, _datafs, view) = setup();
     view.write_file("f", &[7; 100]).unwrap();
     let at = node(&view, "f");
@@ -160,7 +160,7 @@ fn small_files_have_holes_too() {
 }
 
 #[test]
-fn what_cannot_be_allocated_says_so() {
+pub(super) fn what_cannot_be_allocated_says_so() {
     let (_home, _datafs, view) = setup();
     let f = file(&view, "f");
     let fails = |offset, len, how| view.allocate(f.node(), offset, len, how).unwrap_err();
@@ -180,7 +180,7 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn large_ranges_are_copied_by_reference() {
+pub(super) fn large_ranges_are_copied_by_reference() {
     let (home, datafs, view) = setup();
     let data = pattern(300_000);
     view.write_file("source", &data).unwrap();
@@ -215,7 +215,7 @@ fn large_ranges_are_copied_by_reference() {
 }
 
 #[test]
-fn copies_inside_one_file_and_with_holes() {
+pub(super) fn copies_inside_one_file_and_with_holes() {
     let (home, datafs, view) = setup();
     let f = file(&view, "f");
     let mut expected = pattern(200_000);
@@ -241,7 +241,7 @@ fn copies_inside_one_file_and_with_holes() {
 }
 
 #[test]
-fn names_are_exchanged() {
+pub(super) fn names_are_exchanged() {
     let (_home, _datafs, view) = setup();
     view.write_file("a/deep/f", b"file").unwrap();
     view.write_file("b/g", b"other").unwrap();
@@ -267,7 +267,7 @@ fn names_are_exchanged() {
 }
 
 #[test]
-fn whoever_changes_a_program_takes_its_privileges() {
+pub(super) fn whoever_changes_a_program_takes_its_privileges() {
     let (_home, _datafs, view) = setup();
     let f = file(&view, "f");
     let chmod = |mode| view.setattr(f.node(), &SetAttr { mode: Some(mode), ..SetAttr::default() }).unwrap();

@@ -726,10 +726,20 @@ proptest! {
     #![proptest_config(cases())]
     #[test]
     fn operations_agree_with_the_model(ops in prop::collection::vec(op(), 1..300)) {
-        let mut world = World::new();
-        for op in &ops {
-            world.apply(op);
-        }
-        world.finish();
+        run(&ops);
     }
+}
+
+/// The same on whatever engine the thread's tests use, fewer times.
+pub(super) fn some_operations_agree_with_the_model(cases: u32) {
+    let config = Cases { cases, failure_persistence: None, ..Cases::default() };
+    proptest!(config, |(ops in prop::collection::vec(op(), 1..120))| run(&ops));
+}
+
+fn run(ops: &[Op]) {
+    let mut world = World::new();
+    for op in ops {
+        world.apply(op);
+    }
+    world.finish();
 }

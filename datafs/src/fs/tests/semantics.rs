@@ -31,7 +31,7 @@ fn names(view: &View, node: Node) -> BTreeSet<String> {
 }
 
 #[test]
-fn bytes_come_back_across_every_border() {
+pub(super) fn bytes_come_back_across_every_border() {
     let (_home, _datafs, view) = setup();
     let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
     let mut expected = vec![0u8; 20_000];
@@ -60,7 +60,7 @@ fn bytes_come_back_across_every_border() {
 }
 
 #[test]
-fn a_small_file_costs_no_object() {
+pub(super) fn a_small_file_costs_no_object() {
     let (home, datafs, view) = setup();
     view.write_file("small", &[7; 4096]).unwrap();
     let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
@@ -73,7 +73,7 @@ fn a_small_file_costs_no_object() {
 }
 
 #[test]
-fn append_goes_to_the_end() {
+pub(super) fn append_goes_to_the_end() {
     let (_home, _datafs, view) = setup();
     let flags = OpenFlags { append: true, ..RW };
     let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), flags).unwrap();
@@ -85,7 +85,7 @@ fn append_goes_to_the_end() {
 }
 
 #[test]
-fn open_flags_are_kept() {
+pub(super) fn open_flags_are_kept() {
     let (_home, _datafs, view) = setup();
     view.write_file("f", b"text").unwrap();
     let node = view.stat("f").unwrap().node;
@@ -107,7 +107,7 @@ fn open_flags_are_kept() {
 }
 
 #[test]
-fn an_unlinked_open_file_stays_readable() {
+pub(super) fn an_unlinked_open_file_stays_readable() {
     let (home, datafs, view) = setup();
     view.write_file("f", &[1; 10_000]).unwrap();
     let node = view.stat("f").unwrap().node;
@@ -128,7 +128,7 @@ fn an_unlinked_open_file_stays_readable() {
 }
 
 #[test]
-fn a_replaced_open_file_stays_readable() {
+pub(super) fn a_replaced_open_file_stays_readable() {
     let (_home, _datafs, view) = setup();
     view.write_file("f", b"old").unwrap();
     let old = view.open(view.stat("f").unwrap().node, OpenFlags::READ).unwrap();
@@ -142,7 +142,7 @@ fn a_replaced_open_file_stays_readable() {
 }
 
 #[test]
-fn renames_keep_the_rules() {
+pub(super) fn renames_keep_the_rules() {
     let (_home, _datafs, view) = setup();
     let root = view.root();
     let rename = |a: &str, b: &str| view.rename_path(a, b);
@@ -168,7 +168,7 @@ fn renames_keep_the_rules() {
 }
 
 #[test]
-fn directories_and_links_keep_the_rules() {
+pub(super) fn directories_and_links_keep_the_rules() {
     let (_home, _datafs, view) = setup();
     let root = view.root();
     let dir = view.mkdir(root, "d".as_ref(), 0o2775, owner()).unwrap();
@@ -195,7 +195,7 @@ fn directories_and_links_keep_the_rules() {
 }
 
 #[test]
-fn attributes_keep_nanoseconds() {
+pub(super) fn attributes_keep_nanoseconds() {
     let (_home, _datafs, view) = setup();
     view.write_file("f", b"x").unwrap();
     let node = view.stat("f").unwrap().node;
@@ -227,7 +227,7 @@ fn attributes_keep_nanoseconds() {
 }
 
 #[test]
-fn a_cursor_survives_changes_of_the_directory() {
+pub(super) fn a_cursor_survives_changes_of_the_directory() {
     let (_home, _datafs, view) = setup();
     let root = view.root();
     let all: BTreeSet<String> = (0..200).map(|i| format!("file-{i}")).collect();
@@ -254,7 +254,7 @@ fn a_cursor_survives_changes_of_the_directory() {
 }
 
 #[test]
-fn snapshots_appear_below_the_root() {
+pub(super) fn snapshots_appear_below_the_root() {
     let (_home, datafs, view) = setup();
     let (v, s1, s2) = ("v".parse().unwrap(), "s1".parse().unwrap(), "s2".parse().unwrap());
     view.write_file("dir/f", b"one").unwrap();
@@ -300,7 +300,7 @@ fn snapshots_appear_below_the_root() {
 }
 
 #[test]
-fn a_publish_is_whole_or_nothing() {
+pub(super) fn a_publish_is_whole_or_nothing() {
     let (home, datafs, view) = setup();
     let stage = |len: usize| {
         let mut staged = view.stage().unwrap();
@@ -348,7 +348,7 @@ fn a_publish_is_whole_or_nothing() {
 }
 
 #[test]
-fn a_large_unlinked_file_is_freed_in_batches() {
+pub(super) fn a_large_unlinked_file_is_freed_in_batches() {
     let (home, datafs, view) = setup();
     let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
     for i in 0..600u64 {
@@ -363,7 +363,7 @@ fn a_large_unlinked_file_is_freed_in_batches() {
 }
 
 #[test]
-fn a_dead_process_is_cleaned_up_after() {
+pub(super) fn a_dead_process_is_cleaned_up_after() {
     let (home, datafs, view) = setup();
     let dead = open(home.path());
     let its_view = dead.view(&"v".parse().unwrap()).unwrap();
@@ -391,7 +391,7 @@ fn a_dead_process_is_cleaned_up_after() {
 }
 
 #[test]
-fn volumes_come_and_go() {
+pub(super) fn volumes_come_and_go() {
     let (home, datafs, view) = setup();
     let (v, w): (crate::Name, crate::Name) = ("v".parse().unwrap(), "w".parse().unwrap());
     assert!(matches!(datafs.volume_create(&v), Err(Error::Exists { .. })));

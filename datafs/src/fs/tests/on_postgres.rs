@@ -1,0 +1,113 @@
+//! The tests of the file-system semantics once more, with the metadata on PostgreSQL.
+#![allow(clippy::unwrap_used)]
+
+use std::cell::RefCell;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{extended, model, objects, open, rows, semantics, volume};
+use crate::config::Config;
+use crate::error::Error;
+use crate::meta::postgres::tests::server::Server;
+use crate::publish::Publish;
+
+thread_local! {
+    /// The server that tests of this thread use instead of a file.
+    static SERVER: RefCell<Option<Arc<Server>>> = const { RefCell::new(None) };
+}
+
+/// Has a home's metadata on this thread's server, if it has one.
+pub(super) fn put_into(config: &mut Config, home: &Path) {
+    SERVER.with_borrow(|server| {
+        let Some(server) = server else { return };
+        config.meta_url = Some(server.url().into());
+        config.meta_schema = schema_of(home);
+        config.meta_connections_max = 3;
+    });
+}
+
+/// A schema for each home.
+fn schema_of(home: &Path) -> String {
+    let mut hash = DefaultHasher::new();
+    home.hash(&mut hash);
+    format!("h{}_{:x}", std::process::id(), hash.finish())
+}
+
+/// Runs tests with metadata on PostgreSQL, where it is installed.
+fn on_postgres(run: impl FnOnce(&Server)) {
+    let Some(server) = Server::shared() else { return };
+    SERVER.set(Some(Arc::clone(&server)));
+    run(&server);
+    SERVER.set(None);
+}
+
+#[test]
+fn the_model_holds_on_postgres() {
+    on_postgres(|_| model::some_operations_agree_with_the_model(8));
+}
+
+#[test]
+fn semantics_hold_on_postgres() {
+    on_postgres(|_| {
+        semantics::bytes_come_back_across_every_border();
+        semantics::a_small_file_costs_no_object();
+        semantics::append_goes_to_the_end();
+        semantics::open_flags_are_kept();
+        semantics::an_unlinked_open_file_stays_readable();
+        semantics::a_replaced_open_file_stays_readable();
+        semantics::renames_keep_the_rules();
+        semantics::directories_and_links_keep_the_rules();
+        semantics::attributes_keep_nanoseconds();
+        semantics::a_cursor_survives_changes_of_the_directory();
+        semantics::snapshots_appear_below_the_root();
+        semantics::a_publish_is_whole_or_nothing();
+        semantics::a_large_unlinked_file_is_freed_in_batches();
+        semantics::volumes_come_and_go();
+    });
+}
+
+#[test]
+fn extended_semantics_hold_on_postgres() {
+    on_postgres(|_| {
+        extended::extended_attributes_are_set_listed_and_removed();
+        extended::extended_attributes_have_rules();
+        extended::ranges_become_holes_and_holes_are_found();
+        extended::small_files_have_holes_too();
+        extended::what_cannot_be_allocated_says_so();
+        extended::large_ranges_are_copied_by_reference();
+        extended::copies_inside_one_file_and_with_holes();
+        extended::names_are_exchanged();
+        extended::whoever_changes_a_program_takes_its_privileges();
+    });
+}
+
+#[test]
+fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
+    on_postgres(|server| {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = open(home.path());
+        let view = volume(&datafs);
+        let dead = open(home.path());
+        let its_view = dead.view(&"v".parse().unwrap()).unwrap();
+        its_view.write_file("kept", &[1; 10_000]).unwrap();
+        let mut staged = its_view.stage().unwrap();
+        staged.append(&[3; 10_000]).unwrap();
+        let staged = staged.finish().unwrap();
+        assert_eq!((objects(home.path()), rows(&datafs, b'p')), (2, 2));
+        // While its lease holds, nothing of it is touched.
+        assert_eq!(datafs.gc().unwrap().sessions, 0);
+        let (schema, session) = (schema_of(home.path()), dead.shared.session.id());
+        server.sql(&format!(
+            "UPDATE {schema}.clients SET seen = now() - interval '1 hour' WHERE client = {session}"
+        ));
+        let report = datafs.gc().unwrap();
+        assert_eq!((report.sessions, report.objects), (1, 1));
+        assert_eq!((objects(home.path()), rows(&datafs, b'p')), (1, 1));
+        assert_eq!(view.read_file("kept").unwrap(), vec![1; 10_000]);
+        // It lives after all, but cannot publish what is gone.
+        let late = its_view.publish(Publish::new().file("late", staged));
+        assert!(matches!(late, Err(Error::Stale { .. })), "{late:?}");
+        assert!(view.stat("late").unwrap_err().is_not_found());
+    });
+}
