@@ -79,6 +79,14 @@ pub(crate) enum Command {
         /// The volume [default: all]
         volume: Option<Name>,
     },
+    /// Fetch files of a store in the cloud into this machine's cache before they are needed
+    #[command(
+        after_help = "Fetches what the file, or all files below the folder, consist of, so far as the cache has room\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
+    )]
+    Warmup {
+        /// VOLUME[@SNAPSHOT], with :/PATH for a part of it
+        what: String,
+    },
     /// Delete what nothing points at any more, now instead of in the background
     #[command(
         after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"

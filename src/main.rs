@@ -98,6 +98,7 @@ async fn run(cli: Cli) -> Result<()> {
         Command::Compact { volume } => {
             tokio::task::block_in_place(|| commands::fsck::compact(&context, volume.as_ref()))
         }
+        Command::Warmup { what } => tokio::task::block_in_place(|| commands::warmup::run(&context, &what)),
         Command::Gc => tokio::task::block_in_place(|| commands::fsck::gc(&context)),
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,

@@ -14,3 +14,4 @@ pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod train;
 pub(crate) mod volume;
+pub(crate) mod warmup;
