@@ -4,6 +4,7 @@
 mod child;
 mod crash;
 mod mount_journeys;
+mod postgres;
 mod processes;
 mod trouble;
 mod writes;

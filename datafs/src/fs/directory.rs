@@ -66,7 +66,12 @@ impl View {
             if room == 0 {
                 return Ok(entries);
             }
-            for (record, value) in children(reader, node.ino, cursor, room)? {
+            let page = children(reader, node.ino, cursor, room)?;
+            if attrs {
+                let inodes = page.iter().map(|(_, value)| Ok(keys::attributes(Dentry::decode(value)?.ino)));
+                reader.prefetch(&inodes.collect::<Result<Vec<_>>>()?)?;
+            }
+            for (record, value) in page {
                 let damaged = || Error::corrupt("directory entry", "its key has no name");
                 let (hash, name) = keys::child_name(&record).ok_or_else(damaged)?;
                 let dentry = Dentry::decode(&value)?;

@@ -90,6 +90,7 @@ impl View {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
+            tree::prefetch_entry(writer, parent_ino, name, Some(ino))?;
             let mut inode = new_inode(writer, parent_ino, name, kind, mode, owner)?;
             if matches!(kind, FileKind::BlockDevice | FileKind::CharDevice) {
                 inode.rdev = rdev;
@@ -118,6 +119,7 @@ impl View {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
+            tree::prefetch_entry(writer, parent_ino, name, Some(ino))?;
             let mut inode = new_inode(writer, parent_ino, name, FileKind::Directory, mode, owner)?;
             acl::inherit(writer, parent_ino, ino, &mut inode, umask)?;
             tree::add_directory(writer, parent_ino, name, ino, inode)
@@ -154,6 +156,7 @@ impl View {
             let file = OpenFile::register(self, node, flags);
             let made = self.write(Durability::Relaxed, |writer| {
                 tree::check_entry(parent_ino, name)?;
+                tree::prefetch_entry(writer, parent_ino, name, Some(node.ino))?;
                 match tree::child(writer, parent_ino, name)? {
                     Some(dentry) if !flags.exclusive => Ok(Err(dentry)),
                     _ => {
@@ -195,6 +198,7 @@ impl View {
         closing: &mut Closing<'a>,
     ) -> Result<()> {
         tree::check_entry(parent, name)?;
+        tree::prefetch_entry(writer, parent, name, None)?;
         let dentry = tree::existing(writer, parent, name)?;
         if dentry.kind == FileKind::Directory {
             return Err(Error::IsADirectory { what: tree::display(name) });

@@ -76,6 +76,19 @@ pub(crate) fn child(records: &mut dyn Records, parent: u64, name: &OsStr) -> Res
     value.map(|value| Dentry::decode(&value)).transpose()
 }
 
+/// Has what a change of an entry reads brought in one go: the directory, the entry and, for a new
+/// one, its inode.
+pub(crate) fn prefetch_entry(
+    records: &mut dyn Records,
+    parent: u64,
+    name: &OsStr,
+    new: Option<u64>,
+) -> Result<()> {
+    let mut wanted = vec![keys::attributes(parent), keys::child(parent, name.as_bytes())];
+    wanted.extend(new.map(keys::attributes));
+    records.prefetch(&wanted)
+}
+
 /// An entry of a directory that must be there.
 pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<Dentry> {
     match child(records, parent, name)? {

@@ -340,9 +340,16 @@ impl Shared {
     fn view(&self, now: bool, body: &mut dyn FnMut(&mut Txn<'_>) -> Result<()>) -> Result<()> {
         let now = now || !self.is_confirmed();
         for run in 0..READ_RUNS {
-            let mut txn = Txn::reading(self, now && run == 0);
+            let mut txn = Txn::reading(self);
             let result = body(&mut txn);
-            if matches!(result, Err(Error::Metadata { .. } | Error::Busy { .. })) || self.still_holds(&txn) {
+            if matches!(result, Err(Error::Metadata { .. } | Error::Busy { .. })) {
+                return result;
+            }
+            // What came from memory alone is right as of now, unless the server says what has changed.
+            if now && run == 0 && !txn.asked {
+                self.poll(self.pool.deadline()).map_err(|fault| self.error(fault))?;
+            }
+            if self.still_holds(&txn) {
                 return result;
             }
         }

@@ -102,6 +102,9 @@ pub(crate) trait Records {
 
     /// At most `limit` record keys and records with `start <= key < end`.
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
+
+    /// Says which records are read next, so that an engine far away brings them in one round trip.
+    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()>;
 }
 
 /// Reads in one tree of a volume.
@@ -149,6 +152,14 @@ impl Records for Reader<'_> {
             At::Snapshot(snapshot) => {
                 Merge::new(self.volume, start, end, order, limit).run(self.txn, snapshot)
             }
+        }
+    }
+
+    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()> {
+        match self.at {
+            At::Live => prefetch_live(self.txn, self.volume, records),
+            // Each is searched for among the versions of history.
+            At::Snapshot(_) => Ok(()),
         }
     }
 }
@@ -269,6 +280,10 @@ impl Records for Writer<'_> {
         version.map(|v| split(v).map(|(_, v)| v)).transpose()
     }
 
+    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()> {
+        prefetch_live(self.txn.as_read(), self.volume, records)
+    }
+
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
         scan_live(self.txn.as_read(), self.volume, start, end, order, limit)
     }
@@ -296,6 +311,11 @@ pub(crate) fn since_of(version: &[u8]) -> Result<u64> {
 fn visible(version: Vec<u8>, snapshot: u64) -> Result<Option<Vec<u8>>> {
     let (since, value) = split(version)?;
     Ok((since <= snapshot).then_some(value))
+}
+
+fn prefetch_live(txn: &mut dyn ReadTxn, volume: u64, records: &[Vec<u8>]) -> Result<()> {
+    let keys: Vec<Vec<u8>> = records.iter().map(|record| keys::live(volume, record)).collect();
+    txn.prefetch(&keys)
 }
 
 fn scan_live(

@@ -24,8 +24,6 @@ pub(super) struct Txn<'a> {
     /// The failed batches when the run began.
     pub(super) failures: u64,
     pub(super) reads: Reads,
-    /// What is remembered may be too old until the server has been asked once.
-    ask_first: bool,
     /// Whether it has asked the server.
     pub(super) asked: bool,
     pub(super) scans: Vec<Scanned>,
@@ -36,10 +34,9 @@ pub(super) struct Txn<'a> {
 }
 
 impl<'a> Txn<'a> {
-    /// A run that only reads what is committed; with `now`, it asks the server before it uses its
-    /// memory.
-    pub(super) fn reading(shared: &'a Shared, now: bool) -> Txn<'a> {
-        Txn { ask_first: now, ..Txn::new(shared, false, None) }
+    /// A run that only reads what is committed.
+    pub(super) fn reading(shared: &'a Shared) -> Txn<'a> {
+        Txn::new(shared, false, None)
     }
 
     /// A run that only reads, in a transaction of the server's.
@@ -61,7 +58,6 @@ impl<'a> Txn<'a> {
             since,
             failures,
             reads: Reads::default(),
-            ask_first: false,
             asked: false,
             scans: Vec::new(),
             scanned: HashMap::new(),
@@ -90,8 +86,8 @@ impl<'a> Txn<'a> {
                 continue;
             }
             let remembered = match self.moment {
-                None if !self.ask_first => self.shared.recall(key, self.writes_follow),
-                _ => None,
+                None => self.shared.recall(key, self.writes_follow),
+                Some(_) => None,
             };
             match remembered {
                 Some(value) => drop(self.reads.keys.insert(key.to_vec(), value)),
@@ -101,7 +97,7 @@ impl<'a> Txn<'a> {
         if missing.is_empty() {
             return Ok(());
         }
-        (self.ask_first, self.asked) = (false, true);
+        self.asked = true;
         let values = self.shared.fetch(&missing, self.moment)?;
         for (key, value) in missing.into_iter().zip(values) {
             self.reads.keys.insert(key.to_vec(), value);
@@ -130,7 +126,7 @@ impl ReadTxn for Txn<'_> {
         if self.writes_follow {
             self.shared.settled(start, end)?;
         }
-        (self.ask_first, self.asked) = (false, true);
+        self.asked = true;
         let base = self.shared.scan(start, end, order, base_limit, self.moment)?;
         self.reads.ranges.push(start.to_vec()..=end.to_vec());
         if self.writes_follow {
