@@ -173,6 +173,8 @@ pub(crate) fn drop_link<'a>(
     if inode.nlink > 0 {
         return put_inode(writer, ino, &inode);
     }
+    // Before the table is locked: an engine far away takes its time.
+    let records = node_records(writer, ino, REMOVE_NOW_MAX)?;
     let table = closing.table.get_or_insert_with(|| open.lock());
     let (volume, session) = (writer.volume(), writer.session());
     if table.set_orphan(volume, ino, true) {
@@ -180,7 +182,8 @@ pub(crate) fn drop_link<'a>(
         put_inode(writer, ino, &inode)?;
         return writer.txn().put(&keys::orphan(volume, ino), &session.to_be_bytes());
     }
-    if remove_records(writer, ino, REMOVE_NOW_MAX)? {
+    records.iter().try_for_each(|record| writer.delete(record))?;
+    if records.len() < REMOVE_NOW_MAX {
         return Ok(());
     }
     closing.collect = true;
@@ -190,12 +193,16 @@ pub(crate) fn drop_link<'a>(
 /// Removes at most `limit` records of an inode, its attributes among the first. Returns whether none
 /// is left.
 pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<bool> {
+    let records = node_records(writer, ino, limit)?;
+    records.iter().try_for_each(|record| writer.delete(record))?;
+    Ok(records.len() < limit)
+}
+
+/// At most `limit` record keys of an inode.
+fn node_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<Vec<Vec<u8>>> {
     let prefix = keys::node(ino);
     let records = writer.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, limit)?;
-    for (record, _) in &records {
-        writer.delete(record)?;
-    }
-    Ok(records.len() < limit)
+    Ok(records.into_iter().map(|(record, _)| record).collect())
 }
 
 /// A name for an error message.

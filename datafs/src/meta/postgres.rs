@@ -87,7 +87,8 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     /// A batch has been committed, or not.
     landed: Condvar,
-    /// Held by who joins a batch; by who lost against others, while its body runs again.
+    /// Held, if it is to be had soon, by who joins a batch, and by who lost against others while its
+    /// body runs again.
     turn: Mutex<()>,
     flush: Flush,
 }

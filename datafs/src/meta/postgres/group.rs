@@ -2,7 +2,7 @@
 //!
 //! A body runs without locks, on top of what is remembered and of what the process is committing.
 //! When it is done, it joins the batch that is being formed, if what it has read still holds; else it
-//! runs again, now while nobody else joins. While one batch is on its way, the next one forms. What a
+//! runs again, now while others hesitate to join. While one batch is on its way, the next one forms. What a
 //! batch has read is checked by the server once more, under locks, against other processes. A thread
 //! is answered when its batch is committed.
 
@@ -112,7 +112,9 @@ impl Shared {
         let deadline = self.pool.deadline();
         let (mut stale, mut pause) = (0, Pause::default());
         loop {
-            let turn = (stale > 0).then(|| self.turn.lock());
+            // Never waited for long: a body may wait for something that another thread holds until its
+            // own transaction, which must join a batch, is committed.
+            let turn = if stale > 0 { self.turn.try_lock_for(NAP) } else { None };
             let mut txn = Txn::writing(self);
             let result = body(&mut txn);
             if matches!(result, Err(Error::Metadata { .. } | Error::Busy { .. })) {
@@ -121,7 +123,7 @@ impl Shared {
             if result.is_err() {
                 txn.writes.clear();
             }
-            let turn = turn.unwrap_or_else(|| self.turn.lock());
+            let turn = turn.or_else(|| self.turn.try_lock_for(NAP));
             let joined = {
                 let mut state = self.state.lock();
                 while state.forming.bytes > BATCH_BYTES_MAX {
