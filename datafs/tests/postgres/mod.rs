@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used)]
 
 mod figures;
-#[allow(dead_code)]
 mod server;
 
 use millrace_datafs::{Config, Datafs};
