@@ -3,6 +3,7 @@
 
 mod child;
 mod crash;
+mod group_commit;
 mod mount_journeys;
 mod postgres;
 mod processes;
