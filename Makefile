@@ -20,6 +20,7 @@ test: setup-test ## Everything that needs no server and no Python
 
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
+	MILLRACE_REQUIRE_POSTGRES=1 cargo test --locked --workspace --lib -- postgres
 
 check: setup-test ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check

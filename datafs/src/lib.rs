@@ -9,8 +9,12 @@
 //! folder through the metadata engine); it checks no permissions (the kernel does for a mount).
 //!
 //! Invariants:
-//!  - a name never points at data that is not durable: objects are synced before their extents are
-//!    committed;
+//!  - a name on disk never points at data that is not durable: objects are synced before the commit of
+//!    their extents, or as a step of it;
+//!  - what `fsync`, [`View::sync`] or a durable call has returned for survives everything. Other changes are
+//!    seen by all processes at once and committed in groups, in order, at most some milliseconds later
+//!    (5 ms, plus the commit): a killed process may lose that last group as a whole, a power failure what
+//!    no later durable call has covered;
 //!  - each change of names, and each [`View::publish`] with any number of files and keys, is one
 //!    transaction: wholly there or not at all, for every process and after every crash;
 //!  - every object belongs to an extent of the live tree or of a snapshot, to a live process that has
@@ -48,7 +52,6 @@ mod config;
 mod data;
 mod datafs;
 mod error;
-#[allow(dead_code)]
 mod failpoint;
 pub mod fs;
 mod fsck;

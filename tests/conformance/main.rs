@@ -6,3 +6,4 @@ mod support;
 
 mod clients;
 mod kafka;
+mod posix;

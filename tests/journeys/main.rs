@@ -12,3 +12,4 @@ mod quickstart;
 mod readme;
 mod rooms;
 mod up;
+mod upkeep;

@@ -6,9 +6,6 @@
 //!    the last extent is gone from the live tree and from every snapshot; then it is on the garbage
 //!    list, in the same transaction.
 
-// The seam is wider than its first users.
-#![allow(dead_code)]
-
 mod change_log;
 pub(crate) mod changes;
 mod checkpoint;

@@ -372,14 +372,18 @@ impl Engine for Sqlite {
     fn on_change(&self, mut listener: ChangeListener) -> Result<Subscription> {
         let (subscription, stopped) = Subscription::new();
         let watching = connect(&self.path, self.lock_wait)?;
-        let mut seen = None;
+        // Before the return: a commit right after it must not be taken for the state at the start.
+        let version = |watching: &Connection| {
+            watching.query_row("PRAGMA data_version", [], |row| row.get::<_, i64>(0)).ok()
+        };
+        let mut seen = version(&watching);
         std::thread::Builder::new()
             .name("datafs-changes".into())
             .spawn(move || {
                 while !stopped.load(Ordering::Acquire) {
-                    let version =
-                        watching.query_row("PRAGMA data_version", [], |row| row.get::<_, i64>(0)).ok();
-                    if version != seen && seen.replace(version.unwrap_or_default()).is_some() {
+                    let now = version(&watching);
+                    if now.is_some() && now != seen {
+                        seen = now;
                         listener(&Changed::Anything);
                     }
                     std::thread::sleep(WATCH_INTERVAL);
