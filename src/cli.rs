@@ -84,7 +84,7 @@ pub(crate) enum Command {
         after_help = "Fetches what the file, or all files below the folder, consist of, so far as the cache has room\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
     )]
     Warmup {
-        /// VOLUME[@SNAPSHOT], with :/PATH for a part of it
+        /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a part of it
         what: String,
     },
     /// Delete what nothing points at any more, now instead of in the background
