@@ -131,8 +131,8 @@ fn everyday_programs_work_as_on_a_local_disk() {
         &source,
         "mkdir -p src/deep/er; for i in $(seq 1 200); do \
            echo \"int f$i(int x) { return x + $i; }\" > src/deep/f$i.c; done\n\
-         printf 'OBJECTS := $(patsubst %.c,%.o,$(wildcard src/deep/*.c))\\nlib.a: $(OBJECTS)\\n\\tar rcs $@ $^\\n' \
-           > Makefile\n\
+         printf '%s\\n' 'OBJECTS := $(patsubst %.c,%.o,$(wildcard src/deep/*.c))' 'lib.a: $(OBJECTS)' \
+           '\tar rcs $@ $^' > Makefile\n\
          ln -s deep/f1.c src/link; ln src/deep/f2.c src/hard; chmod 751 src/deep/f3.c\n\
          truncate -s 5M src/hole; mkfifo src/pipe; touch -d '2001-02-03 04:05:06.789' src/deep/f4.c\n\
          git init -q . && git add Makefile src/deep src/link && \
