@@ -23,7 +23,7 @@ const REQUESTS: usize = 8;
 const ROUNDS: u64 = 5;
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints figures; run it alone: cargo test --release -p millrace-datafs --lib data::speed -- --ignored --nocapture"]
 fn speed_against_the_bare_client() {
     let server = S3Server::start();
     let data = pattern(BYTES);

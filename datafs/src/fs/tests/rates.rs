@@ -16,7 +16,7 @@ fn print(figure: &str, count: u64, elapsed: Duration) {
 }
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints figures; run it alone: cargo test --release -p millrace-datafs --lib rates -- --ignored --nocapture"]
 fn rates_of_names() {
     let home = tempfile::tempdir_in(".").unwrap();
     let datafs = open(home.path());
