@@ -3,6 +3,7 @@
 
 mod edges;
 mod extended;
+mod faults;
 mod model;
 mod on_postgres;
 mod rates;

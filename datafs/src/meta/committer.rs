@@ -12,10 +12,11 @@ use super::change_log::Read;
 use super::changes::{ChangeListener, Changed, Subscription};
 use super::checkpoint;
 use super::codec::Decoder;
-use super::engine::{Durability, Engine};
+use super::engine::{Durability, Engine, WriteTxn};
 use super::group::{ANSWERED_MAX, Frozen, OUT_OF_TURN, Shared, State};
 use super::keys;
 use super::shared_page;
+use super::sqlite::Snapshot;
 use crate::error::{Error, Result};
 use crate::failpoint;
 
@@ -196,7 +197,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     let keys = layer.newest().map(|(key, _)| key);
     shared.turn.log().append(shared.turn.words(), frozen.number, shared.writer, keys);
     failpoint::hit("group-logged");
-    shared.engine.write(Durability::Relaxed, &mut |txn| {
+    let written = write(shared, &mut |txn| {
         let newest = match txn.get(keys::BATCH)? {
             Some(value) => Decoder::new("batch number", &value).u64()?,
             None => 0,
@@ -216,7 +217,17 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
         }
         failpoint::hit("group-written");
         txn.put(keys::BATCH, &frozen.number.to_be_bytes())
-    })?;
+    });
+    match written {
+        // The answer went wrong, perhaps not the commit: nobody else has the turn, so the number tells.
+        Err(error)
+            if !error.is_definite()
+                && Snapshot::take(&shared.engine).is_ok_and(|now| now.batch() == frozen.number) =>
+        {
+            tracing::warn!(%error, "a commit of metadata took place and reported an error");
+        }
+        other => other?,
+    }
     failpoint::hit("group-committed");
     if shared.checkpoints.committed(shared.engine.log_pages()) {
         shared.checkpoint.notify_one();
@@ -224,6 +235,14 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     shared.turn.finish(frozen.number);
     failpoint::hit("group-finished");
     Ok(())
+}
+
+fn write(shared: &Shared, body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>) -> Result<()> {
+    #[cfg(test)]
+    if let Some(faults) = &shared.faults {
+        return super::faulty::attempt(shared.engine.as_ref(), faults.draw(), Durability::Relaxed, body);
+    }
+    shared.engine.write(Durability::Relaxed, body)
 }
 
 /// Tells the committing thread what other processes ask for.

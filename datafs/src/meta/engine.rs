@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A key and its value.
 pub(crate) type Pair = (Vec<u8>, Vec<u8>);
@@ -101,8 +101,12 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Calls `listener` soon after another process has committed something.
-    fn on_change(&self, listener: ChangeListener) -> Result<Subscription>;
+    /// Calls `listener` soon after another process has committed records of volumes, where the engine
+    /// itself is told.
+    fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
+        drop(listener);
+        Err(Error::Unsupported("listening to this metadata engine"))
+    }
 }
 
 #[cfg(test)]
@@ -133,6 +137,6 @@ impl dyn Engine + '_ {
 }
 
 #[cfg(test)]
-fn no_run() -> crate::error::Error {
-    crate::error::Error::corrupt("metadata engine", "it returned success without running the transaction")
+fn no_run() -> Error {
+    Error::corrupt("metadata engine", "it returned success without running the transaction")
 }

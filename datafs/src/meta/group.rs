@@ -79,6 +79,8 @@ pub(super) struct Shared {
     /// Held while the log is synced.
     syncing: Mutex<()>,
     syncs: AtomicU64,
+    #[cfg(test)]
+    pub(super) faults: Option<Arc<super::faulty::Faults>>,
 }
 
 #[derive(Debug)]
@@ -191,6 +193,8 @@ impl Group {
             checkpoint: Condvar::new(),
             syncing: Mutex::new(()),
             syncs: AtomicU64::new(0),
+            #[cfg(test)]
+            faults: super::faulty::at(super::faulty::Place::Inside),
         });
         let threads = committer::start(&shared)?;
         Ok(Group { shared, threads: Mutex::new(threads) })

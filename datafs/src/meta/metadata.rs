@@ -36,6 +36,10 @@ impl Metadata {
 
     /// Metadata in a SQLite file: transactions are answered from memory and committed in groups.
     pub(crate) fn grouped(engine: Sqlite) -> Result<Metadata> {
+        #[cfg(test)]
+        if let Some(faults) = super::faulty::at(super::faulty::Place::Around) {
+            return Ok(Metadata::direct(Arc::new(super::faulty::Faulty::new(Box::new(engine), faults))));
+        }
         Ok(Metadata(Kind::Group(Group::new(Arc::new(engine))?)))
     }
 

@@ -29,6 +29,8 @@ mod turn;
 pub(crate) mod versioned;
 
 #[cfg(test)]
+pub(crate) mod faulty;
+#[cfg(test)]
 mod suite;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

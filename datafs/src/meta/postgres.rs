@@ -356,13 +356,24 @@ impl Shared {
         }
         // Others change what it reads faster than it reads.
         let deadline = self.pool.deadline();
-        let moment = self.moment(deadline).map_err(|fault| self.error(fault))?;
-        let result = body(&mut Txn::reading_at(self, &moment));
-        let end = moment.hold(deadline, |link, until| block_on(link.client.batch_execute("COMMIT"), until));
-        if end.is_err() {
-            moment.discard();
+        let mut pause = pool::Pause::default();
+        loop {
+            let moment = self.moment(deadline).map_err(|fault| self.error(fault))?;
+            let result = body(&mut Txn::reading_at(self, &moment));
+            if moment.is_spoilt() {
+                moment.discard();
+                if pause.before(deadline) {
+                    continue;
+                }
+                return result;
+            }
+            let end =
+                moment.hold(deadline, |link, until| block_on(link.client.batch_execute("COMMIT"), until));
+            if end.is_err() {
+                moment.discard();
+            }
+            return result;
         }
-        result
     }
 
     /// Whether everything that a run has read was there at one moment.

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, params};
 
-use super::changes::{ChangeListener, Changed, Subscription};
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
@@ -33,8 +32,6 @@ const BUSY_SLICE: Duration = Duration::from_millis(2_000);
 const READ_WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Pages in the log before a commit copies them back: 16 MiB.
 const CHECKPOINT_PAGES: u32 = 4_096;
-/// How often a listener looks whether something was committed.
-const WATCH_INTERVAL: Duration = Duration::from_millis(5);
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -367,30 +364,6 @@ impl Engine for Sqlite {
     /// A commit is visible to every process when it returns.
     fn barrier(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn on_change(&self, mut listener: ChangeListener) -> Result<Subscription> {
-        let (subscription, stopped) = Subscription::new();
-        let watching = connect(&self.path, self.lock_wait)?;
-        // Before the return: a commit right after it must not be taken for the state at the start.
-        let version = |watching: &Connection| {
-            watching.query_row("PRAGMA data_version", [], |row| row.get::<_, i64>(0)).ok()
-        };
-        let mut seen = version(&watching);
-        std::thread::Builder::new()
-            .name("datafs-changes".into())
-            .spawn(move || {
-                while !stopped.load(Ordering::Acquire) {
-                    let now = version(&watching);
-                    if now.is_some() && now != seen {
-                        seen = now;
-                        listener(&Changed::Anything);
-                    }
-                    std::thread::sleep(WATCH_INTERVAL);
-                }
-            })
-            .map_err(|e| Error::io("start the thread that watches", &self.path, e))?;
-        Ok(subscription)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Tests of the engine and of versioned records.
 #![allow(clippy::unwrap_used)]
 
-mod group;
+mod faults;
+pub(crate) mod group;
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -6,9 +6,10 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{extended, model, objects, open, rows, semantics, volume};
+use super::{faults, model, objects, open, rows, volume};
 use crate::config::Config;
 use crate::error::Error;
+use crate::meta::faulty::{self, Fault, Faults, Place};
 use crate::meta::postgres::tests::server::Server;
 use crate::publish::Publish;
 
@@ -49,36 +50,24 @@ fn the_model_holds_on_postgres() {
 
 #[test]
 fn semantics_hold_on_postgres() {
-    on_postgres(|_| {
-        semantics::bytes_come_back_across_every_border();
-        semantics::a_small_file_costs_no_object();
-        semantics::append_goes_to_the_end();
-        semantics::open_flags_are_kept();
-        semantics::an_unlinked_open_file_stays_readable();
-        semantics::a_replaced_open_file_stays_readable();
-        semantics::renames_keep_the_rules();
-        semantics::directories_and_links_keep_the_rules();
-        semantics::attributes_keep_nanoseconds();
-        semantics::a_cursor_survives_changes_of_the_directory();
-        semantics::snapshots_appear_below_the_root();
-        semantics::a_publish_is_whole_or_nothing();
-        semantics::a_large_unlinked_file_is_freed_in_batches();
-        semantics::volumes_come_and_go();
-    });
+    on_postgres(|_| faults::semantics_hold());
 }
 
 #[test]
 fn extended_semantics_hold_on_postgres() {
+    on_postgres(|_| faults::extended_semantics_hold());
+}
+
+#[test]
+fn semantics_hold_on_bad_connections_to_postgres() {
     on_postgres(|_| {
-        extended::extended_attributes_are_set_listed_and_removed();
-        extended::extended_attributes_have_rules();
-        extended::ranges_become_holes_and_holes_are_found();
-        extended::small_files_have_holes_too();
-        extended::what_cannot_be_allocated_says_so();
-        extended::large_ranges_are_copied_by_reference();
-        extended::copies_inside_one_file_and_with_holes();
-        extended::names_are_exchanged();
-        extended::whoever_changes_a_program_takes_its_privileges();
+        let faults = Faults::new(21, 40, &Fault::ALL, Place::Inside);
+        faulty::with(&faults, || {
+            faults::semantics_hold();
+            faults::extended_semantics_hold();
+            model::some_operations_agree_with_the_model(3);
+        });
+        assert!(faults.drawn() > 3);
     });
 }
 

@@ -1,5 +1,6 @@
 //! Connections to the server, used by threads: at most so many, made when needed, dropped when broken.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -77,6 +78,8 @@ pub(super) struct Pool {
     links_max: usize,
     state: Mutex<State>,
     freed: Condvar,
+    #[cfg(test)]
+    faults: Option<Arc<crate::meta::faulty::Faults>>,
 }
 
 #[derive(Default)]
@@ -95,6 +98,8 @@ impl Pool {
             links_max: links_max.max(1),
             state: Mutex::default(),
             freed: Condvar::new(),
+            #[cfg(test)]
+            faults: crate::meta::faulty::at(crate::meta::faulty::Place::Inside),
         }
     }
 
@@ -126,7 +131,7 @@ impl Pool {
                         state.open -= 1;
                         continue;
                     }
-                    return Ok(Lent { pool: self, link: Some(link) });
+                    return Ok(Lent { pool: self, link: Some(link), spoilt: Cell::new(false) });
                 }
                 if state.open < self.links_max {
                     state.open += 1;
@@ -137,7 +142,7 @@ impl Pool {
                 }
             }
         }
-        let mut lent = Lent { pool: self, link: None };
+        let mut lent = Lent { pool: self, link: None, spoilt: Cell::new(false) };
         lent.link = Some(self.connect(deadline)?);
         Ok(lent)
     }
@@ -229,6 +234,8 @@ impl Pause {
 pub(super) struct Lent<'a> {
     pool: &'a Pool,
     link: Option<Link>,
+    /// A call on it failed and may do better on another one: what began on it is over.
+    spoilt: Cell<bool>,
 }
 
 impl Lent<'_> {
@@ -252,13 +259,45 @@ impl Lent<'_> {
         call: impl FnOnce(&Link, Instant) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
         let link = self.link.as_ref().ok_or_else(|| Fault::Lost("the connection is closed".into()))?;
-        call(link, deadline + GRACE)
+        #[cfg(test)]
+        let call = |link: &Link, until| match self.pool.faults.as_ref().and_then(|faults| faults.draw()) {
+            None => call(link, until),
+            Some(fault) => disturb(fault, |until| call(link, until), until),
+        };
+        let result = call(link, deadline + GRACE);
+        if result.as_ref().is_err_and(Fault::is_passing) {
+            self.spoilt.set(true);
+        }
+        result
+    }
+
+    /// Whether a call on it failed for a reason that passes.
+    pub(super) fn is_spoilt(&self) -> bool {
+        self.spoilt.get()
     }
 
     /// Closes the connection, because nobody knows in which state it is.
     pub(super) fn discard(mut self) {
         self.link = None;
     }
+}
+
+/// Makes a call, and has something go wrong with it.
+#[cfg(test)]
+fn disturb<T>(
+    fault: crate::meta::faulty::Fault,
+    call: impl FnOnce(Instant) -> Result<T, Fault>,
+    until: Instant,
+) -> Result<T, Fault> {
+    use crate::meta::faulty::Fault as Wanted;
+    match fault {
+        Wanted::Conflict | Wanted::Timeout => return Err(Fault::TakenBack("as the test wants".into())),
+        Wanted::LostBefore => {}
+        Wanted::LostAfter => drop(call(until)?),
+        // It is sent.
+        Wanted::Unknown => drop(call(Instant::now())),
+    }
+    Err(Fault::Lost("as the test wants".into()))
 }
 
 impl Drop for Lent<'_> {

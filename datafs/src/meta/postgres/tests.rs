@@ -1,11 +1,18 @@
 //! The engine against a real server.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::target::Target;
 use super::{Options, Postgres};
+use crate::error::Error;
+use crate::meta::engine::{Durability, Engine, Order};
+use crate::meta::faulty::{self, Fault, Faults, Place};
+use crate::meta::metadata::Metadata;
 use crate::meta::suite;
+use crate::meta::tests::group::{agree_with_their_models, number};
 
 #[path = "../../../tests/postgres/server.rs"]
 pub(crate) mod server;
@@ -31,6 +38,7 @@ fn postgres_passes_the_suite() {
     let Some(server) = Server::shared() else { return };
     let schema = server.new_schema();
     suite::all(&|| Box::new(open(&server, &schema)));
+    suite::listeners_hear_of_others(&|| Box::new(open(&server, &schema)));
     // Nothing is left behind by those who have left.
     assert_eq!(server.sql(&format!("SELECT count(*) FROM {schema}.clients")), "0");
 }
@@ -40,4 +48,84 @@ fn client() -> u64 {
     let mut source = std::fs::File::open("/dev/urandom").unwrap();
     std::io::Read::read_exact(&mut source, &mut bytes).unwrap();
     (u64::from_be_bytes(bytes) >> 1).max(1)
+}
+
+/// Faults on every connection, below what the engine does about them.
+fn faults(seed: u64, one_in: u32, kinds: &[Fault]) -> Arc<Faults> {
+    Faults::new(seed, one_in, kinds, Place::Inside)
+}
+
+#[test]
+fn postgres_passes_the_suite_on_bad_connections() {
+    let Some(server) = Server::shared() else { return };
+    let faults = faults(5, 40, &Fault::ALL);
+    let schema = server.new_schema();
+    suite::all(&|| faulty::with(&faults, || Box::new(open(&server, &schema))));
+    suite::listeners_hear_of_others(&|| faulty::with(&faults, || Box::new(open(&server, &schema))));
+    assert!(faults.drawn() > 3);
+}
+
+#[test]
+fn postgres_agrees_with_the_models_of_groups_on_bad_connections() {
+    let Some(server) = Server::shared() else { return };
+    for one_in in [u32::MAX, 30] {
+        let faults = faults(6, one_in, &Fault::ALL);
+        let schema = server.new_schema();
+        let metadata = || faulty::with(&faults, || Metadata::direct(Arc::new(open(&server, &schema))));
+        agree_with_their_models([metadata(), metadata()], 20, &|| Box::new(open(&server, &schema)));
+        assert_eq!(faults.drawn() > 0, one_in == 30);
+    }
+}
+
+/// Commits are sent and the server is not reached any more: what the caller is told must agree with
+/// what is there, and everything goes on by itself.
+#[test]
+fn commits_of_unknown_outcome_are_applied_once_at_most() {
+    let Some(server) = Server::shared() else { return };
+    let schema = server.new_schema();
+    let faults = faults(8, 4, &[Fault::Unknown]);
+    let target = Target::parse(&server.url(), &schema, None).unwrap();
+    let impatient = Options { wait: Duration::from_millis(150), ..options() };
+    faults.set_away(false);
+    let quiet = open(&server, &schema);
+    let engine: Box<dyn Engine> = loop {
+        // Opening meets them as well.
+        faults.set_away(false);
+        match faulty::with(&faults, || Postgres::open(target.clone(), client(), &impatient)) {
+            Ok(engine) => break Box::new(engine),
+            Err(error) => assert!(matches!(error, Error::Metadata { .. }), "{error:?}"),
+        }
+    };
+    let quiet: Box<dyn Engine> = Box::new(quiet);
+    let (mut answered, mut unknown) = (BTreeSet::new(), 0);
+    for round in 0..150u64 {
+        faults.set_away(false);
+        let key = [b"x".as_slice(), &round.to_be_bytes()].concat();
+        let done = engine.transact(Durability::Relaxed, |txn| {
+            let next = number(txn.get(b"x")?) + 1;
+            txn.put(b"x", &next.to_be_bytes())?;
+            txn.put(&key, b"")
+        });
+        match done {
+            Ok(()) => drop(answered.insert(round)),
+            Err(error) => {
+                assert!(matches!(error, Error::Metadata { .. } | Error::Busy { .. }), "{error:?}");
+                unknown += 1;
+            }
+        }
+    }
+    assert!(unknown > 0 && !answered.is_empty(), "{unknown} unknown, {} answered", answered.len());
+    quiet.barrier().unwrap();
+    let pairs = quiet.view(|txn| txn.scan(b"x", b"y", Order::Ascending, usize::MAX)).unwrap();
+    let there: BTreeSet<u64> = pairs[1..].iter().map(|(key, _)| number(Some(key[1..].to_vec()))).collect();
+    assert!(answered.is_subset(&there), "what was answered is lost");
+    assert_eq!(number(Some(pairs[0].1.clone())), there.len() as u64, "applied twice");
+    // What the engine remembers is what is there.
+    let seen = loop {
+        faults.set_away(false);
+        if let Ok(seen) = engine.view(|txn| txn.scan(b"x", b"y", Order::Ascending, usize::MAX)) {
+            break seen;
+        }
+    };
+    assert_eq!(seen, pairs);
 }

@@ -19,21 +19,28 @@ use crate::meta::sqlite::Sqlite;
 /// Longer than anything takes, shorter than anybody's patience.
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn engine(dir: &Path) -> Sqlite {
+pub(super) fn engine(dir: &Path) -> Sqlite {
     Sqlite::open(&dir.join("meta.sqlite"), LIMIT).unwrap()
 }
 
-fn metadata(dir: &Path) -> Metadata {
+pub(super) fn metadata(dir: &Path) -> Metadata {
     Metadata::grouped(engine(dir)).unwrap()
 }
 
-fn number(value: Option<Vec<u8>>) -> u64 {
+pub(crate) fn number(value: Option<Vec<u8>>) -> u64 {
     value.map_or(0, |value| u64::from_be_bytes(value.try_into().unwrap()))
 }
 
 type Model = BTreeMap<Vec<u8>, Vec<u8>>;
 
-fn check(txn: &mut dyn ReadTxn, prefix: u8, model: &Model, random: &mut StdRng) -> crate::Result<()> {
+/// What is wrong with what a transaction sees. It counts when the transaction ends: an engine may let
+/// one see what is of several moments, and run it again.
+fn check(
+    txn: &mut dyn ReadTxn,
+    prefix: u8,
+    model: &Model,
+    random: &mut StdRng,
+) -> crate::Result<Option<String>> {
     let (mut start, mut end) =
         (vec![prefix, random.random_range(0..64)], vec![prefix, random.random_range(0..64)]);
     if random.random_bool(0.5) {
@@ -47,16 +54,22 @@ fn check(txn: &mut dyn ReadTxn, prefix: u8, model: &Model, random: &mut StdRng) 
         expected.reverse();
     }
     expected.truncate(limit);
-    assert_eq!(txn.scan(&start, &end, order, limit)?, expected);
+    let scanned = txn.scan(&start, &end, order, limit)?;
+    if scanned != expected {
+        return Ok(Some(format!("{scanned:?} instead of {expected:?}")));
+    }
     let key = [prefix, random.random_range(0..64)];
-    assert_eq!(txn.get(&key)?, model.get(&key[..]).cloned());
+    let (found, expected) = (txn.get(&key)?, model.get(&key[..]).cloned());
+    if found != expected {
+        return Ok(Some(format!("{found:?} instead of {expected:?}")));
+    }
     // Always written together, by whoever.
-    assert_eq!(txn.get(b"ma")?, txn.get(b"mz")?);
-    Ok(())
+    let (first, last) = (txn.get(b"ma")?, txn.get(b"mz")?);
+    Ok((first != last).then(|| format!("{first:?} and {last:?}")))
 }
 
 /// One thread of one process: its own keys in a model, a counter that it shares with everybody.
-fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
+pub(super) fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
     let mut random = StdRng::seed_from_u64(seed);
     let mut model = Model::new();
     let mut counted = 0;
@@ -66,7 +79,7 @@ fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
         let ops: Vec<_> = (0..random.random_range(1..6))
             .map(|_| ([prefix, random.random_range(0..64)], random.random_bool(0.6)))
             .collect();
-        let mut after = model.clone();
+        let (mut after, mut wrong) = (model.clone(), None);
         let done = meta.transact(durability, |txn| {
             after.clone_from(&model);
             for (key, put) in &ops {
@@ -81,9 +94,10 @@ fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
             let next = number(txn.get(b"ma")?) + 1;
             txn.put(b"ma", &next.to_be_bytes())?;
             txn.put(b"mz", &next.to_be_bytes())?;
-            check(txn.as_read(), prefix, &after, &mut random)?;
+            wrong = check(txn.as_read(), prefix, &after, &mut random)?;
             if fail { Err(Error::Unsupported("this")) } else { Ok(()) }
         });
+        assert_eq!(wrong, None);
         match done {
             Ok(()) => {
                 model = after;
@@ -91,8 +105,8 @@ fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
             }
             Err(error) => assert!(fail && matches!(error, Error::Unsupported(_)), "{error:?}"),
         }
-        meta.view(|txn| check(txn, prefix, &model, &mut random)).unwrap();
-        meta.view_recent(|txn| check(txn, prefix, &model, &mut random)).unwrap();
+        assert_eq!(meta.view(|txn| check(txn, prefix, &model, &mut random)).unwrap(), None);
+        assert_eq!(meta.view_recent(|txn| check(txn, prefix, &model, &mut random)).unwrap(), None);
     }
     counted
 }
@@ -100,12 +114,22 @@ fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
 #[test]
 fn threads_of_several_processes_agree_with_their_models() {
     let dir = tempfile::tempdir().unwrap();
-    let processes = [metadata(dir.path()), metadata(dir.path())];
+    agree_with_their_models([metadata(dir.path()), metadata(dir.path())], 250, &|| {
+        Box::new(engine(dir.path()))
+    });
+}
+
+/// Three threads of each of two processes; `reopen` opens what they leave behind.
+pub(crate) fn agree_with_their_models(
+    processes: [Metadata; 2],
+    rounds: u64,
+    reopen: &dyn Fn() -> Box<dyn Engine>,
+) {
     let counted: u64 = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..6u8)
             .map(|i| {
                 let meta = &processes[usize::from(i % 2)];
-                scope.spawn(move || work(meta, b'a' + i, u64::from(i), 250))
+                scope.spawn(move || work(meta, b'a' + i, u64::from(i), rounds))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
@@ -114,7 +138,7 @@ fn threads_of_several_processes_agree_with_their_models() {
         assert_eq!(number(meta.view(|txn| txn.get(b"ma")).unwrap()), counted);
     }
     drop(processes);
-    let engine: Box<dyn Engine> = Box::new(engine(dir.path()));
+    let engine = reopen();
     assert_eq!(number(engine.view(|txn| txn.get(b"ma")).unwrap()), counted, "what was answered is committed");
 }
 
