@@ -1,4 +1,5 @@
-//! The reference model: a tree in memory that knows nothing of epochs, extents or transactions.
+//! The reference model: a tree in memory that knows nothing of epochs, extents or transactions. What
+//! every process is told when it opens or looks is in it; what one has written and not flushed is not.
 
 use std::collections::BTreeMap;
 
@@ -40,12 +41,9 @@ pub(super) fn kind_of(error: &Error) -> Fail {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Body {
     Directory(BTreeMap<String, u64>),
-    /// What everybody sees, and what this process sees.
-    File {
-        committed: Vec<u8>,
-        current: Vec<u8>,
-    },
+    File(Vec<u8>),
     Symlink(String),
+    Fifo,
 }
 
 #[derive(Debug, Clone)]
@@ -60,13 +58,14 @@ pub(super) struct Inode {
 pub(super) struct Tree {
     pub(super) inodes: BTreeMap<u64, Inode>,
     pub(super) keys: BTreeMap<String, Vec<u8>>,
+    next: u64,
 }
 
 impl Tree {
     pub(super) fn new() -> Tree {
         let root =
             Inode { body: Body::Directory(BTreeMap::new()), nlink: 2, mode: 0o755, xattrs: BTreeMap::new() };
-        Tree { inodes: BTreeMap::from([(ROOT, root)]), keys: BTreeMap::new() }
+        Tree { inodes: BTreeMap::from([(ROOT, root)]), keys: BTreeMap::new(), next: 1 }
     }
 
     pub(super) fn children(&self, ino: u64) -> Result<&BTreeMap<String, u64>, Fail> {
@@ -83,38 +82,59 @@ impl Tree {
         }
     }
 
-    pub(super) fn find(&self, path: &Path) -> Result<u64, Fail> {
+    pub(super) fn find(&self, path: &[u8]) -> Result<u64, Fail> {
         path.iter().try_fold(ROOT, |at, part| {
             self.children(at)?.get(NAMES[usize::from(*part)]).copied().ok_or(Fail::NotFound)
         })
     }
 
+    /// A regular file.
+    pub(super) fn find_file(&self, path: &[u8]) -> Result<u64, Fail> {
+        let ino = self.find(path)?;
+        match self.inodes[&ino].body {
+            Body::File(_) => Ok(ino),
+            Body::Directory(_) => Err(Fail::IsADirectory),
+            Body::Symlink(_) | Body::Fifo => Err(Fail::Invalid),
+        }
+    }
+
     /// Parent and name; the parent is a directory.
-    pub(super) fn place(&self, path: &Path) -> Result<(u64, &'static str), Fail> {
+    pub(super) fn place(&self, path: &[u8]) -> Result<(u64, &'static str), Fail> {
         let (name, parents) = path.split_last().unwrap();
-        let parent = self.find(&parents.to_vec())?;
+        let parent = self.find(parents)?;
         self.children(parent)?;
         Ok((parent, NAMES[usize::from(*name)]))
+    }
+
+    /// A place where there is nothing.
+    pub(super) fn free(&self, path: &[u8]) -> Result<(u64, &'static str), Fail> {
+        let place = self.place(path)?;
+        match self.children(place.0)?.contains_key(place.1) {
+            true => Err(Fail::Exists),
+            false => Ok(place),
+        }
     }
 
     pub(super) fn is_directory(&self, ino: u64) -> bool {
         matches!(self.inodes[&ino].body, Body::Directory(_))
     }
 
-    pub(super) fn file_mut(&mut self, ino: u64) -> (&mut Vec<u8>, &mut Vec<u8>) {
-        match &mut self.inodes.get_mut(&ino).unwrap().body {
-            Body::File { committed, current } => (committed, current),
+    pub(super) fn bytes(&self, ino: u64) -> &[u8] {
+        match &self.inodes[&ino].body {
+            Body::File(bytes) => bytes,
             _ => panic!("no file"),
         }
     }
 
-    pub(super) fn flush(&mut self, ino: u64) {
-        let (committed, current) = self.file_mut(ino);
-        committed.clone_from(current);
+    pub(super) fn bytes_mut(&mut self, ino: u64) -> &mut Vec<u8> {
+        match &mut self.inodes.get_mut(&ino).unwrap().body {
+            Body::File(bytes) => bytes,
+            _ => panic!("no file"),
+        }
     }
 
     /// Ancestors of a directory, itself included.
-    pub(super) fn is_below(&self, ino: u64, ancestor: u64) -> bool {
+    fn is_below(&self, ino: u64, ancestor: u64) -> bool {
         ino == ancestor
             || self.inodes.iter().any(|(parent, inode)| match &inode.body {
                 Body::Directory(children) => {
@@ -122,5 +142,89 @@ impl Tree {
                 }
                 _ => false,
             })
+    }
+
+    pub(super) fn add(&mut self, place: (u64, &str), body: Body, mode: u32) -> u64 {
+        let ino = self.next;
+        self.next += 1;
+        let directory = u32::from(matches!(body, Body::Directory(_)));
+        self.inodes.insert(ino, Inode { body, nlink: 1 + directory, mode, xattrs: BTreeMap::new() });
+        self.inodes.get_mut(&place.0).unwrap().nlink += directory;
+        self.children_mut(place.0).insert(place.1.to_owned(), ino);
+        ino
+    }
+
+    /// Takes a name away, not what it stood for.
+    pub(super) fn remove_name(&mut self, (parent, name): (u64, &str)) {
+        self.children_mut(parent).remove(name);
+    }
+
+    pub(super) fn remove_directory(&mut self, path: &[u8]) -> Result<(), Fail> {
+        let (parent, name) = self.place(path)?;
+        let ino = self.find(path)?;
+        if !self.children(ino)?.is_empty() {
+            return Err(Fail::NotEmpty);
+        }
+        self.remove_name((parent, name));
+        self.inodes.remove(&ino);
+        self.inodes.get_mut(&parent).unwrap().nlink -= 1;
+        Ok(())
+    }
+
+    /// Returns the file that loses a name by it.
+    pub(super) fn rename(&mut self, from: &[u8], to: &[u8], no_replace: bool) -> Result<Option<u64>, Fail> {
+        let (parent, name) = self.place(from)?;
+        let (new_parent, new_name) = self.place(to)?;
+        let ino = self.find(from)?;
+        let directory = self.is_directory(ino);
+        if directory && self.is_below(new_parent, ino) {
+            return Err(Fail::Invalid);
+        }
+        let mut dropped = None;
+        if let Some(replaced) = self.children(new_parent)?.get(new_name).copied() {
+            if no_replace {
+                return Err(Fail::Exists);
+            }
+            if replaced == ino {
+                return Ok(None);
+            }
+            match (directory, self.is_directory(replaced)) {
+                (true, false) => return Err(Fail::NotADirectory),
+                (false, true) => return Err(Fail::IsADirectory),
+                (true, true) if !self.children(replaced)?.is_empty() => return Err(Fail::NotEmpty),
+                (true, true) => {
+                    self.inodes.remove(&replaced);
+                    self.inodes.get_mut(&new_parent).unwrap().nlink -= 1;
+                }
+                (false, false) => dropped = Some(replaced),
+            }
+        }
+        self.children_mut(parent).remove(name);
+        self.children_mut(new_parent).insert(new_name.to_owned(), ino);
+        self.inodes.get_mut(&parent).unwrap().nlink -= u32::from(directory);
+        self.inodes.get_mut(&new_parent).unwrap().nlink += u32::from(directory);
+        Ok(dropped)
+    }
+
+    pub(super) fn exchange(&mut self, from: &[u8], to: &[u8]) -> Result<(), Fail> {
+        let (parent, name) = self.place(from)?;
+        let (other, other_name) = self.place(to)?;
+        let (ino, other_ino) = (self.find(from)?, self.find(to)?);
+        if ino == other_ino {
+            return Ok(());
+        }
+        for (moved, to) in [(ino, other), (other_ino, parent)] {
+            if self.is_directory(moved) && self.is_below(to, moved) {
+                return Err(Fail::Invalid);
+            }
+        }
+        self.children_mut(parent).insert(name.to_owned(), other_ino);
+        self.children_mut(other).insert(other_name.to_owned(), ino);
+        for (place, goes, comes) in [(parent, ino, other_ino), (other, other_ino, ino)] {
+            let (goes, comes) = (self.is_directory(goes), self.is_directory(comes));
+            let inode = self.inodes.get_mut(&place).unwrap();
+            inode.nlink = inode.nlink + u32::from(comes) - u32::from(goes);
+        }
+        Ok(())
     }
 }

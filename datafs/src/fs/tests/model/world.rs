@@ -1,0 +1,216 @@
+//! The reference and the real thing, side by side: two sessions of one volume, which share nothing in
+//! memory, do one operation after the other.
+//!
+//! The rule between them is close-to-open: what a session has written to a file it has open is its own
+//! until it flushes, closes or cuts; everything else is everybody's at once.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::Path as FsPath;
+
+use super::check::{assert_sound, check_keys, check_tree};
+use super::files::{Handle, Past, Pending};
+use super::listing::Listing;
+use super::step::SLOTS;
+use crate::config::{Config, FromFile, Secret};
+use crate::data::Compression;
+use crate::datafs::Datafs;
+use crate::error::Result;
+use crate::fs::Node;
+use crate::fs::tests::reference::{NAMES, ROOT, Tree};
+use crate::fs::tests::{config, objects, on_postgres, rows};
+use crate::name::{Name, VolumeSpec};
+use crate::view::View;
+use crate::volume::VolumeOptions;
+
+pub(super) struct World {
+    home: tempfile::TempDir,
+    encrypted: bool,
+    pub(super) sessions: [Option<Session>; 2],
+    pub(super) tree: Tree,
+    pub(super) snapshots: BTreeMap<u8, Tree>,
+    /// Files without a name that are open, and the session that keeps them for itself. Where another
+    /// one has taken the last name, reads may fail.
+    pub(super) orphans: BTreeMap<u64, Option<usize>>,
+    /// What stands for which inode of the reference.
+    nodes: BTreeMap<u64, Node>,
+}
+
+/// One of them: like a process of its own.
+pub(super) struct Session {
+    pub(super) datafs: Datafs,
+    pub(super) view: View,
+    pub(super) slots: [Option<Handle>; SLOTS],
+    pub(super) past: Option<Past>,
+    /// What it has written and not flushed, by file.
+    pub(super) pending: BTreeMap<u64, Pending>,
+    pub(super) listing: Option<Listing>,
+}
+
+pub(super) fn v() -> Name {
+    "v".parse().unwrap()
+}
+
+pub(super) fn snapshot_name(n: u8) -> Name {
+    format!("s{n}").parse().unwrap()
+}
+
+pub(super) fn snapshot(n: u8) -> VolumeSpec {
+    VolumeSpec::at(v(), snapshot_name(n))
+}
+
+impl World {
+    /// The seed decides how the volume stores its data.
+    pub(super) fn new(seed: u64) -> World {
+        let home = tempfile::tempdir().unwrap();
+        let encrypted = seed % 8 == 7;
+        let compression = match seed % 8 {
+            5 => Compression::Lz4,
+            6 => Compression::Zstd { level: 1 },
+            _ => Compression::None,
+        };
+        let datafs = open(home.path(), encrypted);
+        let options = VolumeOptions { compression, encryption_key: encrypted.then(|| "k".into()) };
+        datafs.volume_create_with(&v(), &options).unwrap();
+        let sessions = [Some(Session::new(datafs)), Some(Session::new(open(home.path(), encrypted)))];
+        World {
+            home,
+            encrypted,
+            sessions,
+            tree: Tree::new(),
+            snapshots: BTreeMap::new(),
+            orphans: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn session(&mut self, actor: usize) -> &mut Session {
+        self.sessions[actor].as_mut().unwrap()
+    }
+
+    /// Whether anybody has a file open.
+    pub(super) fn is_open(&self, ino: u64) -> bool {
+        self.sessions.iter().flatten().any(|session| session.has_open(ino))
+    }
+
+    /// The reference as a session sees it.
+    pub(super) fn seen_by(&self, actor: usize) -> Tree {
+        let mut tree = self.tree.clone();
+        for (ino, pending) in &self.sessions[actor].as_ref().unwrap().pending {
+            if tree.inodes.contains_key(ino) {
+                pending.put_over(tree.bytes_mut(*ino));
+            }
+        }
+        tree
+    }
+
+    pub(super) fn drop_link(&mut self, actor: usize, ino: u64) {
+        let inode = self.tree.inodes.get_mut(&ino).unwrap();
+        inode.nlink -= 1;
+        if inode.nlink > 0 {
+            return;
+        }
+        if self.is_open(ino) {
+            let keeps = self.session(actor).has_open(ino);
+            self.orphans.insert(ino, keeps.then_some(actor));
+        } else {
+            self.tree.inodes.remove(&ino);
+        }
+    }
+
+    /// The same node for the same inode, always.
+    pub(super) fn meet(&mut self, ino: u64, node: Node) {
+        assert_eq!(*self.nodes.entry(ino).or_insert(node), node, "another inode than before");
+    }
+
+    pub(super) fn look_at_all(&mut self, actor: usize) {
+        let tree = self.seen_by(actor);
+        let session = self.session(actor);
+        check_tree(&session.view, session.view.root(), &tree, ROOT, session.pending.is_empty());
+        check_keys(&session.view, &tree);
+    }
+
+    pub(super) fn reopen(&mut self, actor: usize) {
+        self.close_all(actor);
+        self.sessions[actor] = None;
+        self.sessions[actor] = Some(Session::new(open(self.home.path(), self.encrypted)));
+    }
+
+    /// Everything must be as the model says, and when everything is deleted nothing may be left.
+    pub(super) fn finish(mut self) {
+        for actor in [0, 1] {
+            self.look_at_all(actor);
+        }
+        for actor in [0, 1] {
+            self.close_all(actor);
+            self.look_at_all(1 - actor);
+        }
+        let [one, other] = self.sessions.map(Option::unwrap);
+        for session in [&one, &other] {
+            check_tree(&session.view, session.view.root(), &self.tree, ROOT, true);
+            for (n, tree) in &self.snapshots {
+                let view = session.datafs.view(&snapshot(*n)).unwrap();
+                check_tree(&view, view.root(), tree, ROOT, true);
+                let root = session.view.stat(&format!(".snapshots/s{n}")).unwrap().node;
+                check_tree(&session.view, root, tree, ROOT, true);
+                check_keys(&view, tree);
+            }
+        }
+        let home = self.home.path();
+        assert_sound(&one.datafs);
+        for n in self.snapshots.keys() {
+            one.datafs.snapshot_delete(&v(), &snapshot_name(*n)).unwrap();
+        }
+        other.datafs.gc().unwrap();
+        for table in [b'h', b'd', b's', b't', b'g', b'o', b'q'] {
+            assert_eq!(rows(&one.datafs, table), 0, "table {}", char::from(table));
+        }
+        assert_eq!(rows(&one.datafs, b'j'), objects(home));
+        check_tree(&one.view, one.view.root(), &self.tree, ROOT, true);
+        assert_sound(&other.datafs);
+        one.datafs.volume_delete(&v()).unwrap();
+        other.datafs.gc().unwrap();
+        for table in [b'r', b'h', b'd', b'j', b'g', b'v', b'n', b'i'] {
+            assert_eq!(rows(&other.datafs, table), 0, "table {}", char::from(table));
+        }
+        assert_eq!(objects(home), 0);
+    }
+}
+
+impl Session {
+    fn new(datafs: Datafs) -> Session {
+        let view = datafs.view(&VolumeSpec::live(v())).unwrap();
+        let slots = [const { None }; SLOTS];
+        Session { datafs, view, slots, past: None, pending: BTreeMap::new(), listing: None }
+    }
+
+    pub(super) fn has_open(&self, ino: u64) -> bool {
+        self.slots.iter().flatten().any(|handle| handle.ino == ino)
+    }
+}
+
+fn open(home: &FsPath, encrypted: bool) -> Datafs {
+    let mut config: Config = config();
+    if encrypted {
+        let file = home.join("key");
+        std::fs::write(&file, [7; 32]).unwrap();
+        let key = Secret::File(FromFile { file });
+        config.encryption_keys.insert("k".into(), key);
+    }
+    on_postgres::put_into(&mut config, home);
+    Datafs::open(home, &config).unwrap()
+}
+
+pub(super) fn walk(view: &View, parts: &[u8]) -> Result<Node> {
+    parts
+        .iter()
+        .try_fold(view.root(), |at, part| Ok(view.lookup(at, NAMES[usize::from(*part)].as_ref())?.node))
+}
+
+pub(super) fn place(view: &View, path: &[u8]) -> Result<(Node, &'static OsStr)> {
+    let (name, parents) = path.split_last().unwrap();
+    let parent = walk(view, parents)?;
+    // Lookup in what is no directory fails; so does this.
+    view.readdir(parent, 0, 1)?;
+    Ok((parent, NAMES[usize::from(*name)].as_ref()))
+}
