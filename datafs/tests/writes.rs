@@ -14,8 +14,9 @@ const OWNER: Owner = Owner { uid: 0, gid: 0 };
 /// Where a process is killed, and for the how manieth time that it comes there.
 const PLACES: &[(&str, u64)] = &[
     ("pack-begun", 1),
-    ("pack-begun", 3),
+    ("pack-begun", 2),
     ("pack-appended", 7),
+    ("pack-written", 4),
     ("pack-synced", 5),
     ("object-written", 2),
     ("object-named", 3),

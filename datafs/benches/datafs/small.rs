@@ -16,6 +16,7 @@ use crate::place::{Place, Times, drop_caches, fill, rate, timed};
 
 const BYTES: usize = 8 << 10;
 const A_FOLDER: usize = 1_000;
+const AGAINST: &str = "the same on the local file system";
 
 pub(crate) const FIGURES: &[(&str, &str)] = &[
     ("small_write", "20k files of 8 KiB created, written and closed by one thread"),
@@ -26,66 +27,76 @@ pub(crate) const FIGURES: &[(&str, &str)] = &[
 ];
 
 pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
-    let against = "the same on the local file system";
-    let rounds = asked.sized(3, 1);
     if FIGURES[..4].iter().any(|(name, _)| asked.wants(name)) {
-        let place = Place::new();
-        let count = asked.sized(20_000, 5_000);
-        let mounted = place.mount("", &[]);
-        let (ours, plain) = (mounted.at().to_owned(), place.plain());
-        let mut times = Times::default();
-        for round in 0..rounds {
-            let name = format!("set-{round}");
-            nix::unistd::sync();
-            times.add(write(&ours.join(&name), count), write(&plain.join(&name), count));
-        }
-        report(rate("datafs/small_write", "files/s", count as f64, times.pair(), against));
-        let order = shuffled(count);
-        let mut times = Times::default();
-        for round in 0..=rounds {
-            let (a, b) = (read(&ours.join("set-0"), &order), read(&plain.join("set-0"), &order));
-            // The first makes it warm.
-            if round > 0 {
-                times.add(a, b);
-            }
-        }
-        report(rate("datafs/small_read_warm_live", "files/s", count as f64, times.pair(), against));
-        drop(mounted);
-        place.snapshot("s");
-        let (mut cold, mut warm) = (Times::default(), Times::default());
-        let may_drop = drop_caches(3);
-        for _ in 0..rounds {
-            drop_caches(3);
-            let control = read(&plain.join("set-0"), &order);
-            let control_warm = read(&plain.join("set-0"), &order);
-            let mounted = place.mount("@s", &[]);
-            drop_caches(3);
-            cold.add(read(&mounted.at().join("set-0"), &order), control);
-            warm.add(read(&mounted.at().join("set-0"), &order), control_warm);
-        }
-        if may_drop {
-            report(rate("datafs/small_read_cold", "files/s", count as f64, cold.pair(), against));
-        } else if asked.wants("small_read_cold") {
-            eprintln!("datafs/small_read_cold: skipped, dropping the kernel's caches needs root");
-        }
-        report(rate("datafs/small_read_warm", "files/s", count as f64, warm.pair(), against));
+        write_and_read(asked, report);
     }
     if asked.wants("cp_r") {
-        let place = Place::new();
-        let count = asked.sized(100_000, 10_000);
-        let source = place.path("source");
-        write(&source, count);
-        let mounted = place.mount("", &[]);
-        let mut times = Times::default();
-        for round in 0..asked.sized(2, 1) {
-            let name = format!("copy-{round}");
-            nix::unistd::sync();
-            let control = copy(&source, &place.plain().join(&name));
-            nix::unistd::sync();
-            times.add(copy(&source, &mounted.at().join(&name)), control);
-        }
-        report(rate("datafs/cp_r", "files/s", count as f64, times.pair(), against));
+        copy_in(asked, report);
     }
+}
+
+fn write_and_read(asked: &Asked, report: &mut dyn FnMut(Figure)) {
+    let rounds = asked.sized(3, 1);
+    let place = Place::new();
+    let count = asked.sized(20_000, 5_000);
+    let mounted = place.mount("", &[]);
+    let (ours, plain) = (mounted.at().to_owned(), place.plain());
+    let mut times = Times::default();
+    for round in 0..rounds {
+        let name = format!("set-{round}");
+        nix::unistd::sync();
+        times.add(write(&ours.join(&name), count), write(&plain.join(&name), count));
+    }
+    report(rate("datafs/small_write", "files/s", count as f64, times.pair(), AGAINST));
+    if !FIGURES[1..4].iter().any(|(name, _)| asked.wants(name)) {
+        return;
+    }
+    let order = shuffled(count);
+    let mut times = Times::default();
+    for round in 0..=rounds {
+        let (a, b) = (read(&ours.join("set-0"), &order), read(&plain.join("set-0"), &order));
+        // The first makes it warm.
+        if round > 0 {
+            times.add(a, b);
+        }
+    }
+    report(rate("datafs/small_read_warm_live", "files/s", count as f64, times.pair(), AGAINST));
+    drop(mounted);
+    place.snapshot("s");
+    let (mut cold, mut warm) = (Times::default(), Times::default());
+    let may_drop = drop_caches(3);
+    for _ in 0..rounds {
+        drop_caches(3);
+        let control = read(&plain.join("set-0"), &order);
+        let control_warm = read(&plain.join("set-0"), &order);
+        let mounted = place.mount("@s", &[]);
+        drop_caches(3);
+        cold.add(read(&mounted.at().join("set-0"), &order), control);
+        warm.add(read(&mounted.at().join("set-0"), &order), control_warm);
+    }
+    if may_drop {
+        report(rate("datafs/small_read_cold", "files/s", count as f64, cold.pair(), AGAINST));
+    } else if asked.wants("small_read_cold") {
+        eprintln!("datafs/small_read_cold: skipped, dropping the kernel's caches needs root");
+    }
+    report(rate("datafs/small_read_warm", "files/s", count as f64, warm.pair(), AGAINST));
+}
+
+fn copy_in(asked: &Asked, report: &mut dyn FnMut(Figure)) {
+    let place = Place::new();
+    let count = asked.sized(100_000, 10_000);
+    let source = place.path("source");
+    write(&source, count);
+    let mounted = place.mount("", &[]);
+    let mut times = Times::default();
+    for round in 0..asked.sized(2, 1) {
+        let name = format!("copy-{round}");
+        nix::unistd::sync();
+        let control = copy(&source, &place.plain().join(&name));
+        nix::unistd::sync();
+        times.add(copy(&source, &mounted.at().join(&name)), control);
+    }
+    report(rate("datafs/cp_r", "files/s", count as f64, times.pair(), AGAINST));
 }
 
 fn folder_of(root: &Path, i: usize) -> PathBuf {

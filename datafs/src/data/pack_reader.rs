@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -17,9 +17,10 @@ use super::checksum::FRAME_BYTES;
 use super::error::{ObjectError, Result};
 use super::object::ObjectId;
 use super::pack::{HEADER_BYTES, Piece};
+use super::pack_writer::Pack;
 use crate::metrics;
 
-/// Most packs kept open: 512 MiB of small files.
+/// Most packs kept open: 2 GiB of small files.
 const OPEN_MAX: usize = 128;
 /// As for other objects: the space of one that was deleted comes free.
 const IDLE_MAX: Duration = Duration::from_secs(30);
@@ -158,6 +159,8 @@ impl OpenPack {
 pub(super) struct OpenPacks {
     root: PathBuf,
     open: Mutex<HashMap<ObjectId, Slot>>,
+    /// Those that this process appends to.
+    growing: Mutex<Vec<(ObjectId, Weak<Pack>)>>,
 }
 
 #[derive(Debug)]
@@ -168,7 +171,23 @@ struct Slot {
 
 impl OpenPacks {
     pub(super) fn new(root: PathBuf) -> OpenPacks {
-        OpenPacks { root, open: Mutex::new(HashMap::new()) }
+        OpenPacks { root, open: Mutex::new(HashMap::new()), growing: Mutex::default() }
+    }
+
+    /// Notes a pack that this process appends to.
+    pub(super) fn grows(&self, pack: &Arc<Pack>) {
+        let mut growing = self.growing.lock();
+        growing.retain(|(_, pack)| pack.strong_count() > 0);
+        growing.push((pack.id(), Arc::downgrade(pack)));
+    }
+
+    /// Has what this process appended to a pack, before `end`, written to the file.
+    pub(super) fn write_out(&self, id: ObjectId, end: u64) -> Result<()> {
+        let pack = {
+            let growing = self.growing.lock();
+            growing.iter().find(|(known, _)| *known == id).and_then(|(_, pack)| pack.upgrade())
+        };
+        pack.map_or(Ok(()), |pack| pack.write_out_to(end))
     }
 
     pub(super) fn get(&self, id: ObjectId) -> Result<Arc<OpenPack>> {
@@ -198,7 +217,8 @@ impl OpenPacks {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX, Packs};
+    use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX};
+    use crate::data::pack_writer::Packs;
     use crate::data::pool::ObjectPool;
 
     fn pattern(len: usize) -> Vec<u8> {
@@ -307,7 +327,9 @@ mod tests {
             ids.insert(packed.pack.id());
         }
         assert_eq!(ids.len(), 3);
-        assert_eq!(pool.list_session(9).unwrap().len(), 1, "those that nobody refers to are gone");
+        let there = pool.list_session(9).unwrap();
+        assert!(there.len() <= 2, "those that nobody refers to are gone, the next one may be there");
+        assert_eq!(there.iter().filter(|id| ids.contains(id)).count(), 1);
         let packed = packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
         assert!(!packed.pack.refer() && packed.pack.refer());
         packs.give_up(&packed.pack);
@@ -315,5 +337,67 @@ mod tests {
         packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
         packs.close();
         assert_eq!(pool.list_session(9).unwrap().len(), 1, "only that which somebody may refer to stays");
+    }
+
+    #[test]
+    fn what_is_appended_is_written_when_it_is_read_or_synced() {
+        let (dir, pool) = pool();
+        let packs = Packs::new(pool.clone());
+        let bytes = pattern(10_000);
+        let append = |ino| packs.append(1, ino, [(0, &bytes[..])].into_iter()).unwrap();
+        let first = append(1);
+        first.pack.refer();
+        let path = dir.path().join("objects").join(first.pack.id().data_name());
+        let on_disk = || std::fs::metadata(&path).unwrap().len();
+        assert_eq!(on_disk(), 0);
+        let read = |packed: &crate::data::Packed| {
+            let [extent] = packed.extents[..] else { panic!("one extent") };
+            let mut into = vec![0; bytes.len()];
+            pool.read_part(extent.object, extent.object_offset, extent.object_offset, &mut into).unwrap();
+            assert!(into == bytes);
+        };
+        read(&first);
+        let piece = (HEADER_BYTES + bytes.len()) as u64;
+        assert_eq!(on_disk(), piece);
+        let (second, third) = (append(2), append(3));
+        // What is there needs nothing to be written.
+        read(&first);
+        assert_eq!(on_disk(), piece);
+        third.pack.sync().unwrap();
+        assert_eq!(on_disk(), 3 * piece);
+        read(&second);
+        read(&third);
+        // Enough of it leaves memory by itself.
+        for ino in 4..700 {
+            read(&append(ino));
+            append(ino);
+        }
+        assert_eq!(pool.pack_pieces(first.pack.id()).unwrap().len(), 3 + 2 * 696);
+    }
+
+    #[test]
+    fn threads_append_read_and_sync_one_pack() {
+        let (_dir, pool) = pool();
+        let packs = Packs::new(pool.clone());
+        std::thread::scope(|scope| {
+            for thread in 0..4u64 {
+                let (packs, pool) = (&packs, &pool);
+                scope.spawn(move || {
+                    for i in 0..200u64 {
+                        let bytes = pattern(5_000 + (thread * 1_000 + i) as usize);
+                        let packed = packs.append(thread, i, [(0, &bytes[..])].into_iter()).unwrap();
+                        packed.pack.refer();
+                        if i % 7 == thread {
+                            packed.pack.sync().unwrap();
+                        }
+                        let [extent] = packed.extents[..] else { panic!("one extent") };
+                        let mut into = vec![0; bytes.len()];
+                        let at = extent.object_offset;
+                        pool.read_part(extent.object, at, at, &mut into).unwrap();
+                        assert!(into == bytes, "{thread}/{i}");
+                    }
+                });
+            }
+        });
     }
 }

@@ -181,7 +181,10 @@ impl ObjectPool {
     /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object.
     pub(crate) fn read_part(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
         match id.layout() {
-            Layout::Pack => self.shared.packs.get(id)?.read_into(start, offset, buffer),
+            Layout::Pack => {
+                self.shared.packs.write_out(id, offset.saturating_add(buffer.len() as u64))?;
+                self.shared.packs.get(id)?.read_into(start, offset, buffer)
+            }
             _ => {
                 let object = self.shared.open.get(self, id)?;
                 match (object.read_into(offset, buffer), self.cache()) {
@@ -223,6 +226,7 @@ impl ObjectPool {
     /// The pieces of a pack, up to its end or to a torn tail: where the data of each is, and whose it
     /// was.
     pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {
+        self.shared.packs.write_out(id, u64::MAX)?;
         self.shared.packs.get(id)?.pieces()
     }
 
@@ -353,6 +357,11 @@ impl ObjectPool {
         let remote = self.remote()?;
         let put = async move { remote.put_new(&remote.sums_path(id), PutPayload::from(sums)).await };
         self.answer(self.runtime().wait(put))
+    }
+
+    /// The packs that are open.
+    pub(super) fn open_packs(&self) -> &OpenPacks {
+        &self.shared.packs
     }
 
     /// Whether small files may share a pack, which grows in place.
