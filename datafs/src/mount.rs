@@ -28,6 +28,7 @@ mod handles;
 mod lock_request;
 mod locks;
 mod opening;
+mod pace;
 mod point;
 mod session;
 mod stateless;

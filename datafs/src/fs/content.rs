@@ -68,22 +68,30 @@ impl Layout {
         }
     }
 
-    /// Fills `buffer`, which is zeroed, with the file's bytes from `offset` on; the range lies in that
-    /// of the layout.
+    /// Fills `buffer` with the file's bytes from `offset` on, and with zeroes where it has none; the
+    /// range lies in that of the layout.
     pub(crate) fn read(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
+        // Up to where it is filled.
+        let mut filled = 0;
         if offset < head_end {
-            let len = (head_end - offset) as usize;
-            buffer[..len].copy_from_slice(&self.head[offset as usize..head_end as usize]);
+            filled = (head_end - offset) as usize;
+            buffer[..filled].copy_from_slice(&self.head[offset as usize..head_end as usize]);
         }
         let first = self.extents.partition_point(|extent| extent.end() <= offset);
         for extent in &self.extents[first..] {
             let Some(part) = slice(extent, offset, end) else { break };
             let at = (part.file_offset - offset) as usize;
-            let into = &mut buffer[at..at + part.len as usize];
+            let part_end = at + part.len as usize;
+            if filled < at {
+                buffer[filled..at].fill(0);
+            }
+            let into = &mut buffer[at..part_end];
             pool.read_part(part.object, extent.object_offset, part.object_offset, into)?;
+            filled = filled.max(part_end);
         }
+        buffer[filled..].fill(0);
         Ok(())
     }
 }

@@ -131,31 +131,46 @@ impl OpenFile {
     /// Bytes from `offset` on: `len` of them, fewer only at the end of the file. Allocates what it
     /// returns.
     pub fn read_at(&self, offset: u64, len: usize) -> Result<Bytes> {
+        let mut buffer = ReadBuffer::default();
+        self.read_into(offset, len, &mut buffer)?;
+        let ReadBuffer { mut bytes, len } = buffer;
+        bytes.truncate(len);
+        Ok(bytes.into())
+    }
+
+    /// [`OpenFile::read_at`] into a buffer that is used again and again.
+    pub(crate) fn read_into(&self, offset: u64, len: usize, buffer: &mut ReadBuffer) -> Result<()> {
         if !self.flags.read {
             return Err(Error::BadHandle("reading"));
         }
         let end = offset.saturating_add(len as u64);
-        let Some(open) = &self.live else { return self.read_fixed(offset, end) };
+        let Some(open) = &self.live else { return self.read_fixed(offset, end, buffer) };
         let dirty = Some(open.dirty.lock()).filter(|dirty| !dirty.is_empty());
         let unflushed_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
-        let mut buffer = self.read_committed(offset, end, unflushed_end)?;
+        self.read_committed(offset, end, unflushed_end, buffer)?;
         if let Some(mut dirty) = dirty {
-            dirty.overlay(&self.view.shared, offset, &mut buffer)?;
+            dirty.overlay(&self.view.shared, offset, buffer.filled_mut())?;
         }
-        Ok(buffer.into())
+        Ok(())
     }
 
-    fn read_committed(&self, offset: u64, end: u64, unflushed_end: u64) -> Result<Vec<u8>> {
+    fn read_committed(
+        &self,
+        offset: u64,
+        end: u64,
+        unflushed_end: u64,
+        buffer: &mut ReadBuffer,
+    ) -> Result<()> {
         let mut attempts = READ_ATTEMPTS;
         loop {
-            let layout = self.layout(offset, end)?;
-            let mut buffer = buffer_for(offset, end.min(layout.size.max(unflushed_end)))?;
             attempts -= 1;
-            match layout.read(&self.view.shared.pool, offset, &mut buffer) {
+            let layout = self.layout(offset, end)?;
+            let into = buffer.take(offset, end.min(layout.size.max(unflushed_end)))?;
+            match layout.read(&self.view.shared.pool, offset, into) {
                 // Overwritten by somebody and collected since the lookup: look again.
                 Err(ObjectError::Missing { .. }) if attempts > 0 => {}
                 Err(error) => return Err(error.into()),
-                Ok(()) => return Ok(buffer),
+                Ok(()) => return Ok(()),
             }
         }
     }
@@ -200,22 +215,17 @@ impl OpenFile {
     }
 
     /// Reads a file that cannot change.
-    fn read_fixed(&self, offset: u64, end: u64) -> Result<Bytes> {
-        let pool = &self.view.shared.pool;
-        match self.fixed()? {
-            Some(layout) => {
-                let mut buffer = buffer_for(offset, end.min(layout.size))?;
-                match layout.read(pool, offset, &mut buffer) {
-                    // Either the snapshot was deleted, which this says, or the object is lost.
-                    Err(ObjectError::Missing { id }) => {
-                        self.layout(0, 0)?;
-                        Err(ObjectError::Missing { id }.into())
-                    }
-                    Err(error) => Err(error.into()),
-                    Ok(()) => Ok(buffer.into()),
-                }
+    fn read_fixed(&self, offset: u64, end: u64, buffer: &mut ReadBuffer) -> Result<()> {
+        let Some(layout) = self.fixed()? else { return self.read_committed(offset, end, 0, buffer) };
+        let into = buffer.take(offset, end.min(layout.size))?;
+        match layout.read(&self.view.shared.pool, offset, into) {
+            // Either the snapshot was deleted, which this says, or the object is lost.
+            Err(ObjectError::Missing { id }) => {
+                self.layout(0, 0)?;
+                Err(ObjectError::Missing { id }.into())
             }
-            None => Ok(self.read_committed(offset, end, 0)?.into()),
+            Err(error) => Err(error.into()),
+            Ok(()) => Ok(()),
         }
     }
 
@@ -507,15 +517,36 @@ fn counted<T>(shared: &Shared, dirty: &mut Dirty, change: impl FnOnce(&mut Dirty
     result
 }
 
-/// A zeroed buffer for `offset..end`, empty when that is no range.
-fn buffer_for(offset: u64, end: u64) -> Result<Vec<u8>> {
-    let len = end.saturating_sub(offset);
-    let too_large = Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 };
-    let len = usize::try_from(len).map_err(|_| too_large)?;
-    let mut buffer = Vec::new();
-    buffer
-        .try_reserve_exact(len)
-        .map_err(|_| Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 })?;
-    buffer.resize(len, 0);
-    Ok(buffer)
+/// Memory that reads fill, kept for the next one: a new megabyte for each costs as much as the read.
+#[derive(Debug, Default)]
+pub(crate) struct ReadBuffer {
+    /// As large as the largest read so far.
+    bytes: Vec<u8>,
+    /// Bytes of the last read.
+    len: usize,
+}
+
+impl ReadBuffer {
+    /// What was read last.
+    pub(crate) fn filled(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    fn filled_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[..self.len]
+    }
+
+    /// Room for `offset..end`, none when that is no range; whatever was in it is still there.
+    fn take(&mut self, offset: u64, end: u64) -> Result<&mut [u8]> {
+        let too_large = || Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 };
+        self.len = 0;
+        let len = usize::try_from(end.saturating_sub(offset)).map_err(|_| too_large())?;
+        if len > self.bytes.len() {
+            let more = len - self.bytes.len();
+            self.bytes.try_reserve_exact(more).map_err(|_| too_large())?;
+            self.bytes.resize(len, 0);
+        }
+        self.len = len;
+        Ok(self.filled_mut())
+    }
 }

@@ -30,6 +30,7 @@ pub(crate) mod xattr;
 
 pub use allocate::Allocate;
 pub use file::OpenFile;
+pub(crate) use file::ReadBuffer;
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};

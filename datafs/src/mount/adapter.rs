@@ -52,6 +52,8 @@ impl Filesystem for Adapter {
             InitFlags::FUSE_ATOMIC_O_TRUNC,
             InitFlags::FUSE_PARALLEL_DIROPS,
             InitFlags::FUSE_CACHE_SYMLINKS,
+            // A large direct read comes as several requests at once, for several threads.
+            InitFlags::FUSE_ASYNC_DIO,
             // Else the kernel asks for an attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
             InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO,
@@ -84,6 +86,7 @@ impl Filesystem for Adapter {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let mut found = self.handles.view.lookup(parent, name);
@@ -102,6 +105,7 @@ impl Filesystem for Adapter {
     }
 
     fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        let _answered = self.pace.request();
         let node = self.node(ino);
         let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
@@ -128,6 +132,7 @@ impl Filesystem for Adapter {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let _answered = self.pace.request();
         let node = self.node(ino);
         let set = SetAttr {
             mode: mode.map(|m| m & 0o7777),
@@ -146,6 +151,7 @@ impl Filesystem for Adapter {
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.handles.view.readlink(node) {
             Ok(target) => reply.data(target.as_bytes()),
@@ -163,6 +169,7 @@ impl Filesystem for Adapter {
         rdev: u32,
         reply: ReplyEntry,
     ) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = match kind_of_mode(mode) {
@@ -184,6 +191,7 @@ impl Filesystem for Adapter {
         umask: u32,
         reply: ReplyEntry,
     ) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request));
@@ -191,16 +199,19 @@ impl Filesystem for Adapter {
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         self.empty("unlink", parent, self.handles.view.unlink(parent, name), reply);
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         self.empty("rmdir", parent, self.handles.view.rmdir(parent, name), reply);
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
@@ -217,6 +228,7 @@ impl Filesystem for Adapter {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
+        let _answered = self.pace.request();
         let (parent, new_parent) = (self.node(parent), self.node(new_parent));
         let view = &self.handles.view;
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
@@ -237,12 +249,14 @@ impl Filesystem for Adapter {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
+        let _answered = self.pace.request();
         let (node, parent) = (self.node(ino), self.node(new_parent));
         let moment = self.coherence.moment();
         self.entry("link", parent, moment, self.handles.view.link(node, parent, new_name), reply);
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let _answered = self.pace.request();
         if self.without_messages {
             // Never asked again: the kernel opens, and keeps pages, by itself from now on.
             return reply.error(Errno::ENOSYS);
@@ -288,6 +302,7 @@ impl Filesystem for Adapter {
         flags: i32,
         reply: ReplyCreate,
     ) {
+        let _answered = self.pace.request();
         let parent = self.node(parent);
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
@@ -319,10 +334,8 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        match self.read_bytes(ino, fh.0, offset, size) {
-            Ok(bytes) => reply.data(&bytes),
-            Err(error) => reply.error(self.failed_on("read", self.node(ino), &error)),
-        }
+        let _answered = self.pace.request();
+        self.read_bytes(ino, fh.0, offset, size, reply);
     }
 
     fn write(
@@ -337,6 +350,7 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let _answered = self.pace.request();
         let privileged = !write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         match self.write_bytes(fh.0, offset, data, privileged) {
             Ok(written) => reply.written(written),
@@ -352,9 +366,11 @@ impl Filesystem for Adapter {
         lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
+        let _answered = self.pace.request();
         if self.without_messages {
             return reply.error(Errno::ENOSYS);
         }
+        let _answered = self.pace.request();
         let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
         self.locks.flushed(&self.handles, self.node(ino), fh.0, lock_owner.0);
         self.empty("flush", self.node(ino), flushed, reply);
@@ -370,6 +386,7 @@ impl Filesystem for Adapter {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
+        let _answered = self.pace.request();
         self.locks.released(&self.handles, self.node(ino), fh.0, lock_owner.map(|owner| owner.0));
         let node = self.node(ino);
         if node.is_live()
@@ -387,6 +404,7 @@ impl Filesystem for Adapter {
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let _answered = self.pace.request();
         if self.without_messages {
             return reply.error(Errno::ENOSYS);
         }
@@ -410,6 +428,7 @@ impl Filesystem for Adapter {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
+        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.fill_directory(node, offset, &mut reply) {
             Ok(()) => reply.ok(),
@@ -456,6 +475,7 @@ impl Filesystem for Adapter {
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
+        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.fill_directory_plus(node, offset, &mut reply) {
             Ok(()) => reply.ok(),
@@ -477,10 +497,12 @@ impl Filesystem for Adapter {
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let _answered = self.pace.request();
         self.get_xattr(self.node(ino), name, size, reply);
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let _answered = self.pace.request();
         self.list_xattrs(request, self.node(ino), size, reply);
     }
 

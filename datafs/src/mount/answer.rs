@@ -1,11 +1,12 @@
 //! What the requests of the kernel have in common: how an answer or an error goes back, how long the
 //! kernel may believe it, which files it is handed.
 
+use std::cell::RefCell;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fuser::{BackingId, Errno, Generation, INodeNo, ReplyDirectory, ReplyEmpty, ReplyEntry};
+use fuser::{BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry};
 
 use super::coherence::Coherence;
 use super::convert::{Inodes, file_type};
@@ -13,8 +14,9 @@ use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
 use super::locks::Locks;
 use super::opening::Open;
+use super::pace::Pace;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node};
+use crate::fs::{Attr, Node, ReadBuffer};
 use crate::metrics;
 
 /// How long the kernel may believe what it knows of a snapshot: it never changes.
@@ -26,6 +28,11 @@ pub(super) const ENTRIES_MAX: usize = 512;
 /// Files below this size are not handed to the kernel: setting that up costs more than reading them.
 const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 
+thread_local! {
+    /// What a serving thread reads into: at most 1 MiB, the kernel's largest read.
+    static READ_BUFFER: RefCell<ReadBuffer> = RefCell::default();
+}
+
 /// The FUSE file system over a view.
 #[derive(Debug)]
 pub(super) struct Adapter {
@@ -33,6 +40,7 @@ pub(super) struct Adapter {
     pub(super) locks: Arc<Locks>,
     pub(super) coherence: Arc<Coherence>,
     pub(super) inodes: Inodes,
+    pub(super) pace: Pace,
     pub(super) passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
     pub(super) without_messages: bool,
@@ -44,10 +52,12 @@ impl Adapter {
         locks: Arc<Locks>,
         coherence: Arc<Coherence>,
         way: Open,
+        pace: Pace,
     ) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
-        Adapter { handles, locks, coherence, inodes, passthrough: way == Open::Passthrough, without_messages }
+        let passthrough = way == Open::Passthrough;
+        Adapter { handles, locks, coherence, inodes, pace, passthrough, without_messages }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
@@ -144,17 +154,20 @@ impl Adapter {
         }
     }
 
-    pub(super) fn read_bytes(
-        &self,
-        ino: INodeNo,
-        number: u64,
-        offset: u64,
-        size: u32,
-    ) -> Result<bytes::Bytes> {
-        if number == NO_HANDLE {
-            return self.handles.stateless(self.node(ino))?.read_at(offset, size as usize);
-        }
-        self.handles.get(number)?.file.read_at(offset, size as usize)
+    /// Answers with what a file has there.
+    pub(super) fn read_bytes(&self, ino: INodeNo, number: u64, offset: u64, size: u32, reply: ReplyData) {
+        READ_BUFFER.with_borrow_mut(|buffer| {
+            let len = size as usize;
+            let read = if number == NO_HANDLE {
+                self.handles.stateless(self.node(ino)).and_then(|file| file.read_into(offset, len, buffer))
+            } else {
+                self.handles.get(number).and_then(|handle| handle.file.read_into(offset, len, buffer))
+            };
+            match read {
+                Ok(()) => reply.data(buffer.filled()),
+                Err(error) => reply.error(self.failed_on("read", self.node(ino), &error)),
+            }
+        });
     }
 
     pub(super) fn write_bytes(&self, number: u64, offset: u64, data: &[u8], privileged: bool) -> Result<u32> {

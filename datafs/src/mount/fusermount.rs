@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use super::point::{Attach, in_path, run_quietly};
+use super::point::{Attach, READ_BYTES_MAX, in_path, run_quietly};
 
 /// How long the helper may take to answer.
 const ANSWER_MAX: Duration = Duration::from_secs(20);
@@ -35,7 +35,7 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
     // A comma would end the option.
     let source = how.source.replace(',', "_");
     let mut options = OsString::from(format!(
-        "fsname={source},subtype=millrace,default_permissions,{}",
+        "fsname={source},subtype=millrace,default_permissions,max_read={READ_BYTES_MAX},{}",
         if how.read_only { "ro" } else { "rw" }
     ));
     if how.allow_other {

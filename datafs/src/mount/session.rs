@@ -17,6 +17,7 @@ use super::convert::Inodes;
 use super::handles::Handles;
 use super::locks::Locks;
 use super::opening::{self, Open, Opening};
+use super::pace::Pace;
 use super::point::{self, Attach};
 use crate::error::{Error, Result};
 use crate::view::View;
@@ -123,7 +124,8 @@ fn serve(
     config.clone_fd = options.threads > 1;
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
+    let pace = Pace::new(File::from(device.try_clone()?));
+    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way, pace);
     let own_device = File::from(device.try_clone()?);
     let session = Session::from_fd(adapter, device, acl, config)?;
     if !handles.view.is_snapshot() {
