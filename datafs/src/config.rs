@@ -18,7 +18,8 @@ pub struct Config {
     pub meta_file: PathBuf,
     /// A PostgreSQL server (15 or newer) for the metadata instead of the file, so that several machines
     /// share the volumes: `postgres://user@host:port/database`. The password may also come from
-    /// `PGPASSWORD` or a password file. This build speaks no TLS to it.
+    /// `PGPASSWORD` or a password file. `?sslmode=verify-full&sslrootcert=FILE` has it reached through
+    /// TLS, with the modes of libpq.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub meta_url: Option<MetaUrl>,
     /// The schema in that database, made when missing; a name of its own for each set of volumes.

@@ -25,6 +25,7 @@ mod schema;
 pub(crate) mod target;
 #[cfg(test)]
 pub(crate) mod tests;
+mod tls;
 mod txn;
 
 use std::collections::{HashMap, HashSet};

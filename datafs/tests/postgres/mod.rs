@@ -4,6 +4,7 @@
 
 mod figures;
 mod server;
+mod tls;
 
 use millrace_datafs::{Config, Datafs};
 use server::Server;

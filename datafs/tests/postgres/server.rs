@@ -14,6 +14,10 @@ use std::time::{Duration, Instant};
 const NOBODY: u32 = 65_534;
 /// Set by those who want a missing server to be a failure.
 const REQUIRED: &str = "MILLRACE_REQUIRE_POSTGRES";
+/// The port of a server that listens on its unix socket only.
+const PORT: u16 = 5_432;
+/// Ports that are tried when others take them.
+const PORTS_TRIED: u32 = 20;
 /// Longest wait for a server to start or stop on a busy machine.
 const WAIT: Duration = Duration::from_secs(120);
 
@@ -21,6 +25,9 @@ pub(crate) struct Server {
     folder: tempfile::TempDir,
     programs: PathBuf,
     settings: &'static [&'static str],
+    /// Where it listens beside its unix socket.
+    address: &'static str,
+    port: u16,
     child: Mutex<Option<Child>>,
 }
 
@@ -42,6 +49,28 @@ impl Server {
 
     /// A server of the caller's own.
     pub(crate) fn start(settings: &'static [&'static str]) -> Option<Server> {
+        let server = Server::make(settings)?;
+        server.resume();
+        Some(server)
+    }
+
+    /// A server of the caller's own that can also be reached at `127.0.0.1`.
+    pub(crate) fn start_on_tcp(settings: &'static [&'static str]) -> Option<Server> {
+        let mut server = Server::make(settings)?;
+        server.address = "127.0.0.1";
+        for _ in 0..PORTS_TRIED {
+            // Somebody else may take it before the server does.
+            let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            server.port = free.local_addr().unwrap().port();
+            drop(free);
+            if server.begin() {
+                return Some(server);
+            }
+        }
+        panic!("PostgreSQL does not start: {}", server.log());
+    }
+
+    fn make(settings: &'static [&'static str]) -> Option<Server> {
         let Some(programs) = programs() else {
             assert!(std::env::var_os(REQUIRED).is_none(), "PostgreSQL is not installed");
             eprintln!("skipped: PostgreSQL (initdb, postgres) is neither in /usr/lib/postgresql nor in PATH");
@@ -63,13 +92,16 @@ impl Server {
         ]);
         let output = initdb.arg(folder.path().join("data")).current_dir(folder.path()).output().unwrap();
         assert!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
-        let server = Server { folder, programs, settings, child: Mutex::new(None) };
-        server.resume();
-        Some(server)
+        Some(Server { folder, programs, settings, address: "", port: PORT, child: Mutex::new(None) })
     }
 
     /// Starts the server again after [`Server::stop`] or [`Server::kill`].
     pub(crate) fn resume(&self) {
+        assert!(self.begin(), "PostgreSQL does not start: {}", self.log());
+    }
+
+    /// Starts the server; `false` when it has ended at once.
+    fn begin(&self) -> bool {
         let mut child = self.child.lock().unwrap();
         assert!(child.is_none());
         // The shell ends the server when its own input ends, which happens however this process ends.
@@ -78,7 +110,8 @@ impl Server {
         let mut command = unprivileged(Path::new("/bin/sh"));
         command.args(["-c", script, "sh"]).arg(self.programs.join("postgres"));
         command.arg("-D").arg(self.folder.path().join("data")).arg("-k").arg(self.folder.path());
-        command.args(["-c", "listen_addresses="]);
+        command.arg("-c").arg(format!("listen_addresses={}", self.address));
+        command.arg("-p").arg(self.port.to_string());
         for setting in self.settings {
             command.args(["-c", setting]);
         }
@@ -91,14 +124,21 @@ impl Server {
         *child = Some(command.current_dir(self.folder.path()).spawn().unwrap());
         let deadline = Instant::now() + WAIT;
         while !self.answers() {
+            if child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some()) {
+                *child = None;
+                return false;
+            }
             assert!(Instant::now() < deadline, "PostgreSQL does not start: {}", self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
+        true
     }
 
     fn answers(&self) -> bool {
         let ready = Command::new(self.programs.join("pg_isready"))
-            .args(["-q", "-h"])
+            .args(["-q", "-p"])
+            .arg(self.port.to_string())
+            .arg("-h")
             .arg(self.folder.path())
             .status()
             .unwrap();
@@ -132,7 +172,25 @@ impl Server {
     }
 
     pub(crate) fn url(&self) -> String {
-        format!("postgres:///postgres?host={}&user=millrace", self.folder.path().display())
+        format!("postgres:///postgres?host={}&port={}&user=millrace", self.folder.path().display(), self.port)
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Where its socket, its log and its data are; the server may read what is put there.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Gives the server a file of its own.
+    pub(crate) fn give(&self, path: &Path, mode: u32) {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        if nix::unistd::geteuid().is_root() {
+            nix::unistd::chown(path, Some(NOBODY.into()), Some(NOBODY.into())).unwrap();
+        }
     }
 
     /// A name that no other schema of this process has.
@@ -143,7 +201,9 @@ impl Server {
     /// Runs SQL through the server's own client.
     pub(crate) fn sql(&self, text: &str) -> String {
         let output = Command::new(self.programs.join("psql"))
-            .args(["-qAtX", "-U", "millrace", "-h"])
+            .args(["-qAtX", "-U", "millrace", "-p"])
+            .arg(self.port.to_string())
+            .arg("-h")
             .arg(self.folder.path())
             .args(["postgres", "-c", text])
             .output()

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio_postgres::error::{Severity, SqlState};
 
+use super::tls;
 use crate::error::Error;
 
 /// Why a call has no result.
@@ -12,6 +13,8 @@ use crate::error::Error;
 pub(super) enum Fault {
     /// There is no connection, or it broke: whether the call took effect is not known.
     Lost(String),
+    /// The same, of a commit, and nobody was there to ask until it was given up.
+    Unknown(String),
     /// The server took the call back and may do better when it is repeated.
     TakenBack(String),
     /// The server has no space left; nothing took effect.
@@ -25,7 +28,8 @@ pub(super) enum Fault {
 impl Fault {
     pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
         let Some(db) = error.as_db_error() else {
-            return Fault::Lost(describe(error));
+            let text = describe(error);
+            return if tls::is_refusal(error) { Fault::Refused(text) } else { Fault::Lost(text) };
         };
         let text = format!("{} ({})", db.message(), db.code().code());
         let code = db.code();
@@ -50,6 +54,9 @@ impl Fault {
         match code {
             c if *c == SqlState::DISK_FULL => Fault::NoSpace,
             c if *c == SqlState::UNIQUE_VIOLATION => Fault::Fenced,
+            c if *c == SqlState::INVALID_PASSWORD => {
+                Fault::Refused(format!("{text}: see meta_url, PGPASSWORD and the password file"))
+            }
             _ => Fault::Refused(text),
         }
     }
@@ -71,6 +78,9 @@ impl Fault {
                     "the server did not answer for {waited_ms} ms, everything goes on when it does: {text}"
                 )
             }
+            Fault::Unknown(text) => format!(
+                "the server was lost during a commit and not reached for {waited_ms} ms: it is not known whether the commit took place, look before you repeat it: {text}"
+            ),
             Fault::Refused(text) => text,
             Fault::Fenced => "a transaction was given up and came back".to_owned(),
         };

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use tokio_postgres::{AsyncMessage, Client, NoTls};
+use tokio_postgres::{AsyncMessage, Client};
 
 use super::Shared;
 use super::fault::Fault;
@@ -123,14 +123,14 @@ fn tell(signal: &Signal) {
 
 /// Opens a connection that raises the signal with every commit of another client.
 fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
-    let config = shared.pool.target().config().clone();
+    let (config, tls) = (shared.pool.target().config().clone(), shared.pool.target().tls());
     let own = shared.client.to_string();
     let raised = Arc::clone(signal);
     let client = shared
         .pool
         .threads()
         .wait(async move {
-            let (client, mut connection) = config.connect(NoTls).await?;
+            let (client, mut connection) = config.connect(tls).await?;
             tokio::spawn(async move {
                 loop {
                     match std::future::poll_fn(|context| connection.poll_message(context)).await {

@@ -236,7 +236,10 @@ impl Shared {
         state.own_too = true;
         state.rows.start_over();
         tracing::error!(place = self.place(), ?fault, "a commit whose outcome is unknown");
-        Outcome::Failed(fault)
+        Outcome::Failed(match fault {
+            Fault::Lost(text) | Fault::TakenBack(text) | Fault::Refused(text) => Fault::Unknown(text),
+            other => other,
+        })
     }
 
     fn busy(&self) -> Error {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Runtime};
-use tokio_postgres::{Client, NoTls, Row, Statement};
+use tokio_postgres::{Client, Row, Statement};
 
 use super::fault::Fault;
 use super::schema;
@@ -166,9 +166,9 @@ impl Pool {
 
     /// A connection that may meet an empty database.
     pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
-        let config = self.target.config().clone();
+        let (config, tls) = (self.target.config().clone(), self.target.tls());
         let connected = self.threads.wait(async move {
-            let (client, connection) = config.connect(NoTls).await?;
+            let (client, connection) = config.connect(tls).await?;
             // It ends when the client is dropped; how it ends, each call on it tells.
             tokio::spawn(connection);
             Ok::<Client, tokio_postgres::Error>(client)

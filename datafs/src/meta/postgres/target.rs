@@ -8,8 +8,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres::config::Host;
 
+use super::tls::{Tls, Wanted};
 use crate::error::{Error, Result};
 
 /// Longest name of a schema: PostgreSQL cuts identifiers off at 63 bytes, and some are made from it.
@@ -21,6 +22,7 @@ const CONNECT_WAIT: Duration = Duration::from_secs(10);
 #[derive(Clone)]
 pub(crate) struct Target {
     config: tokio_postgres::Config,
+    tls: Tls,
     schema: String,
     place: String,
 }
@@ -40,15 +42,12 @@ impl Target {
         }
         check_schema(schema)?;
         // The parser's own message may quote what it could not read, and that may be the password.
-        let mut config: tokio_postgres::Config = url.parse().map_err(|_| {
+        let (wanted, rest) = Wanted::take_from(url);
+        let mut config: tokio_postgres::Config = rest.parse().map_err(|_| {
             invalid("it is not of the form postgres://user:password@host:port/database?option=value")
         })?;
-        if !matches!(config.get_ssl_mode(), SslMode::Disable | SslMode::Prefer) {
-            return Err(invalid(
-                "this build speaks no TLS: use a unix socket, or a TLS proxy on this machine, with sslmode=disable",
-            ));
-        }
-        config.ssl_mode(SslMode::Disable);
+        let (tls, mode) = wanted.prepare(config.get_hosts())?;
+        config.ssl_mode(mode);
         if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
             return Err(invalid("it names no host (for a unix socket: ?host=/folder/of/the/socket)"));
         }
@@ -74,12 +73,17 @@ impl Target {
             config.password(password);
         }
         let place = place_of(&config, schema);
-        Ok(Target { config, schema: schema.to_owned(), place })
+        Ok(Target { config, tls, schema: schema.to_owned(), place })
     }
 
     /// What connections are made from.
     pub(crate) fn config(&self) -> &tokio_postgres::Config {
         &self.config
+    }
+
+    /// What makes connections safe.
+    pub(crate) fn tls(&self) -> Tls {
+        self.tls.clone()
     }
 
     /// The schema, which is safe in SQL as it is.
@@ -201,8 +205,13 @@ mod tests {
 
     #[test]
     fn what_is_not_supported_is_refused() {
-        let error = Target::parse(&format!("{URL}?sslmode=require"), "millrace", None).unwrap_err();
-        assert!(error.to_string().contains("TLS"), "{error}");
+        for (option, word) in
+            [("sslmode=full", "verify-full"), ("sslmode=verify-ca&sslrootcert=/none", "/none")]
+        {
+            let error = Target::parse(&format!("{URL}?{option}"), "millrace", None).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(word) && text.contains("meta_url") && !text.contains("s3cret"), "{text}");
+        }
         for schema in ["", "Millrace", "a b", "1a", "pg_x", "a;drop", &"x".repeat(49)] {
             assert!(Target::parse(URL, schema, None).is_err(), "{schema}");
         }

@@ -1,0 +1,308 @@
+//! TLS to the server: what `sslmode` and `sslrootcert` of the URL ask for, as libpq means them.
+//!
+//! `disable` speaks none, `prefer` (what holds when nothing is said) whatever the server offers,
+//! `require` insists on it. None of these looks at the certificate, unless `require` comes with an
+//! `sslrootcert`. `verify-ca` has it issued by somebody trusted, `verify-full` also for this host. A unix
+//! socket has none in any mode. Whoever is in the file of `sslrootcert` is trusted, without one
+//! (or with `system`) those whom the system trusts; the server's own certificate may be in the file.
+
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream as Encrypted;
+use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use tokio_rustls::rustls::client::{WebPkiServerVerifier, verify_server_name};
+use tokio_rustls::rustls::crypto::CryptoProvider;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use tokio_rustls::rustls::server::ParsedCertificate;
+use tokio_rustls::rustls::{
+    self, CertificateError, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme,
+};
+
+use crate::error::{Error, Result};
+
+/// What is looked at in a server's certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Check {
+    Nothing,
+    Issuer,
+    IssuerAndName,
+}
+
+/// What a URL says about TLS.
+#[derive(Debug, Default)]
+pub(super) struct Wanted {
+    mode: Option<String>,
+    roots: Option<String>,
+}
+
+impl Wanted {
+    /// Takes its options out of a URL, of which the rest is returned.
+    pub(super) fn take_from(url: &str) -> (Wanted, String) {
+        let mut wanted = Wanted::default();
+        let Some((base, options)) = url.split_once('?') else { return (wanted, url.to_owned()) };
+        let rest: Vec<&str> = options
+            .split('&')
+            .filter(|option| {
+                let slot = match option.split_once('=') {
+                    Some(("sslmode", mode)) => (&mut wanted.mode, mode),
+                    Some(("sslrootcert", roots)) => (&mut wanted.roots, roots),
+                    _ => return true,
+                };
+                *slot.0 = Some(decode(slot.1));
+                false
+            })
+            .collect();
+        let url = if rest.is_empty() { base.to_owned() } else { format!("{base}?{}", rest.join("&")) };
+        (wanted, url)
+    }
+
+    /// What connects so, and the mode for the protocol.
+    pub(super) fn prepare(&self, hosts: &[Host]) -> Result<(Tls, SslMode)> {
+        let rooted = self.roots.is_some();
+        let (mode, check) = match self.mode.as_deref().unwrap_or("prefer") {
+            "disable" => (SslMode::Disable, Check::Nothing),
+            "allow" | "prefer" => (SslMode::Prefer, Check::Nothing),
+            "require" if rooted => (SslMode::Require, Check::Issuer),
+            "require" => (SslMode::Require, Check::Nothing),
+            "verify-ca" => (SslMode::Require, Check::Issuer),
+            "verify-full" => (SslMode::Require, Check::IssuerAndName),
+            other => {
+                return Err(invalid(format!(
+                    "sslmode {other:?} is none of disable, prefer, require, verify-ca, verify-full"
+                )));
+            }
+        };
+        let local = hosts.iter().any(|host| matches!(host, Host::Unix(_)));
+        if mode == SslMode::Disable || local {
+            return Ok((Tls { config: None }, SslMode::Disable));
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let issuer = match check {
+            Check::Nothing => None,
+            Check::Issuer | Check::IssuerAndName => Some(self.trusted(&provider)?),
+        };
+        let verifier = Verifier { check, issuer, provider: Arc::clone(&provider) };
+        let config = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|e| invalid(format!("TLS cannot be set up: {e}")))?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_no_client_auth();
+        Ok((Tls { config: Some(Arc::new(config)) }, mode))
+    }
+
+    /// Those who may have issued a server's certificate.
+    fn trusted(&self, provider: &Arc<CryptoProvider>) -> Result<Trusted> {
+        let named = self.roots.as_deref().filter(|roots| *roots != "system");
+        let certificates = match named {
+            Some(path) => {
+                let fail = |e: &dyn fmt::Display| invalid(format!("sslrootcert {path}: {e}"));
+                let read: std::result::Result<Vec<_>, _> =
+                    CertificateDer::pem_file_iter(Path::new(path)).map_err(|e| fail(&e))?.collect();
+                read.map_err(|e| fail(&e))?
+            }
+            None => rustls_native_certs::load_native_certs().certs,
+        };
+        let mut store = RootCertStore::empty();
+        let (taken, _) = store.add_parsable_certificates(certificates.iter().cloned());
+        if taken == 0 {
+            let place = named.unwrap_or("the system's folder of certificates");
+            return Err(invalid(format!("sslrootcert: {place} holds no certificate in PEM format")));
+        }
+        let chain = WebPkiServerVerifier::builder_with_provider(Arc::new(store), Arc::clone(provider))
+            .build()
+            .map_err(|e| invalid(format!("sslrootcert: {e}")))?;
+        // Among those of the system no server's own is looked for.
+        let own = if named.is_some() { certificates } else { Vec::new() };
+        Ok(Trusted { chain, own })
+    }
+}
+
+fn invalid(reason: String) -> Error {
+    Error::Invalid(format!("[datafs] meta_url: {reason}"))
+}
+
+/// A value of a URL's option: `%2F` is a slash.
+fn decode(text: &str) -> String {
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let Some((&byte, after)) = rest.split_first() {
+        let digits = after.get(..2).filter(|_| byte == b'%').and_then(|two| std::str::from_utf8(two).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+            Some(decoded) => {
+                bytes.push(decoded);
+                rest = &after[2..];
+            }
+            None => {
+                bytes.push(byte);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[derive(Debug)]
+struct Trusted {
+    chain: Arc<WebPkiServerVerifier>,
+    /// What a server may show as it is: a certificate that issued itself has no chain.
+    own: Vec<CertificateDer<'static>>,
+}
+
+#[derive(Debug)]
+struct Verifier {
+    check: Check,
+    issuer: Option<Trusted>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Verifier {
+    fn verify_server_cert(
+        &self,
+        server: &CertificateDer<'_>,
+        between: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> std::result::Result<ServerCertVerified, rustls::Error> {
+        let Some(trusted) = &self.issuer else { return Ok(ServerCertVerified::assertion()) };
+        if trusted.own.iter().any(|own| own.as_ref() == server.as_ref()) {
+            if self.check == Check::IssuerAndName {
+                verify_server_name(&ParsedCertificate::try_from(server)?, name)?;
+            }
+            return Ok(ServerCertVerified::assertion());
+        }
+        match trusted.chain.verify_server_cert(server, between, name, ocsp, now) {
+            // The name is looked at last.
+            Err(rustls::Error::InvalidCertificate(
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+            )) if self.check == Check::Issuer => Ok(ServerCertVerified::assertion()),
+            other => other,
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        server: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        rustls::crypto::verify_tls12_signature(message, server, signed, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        server: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, server, signed, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Makes connections of one target safe, or leaves them as they are.
+#[derive(Clone)]
+pub(crate) struct Tls {
+    config: Option<Arc<ClientConfig>>,
+}
+
+/// One handshake.
+pub(crate) struct Handshake {
+    config: Option<Arc<ClientConfig>>,
+    host: String,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> MakeTlsConnect<S> for Tls {
+    type Stream = Stream<S>;
+    type TlsConnect = Handshake;
+    type Error = io::Error;
+
+    fn make_tls_connect(&mut self, host: &str) -> io::Result<Handshake> {
+        Ok(Handshake { config: self.config.clone(), host: host.to_owned() })
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> TlsConnect<S> for Handshake {
+    type Stream = Stream<S>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Stream<S>>> + Send>>;
+
+    fn connect(self, stream: S) -> Self::Future {
+        Box::pin(async move {
+            let config = self.config.ok_or_else(|| io::Error::other("TLS is not set up"))?;
+            let name = ServerName::try_from(self.host).map_err(io::Error::other)?;
+            TlsConnector::from(config).connect(name, stream).await.map(Stream)
+        })
+    }
+}
+
+/// Whether an error says that there will never be a safe connection, not that there was none.
+pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(inner) = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref)
+            && inner.is::<rustls::Error>()
+        {
+            return true;
+        }
+        // The protocol's own words have no type.
+        if error.to_string() == "server does not support TLS" {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}
+
+/// A connection through TLS.
+pub(crate) struct Stream<S>(Encrypted<S>);
+
+impl<S: AsyncRead + AsyncWrite + Unpin> TlsStream for Stream<S> {
+    fn channel_binding(&self) -> ChannelBinding {
+        ChannelBinding::none()
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Stream<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(context)
+    }
+}
