@@ -18,13 +18,21 @@ const AFTER_DOT: u64 = 1;
 /// Cursor behind `..`; those of entries are [`keys::HASH_MIN`] and up.
 const AFTER_DOT_DOT: u64 = 2;
 
+/// Some entries of a directory, in order, with their attributes if they were asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Page {
+    pub(crate) entries: Vec<(NodeEntry, Option<Attr>)>,
+    /// There were none behind these.
+    pub(crate) is_last: bool,
+}
+
 impl View {
     /// Entries of a directory behind `cursor` (0 is the start), `.` and `..` first, in an order of
     /// their own. Go on with the cursor of the last entry; an empty answer is the end. An entry that
     /// is there the whole time is returned exactly once. Returns about `entries_max` (at least 1).
     pub fn readdir(&self, node: Node, cursor: u64, entries_max: usize) -> Result<Vec<NodeEntry>> {
-        let with_attrs = self.read_entries(node, cursor, entries_max, false)?;
-        Ok(with_attrs.into_iter().map(|(entry, _)| entry).collect())
+        let page = self.read_page(node, cursor, entries_max, false)?;
+        Ok(page.entries.into_iter().map(|(entry, _)| entry).collect())
     }
 
     /// [`View::readdir`] with the attributes of each entry (of `..`, those of the directory itself
@@ -35,42 +43,40 @@ impl View {
         cursor: u64,
         entries_max: usize,
     ) -> Result<Vec<(NodeEntry, Attr)>> {
-        let entries = self.read_entries(node, cursor, entries_max, true)?;
-        Ok(entries.into_iter().filter_map(|(entry, attr)| Some((entry, attr?))).collect())
+        let page = self.read_page(node, cursor, entries_max, true)?;
+        Ok(page.entries.into_iter().filter_map(|(entry, attr)| Some((entry, attr?))).collect())
     }
 
-    fn read_entries(
-        &self,
-        node: Node,
-        cursor: u64,
-        entries_max: usize,
-        attrs: bool,
-    ) -> Result<Vec<(NodeEntry, Option<Attr>)>> {
+    /// [`View::readdir`] that says where the end is, with attributes if `attrs`.
+    pub(crate) fn read_page(&self, node: Node, cursor: u64, entries_max: usize, attrs: bool) -> Result<Page> {
         let limit = entries_max.max(1);
-        let parent = if cursor < AFTER_DOT_DOT { Some(self.parent_of(node)?) } else { None };
         if self.is_snapshots_dir(node) {
             return self.read_snapshots(node, cursor, limit, attrs);
         }
         self.read(node, |reader| {
             let mut entries = Vec::new();
-            let own = self.attr_of(node, &tree::directory(reader, node.ino)?);
+            let inode = tree::directory(reader, node.ino)?;
+            let own = self.attr_of(node, &inode);
             if cursor < AFTER_DOT {
                 entries.push((dot(".", node, AFTER_DOT), Some(own)));
             }
-            if let Some(parent) = parent {
+            if cursor < AFTER_DOT_DOT {
+                let parent = self.parent_in(node, &inode);
                 let same_tree = parent.snapshot == node.snapshot && !self.is_snapshots_dir(parent);
                 let attr = if same_tree && attrs { self.attr_in(reader, parent)? } else { own };
                 entries.push((dot("..", parent, AFTER_DOT_DOT), Some(attr)));
             }
             let room = limit.saturating_sub(entries.len());
             if room == 0 {
-                return Ok(entries);
+                return Ok(Page { entries, is_last: false });
             }
             let page = children(reader, node.ino, cursor, room)?;
             if attrs {
                 let inodes = page.iter().map(|(_, value)| Ok(keys::attributes(Dentry::decode(value)?.ino)));
                 reader.prefetch(&inodes.collect::<Result<Vec<_>>>()?)?;
             }
+            entries.reserve(page.len());
+            let is_last = page.len() < room;
             for (record, value) in page {
                 let damaged = || Error::corrupt("directory entry", "its key has no name");
                 let (hash, name) = keys::child_name(&record).ok_or_else(damaged)?;
@@ -81,18 +87,12 @@ impl View {
                 let name = OsString::from_vec(name.to_vec());
                 entries.push((NodeEntry { name, node: child, kind: dentry.kind, cursor: hash }, attr));
             }
-            Ok(entries)
+            Ok(Page { entries, is_last })
         })
     }
 
     /// The entries of `.snapshots`: the snapshots by age.
-    fn read_snapshots(
-        &self,
-        node: Node,
-        cursor: u64,
-        limit: usize,
-        attrs: bool,
-    ) -> Result<Vec<(NodeEntry, Option<Attr>)>> {
+    fn read_snapshots(&self, node: Node, cursor: u64, limit: usize, attrs: bool) -> Result<Page> {
         let own = self.getattr(node)?;
         let mut entries = Vec::new();
         if cursor < AFTER_DOT {
@@ -119,7 +119,7 @@ impl View {
             let entry = NodeEntry { name: row.name.into(), node: root, kind: FileKind::Directory, cursor };
             entries.push((entry, attr));
         }
-        Ok(entries)
+        Ok(Page { entries, is_last: false })
     }
 }
 

@@ -35,7 +35,7 @@ impl View {
             new_inode(writer, parent_ino, name, inode.kind, inode.mode, owner)?;
             inode.nlink = tree::add_links(inode.nlink, 1)?;
             inode.ctime = Timestamp::now();
-            tree::add_child(writer, parent_ino, name, ino, &inode)?;
+            tree::add_link(writer, parent_ino, name, ino, &inode)?;
             Ok(inode)
         })?;
         Ok(self.attr_of(node, &inode))

@@ -49,15 +49,23 @@ impl View {
 
     /// The directory that `..` of a directory leads to.
     pub(crate) fn parent_of(&self, node: Node) -> Result<Node> {
-        if self.is_snapshots_dir(node) || node == self.root() {
+        if self.is_snapshots_dir(node) {
             return Ok(self.root());
+        }
+        let inode = self.read(node, |reader| tree::directory(reader, node.ino))?;
+        Ok(self.parent_in(node, &inode))
+    }
+
+    /// The directory that `..` of a directory leads to that was read.
+    pub(crate) fn parent_in(&self, node: Node, inode: &Inode) -> Node {
+        if node == self.root() {
+            return node;
         }
         if node.ino == ROOT_INO {
             // The root of a snapshot, seen in a live view.
-            return Ok(Node { snapshot: 0, ino: SNAPSHOTS_INO });
+            return Node { snapshot: 0, ino: SNAPSHOTS_INO };
         }
-        let inode = self.read(node, |reader| tree::directory(reader, node.ino))?;
-        Ok(Node { snapshot: node.snapshot, ino: inode.parent })
+        Node { snapshot: node.snapshot, ino: inode.parent }
     }
 
     /// Makes an empty file, pipe, socket or device node.
@@ -87,19 +95,8 @@ impl View {
         if matches!(kind, FileKind::Directory | FileKind::Symlink) {
             return Err(Error::Invalid("mknod makes no directories and no links".into()));
         }
-        let parent_ino = self.writable(parent)?;
-        let ino = self.spare_inos(1)?.start;
-        let inode = self.write(Durability::Relaxed, |writer| {
-            tree::prefetch_entry(writer, parent_ino, name, Some(ino))?;
-            let mut inode = new_inode(writer, parent_ino, name, kind, mode, owner)?;
-            if matches!(kind, FileKind::BlockDevice | FileKind::CharDevice) {
-                inode.rdev = rdev;
-            }
-            acl::inherit(writer, parent_ino, ino, &mut inode, umask)?;
-            tree::add_child(writer, parent_ino, name, ino, &inode)?;
-            Ok(inode)
-        })?;
-        Ok(inode.attr(Node { snapshot: 0, ino }))
+        let rdev = if matches!(kind, FileKind::BlockDevice | FileKind::CharDevice) { rdev } else { 0 };
+        self.make(parent, name, &New { kind, mode, umask, rdev, owner })
     }
 
     /// Makes an empty directory.
@@ -116,13 +113,15 @@ impl View {
         umask: u32,
         owner: Owner,
     ) -> Result<Attr> {
+        self.make(parent, name, &New { kind: FileKind::Directory, mode, umask, rdev: 0, owner })
+    }
+
+    fn make(&self, parent: Node, name: &OsStr, new: &New) -> Result<Attr> {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
-            tree::prefetch_entry(writer, parent_ino, name, Some(ino))?;
-            let mut inode = new_inode(writer, parent_ino, name, FileKind::Directory, mode, owner)?;
-            acl::inherit(writer, parent_ino, ino, &mut inode, umask)?;
-            tree::add_directory(writer, parent_ino, name, ino, inode)
+            tree::prefetch_entry(writer, parent_ino, name)?;
+            add_new(writer, parent_ino, name, ino, new)
         })?;
         Ok(inode.attr(Node { snapshot: 0, ino }))
     }
@@ -150,21 +149,17 @@ impl View {
         flags: OpenFlags,
     ) -> Result<(Attr, OpenFile)> {
         let parent_ino = self.writable(parent)?;
+        let new = New { kind: FileKind::File, mode, umask, rdev: 0, owner };
         for _ in 0..CREATE_ATTEMPTS {
             let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
             // Counted as open before it exists, so that nobody can unlink it away in between.
             let file = OpenFile::register(self, node, flags);
             let made = self.write(Durability::Relaxed, |writer| {
                 tree::check_entry(parent_ino, name)?;
-                tree::prefetch_entry(writer, parent_ino, name, Some(node.ino))?;
+                tree::prefetch_entry(writer, parent_ino, name)?;
                 match tree::child(writer, parent_ino, name)? {
                     Some(dentry) if !flags.exclusive => Ok(Err(dentry)),
-                    _ => {
-                        let mut inode = new_inode(writer, parent_ino, name, FileKind::File, mode, owner)?;
-                        acl::inherit(writer, parent_ino, node.ino, &mut inode, umask)?;
-                        tree::add_child(writer, parent_ino, name, node.ino, &inode)?;
-                        Ok(Ok(inode))
-                    }
+                    _ => add_new(writer, parent_ino, name, node.ino, &new).map(Ok),
                 }
             })?;
             match made {
@@ -198,7 +193,7 @@ impl View {
         closing: &mut Closing<'a>,
     ) -> Result<()> {
         tree::check_entry(parent, name)?;
-        tree::prefetch_entry(writer, parent, name, None)?;
+        tree::prefetch_entry(writer, parent, name)?;
         let dentry = tree::existing(writer, parent, name)?;
         if dentry.kind == FileKind::Directory {
             return Err(Error::IsADirectory { what: tree::display(name) });
@@ -269,6 +264,28 @@ pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) 
         return Err(Error::NotEmpty { what: tree::display(name) });
     }
     tree::remove_records(writer, ino, usize::MAX).map(drop)
+}
+
+/// What is to be made.
+struct New {
+    kind: FileKind,
+    mode: u32,
+    /// Bits that are taken from the mode, unless the directory passes on an access control list.
+    umask: u32,
+    rdev: u32,
+    owner: Owner,
+}
+
+/// Makes an inode and its name, which must be free.
+fn add_new(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, new: &New) -> Result<Inode> {
+    let mut inode = new_inode(writer, parent, name, new.kind, new.mode, new.owner)?;
+    inode.rdev = new.rdev;
+    acl::inherit(writer, parent, ino, &mut inode, new.umask)?;
+    if new.kind == FileKind::Directory {
+        return tree::add_directory(writer, parent, name, ino, inode);
+    }
+    tree::add_child(writer, parent, name, ino, &inode)?;
+    Ok(inode)
 }
 
 /// A new inode for a name that must be free.

@@ -76,17 +76,9 @@ pub(crate) fn child(records: &mut dyn Records, parent: u64, name: &OsStr) -> Res
     value.map(|value| Dentry::decode(&value)).transpose()
 }
 
-/// Has what a change of an entry reads brought in one go: the directory, the entry and, for a new
-/// one, its inode.
-pub(crate) fn prefetch_entry(
-    records: &mut dyn Records,
-    parent: u64,
-    name: &OsStr,
-    new: Option<u64>,
-) -> Result<()> {
-    let mut wanted = vec![keys::attributes(parent), keys::child(parent, name.as_bytes())];
-    wanted.extend(new.map(keys::attributes));
-    records.prefetch(&wanted)
+/// Has what a change of an entry reads brought in one go: the directory and the entry.
+pub(crate) fn prefetch_entry(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
+    records.prefetch(&[keys::attributes(parent), keys::child(parent, name.as_bytes())])
 }
 
 /// An entry of a directory that must be there.
@@ -237,7 +229,7 @@ pub(crate) fn add_directory(
     Ok(inode)
 }
 
-/// Puts a new inode into its parent.
+/// Puts a new inode into its parent, under a name that is free.
 pub(crate) fn add_child(
     writer: &mut Writer<'_>,
     parent: u64,
@@ -245,9 +237,25 @@ pub(crate) fn add_child(
     ino: u64,
     inode: &Inode,
 ) -> Result<()> {
+    writer.put_new(&keys::attributes(ino), &inode.encode())?;
+    add_name(writer, parent, name, ino, inode)
+}
+
+/// Gives an inode, which was changed before, a name that is free.
+pub(crate) fn add_link(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    name: &OsStr,
+    ino: u64,
+    inode: &Inode,
+) -> Result<()> {
+    put_inode(writer, ino, inode)?;
+    add_name(writer, parent, name, ino, inode)
+}
+
+fn add_name(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, inode: &Inode) -> Result<()> {
     let mut directory = directory(writer, parent)?;
     touch_directory(&mut directory, i32::from(inode.is_directory()), inode.ctime)?;
-    put_inode(writer, ino, inode)?;
     put_child(writer, parent, name, ino, inode.kind)?;
     put_inode(writer, parent, &directory)
 }

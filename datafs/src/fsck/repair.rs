@@ -233,7 +233,7 @@ fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
     } else {
         inode.nlink = 1;
     }
-    tree::add_child(writer, folder, name, ino, &inode)?;
+    tree::add_link(writer, folder, name, ino, &inode)?;
     Ok(true)
 }
 

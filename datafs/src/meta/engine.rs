@@ -109,16 +109,37 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     }
 }
 
+/// What the body of a transaction has returned when it last ran.
+#[derive(Debug)]
+pub(crate) struct Outcome<T>(Option<T>);
+
+impl<T> Default for Outcome<T> {
+    fn default() -> Outcome<T> {
+        Outcome(None)
+    }
+}
+
+impl<T> Outcome<T> {
+    /// Notes what a run has returned.
+    pub(crate) fn keep(&mut self, result: Result<T>) -> Result<()> {
+        self.0 = Some(result?);
+        Ok(())
+    }
+
+    /// The result, after the engine has said that the body ran.
+    pub(crate) fn take(self) -> Result<T> {
+        let missing = "it returned success without running the transaction";
+        self.0.ok_or_else(|| Error::corrupt("metadata engine", missing))
+    }
+}
+
 #[cfg(test)]
 impl dyn Engine + '_ {
     /// [`Engine::read`] with a result.
     pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
-        let mut result = None;
-        self.read(&mut |txn| {
-            result = Some(body(txn)?);
-            Ok(())
-        })?;
-        result.ok_or_else(no_run)
+        let mut outcome = Outcome::default();
+        self.read(&mut |txn| outcome.keep(body(txn)))?;
+        outcome.take()
     }
 
     /// [`Engine::write`] with a result.
@@ -127,16 +148,8 @@ impl dyn Engine + '_ {
         durability: Durability,
         mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
     ) -> Result<T> {
-        let mut result = None;
-        self.write(durability, &mut |txn| {
-            result = Some(body(txn)?);
-            Ok(())
-        })?;
-        result.ok_or_else(no_run)
+        let mut outcome = Outcome::default();
+        self.write(durability, &mut |txn| outcome.keep(body(txn)))?;
+        outcome.take()
     }
-}
-
-#[cfg(test)]
-fn no_run() -> Error {
-    Error::corrupt("metadata engine", "it returned success without running the transaction")
 }

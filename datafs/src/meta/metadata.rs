@@ -7,10 +7,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, Outcome, ReadTxn, WriteTxn};
 use super::group::Group;
 use super::sqlite::Sqlite;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The metadata of an open datafs.
 pub(crate) struct Metadata(Kind);
@@ -45,30 +45,27 @@ impl Metadata {
 
     /// Runs `body` in a read transaction: everything it reads is of one moment, and it sees whatever
     /// any process was answered before. May run `body` again from the start.
-    pub(crate) fn view<T>(&self, body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
-        self.view_as_of(true, body)
+    pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        let mut outcome = Outcome::default();
+        let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
+        match &self.0 {
+            Kind::Direct(engine) => engine.read(&mut body)?,
+            Kind::Group(group) => group.read(&mut body)?,
+        }
+        outcome.take()
     }
 
     /// [`Metadata::view`], which may miss what other processes were answered within the last few
     /// milliseconds, and never waits for them. What this process was answered it sees.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for reads that may lag: a stat of the mount is one"))]
-    pub(crate) fn view_recent<T>(&self, body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
-        self.view_as_of(false, body)
-    }
-
-    fn view_as_of<T>(&self, now: bool, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
-        let mut result = None;
-        let mut body = |txn: &mut dyn ReadTxn| {
-            result = Some(body(txn)?);
-            Ok(())
-        };
+    #[cfg_attr(not(test), expect(dead_code, reason = "for reads that may lag"))]
+    pub(crate) fn view_recent<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        let mut outcome = Outcome::default();
+        let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
         match &self.0 {
-            Kind::Direct(engine) if now => engine.read(&mut body)?,
             Kind::Direct(engine) => engine.read_recent(&mut body)?,
-            Kind::Group(group) if now => group.read(&mut body)?,
             Kind::Group(group) => group.read_recent(&mut body)?,
         }
-        result.ok_or_else(no_run)
+        outcome.take()
     }
 
     /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
@@ -79,16 +76,13 @@ impl Metadata {
         durability: Durability,
         mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
     ) -> Result<T> {
-        let mut result = None;
-        let mut body = |txn: &mut dyn WriteTxn| {
-            result = Some(body(txn)?);
-            Ok(())
-        };
+        let mut outcome = Outcome::default();
+        let mut body = |txn: &mut dyn WriteTxn| outcome.keep(body(txn));
         match &self.0 {
             Kind::Direct(engine) => engine.write(durability, &mut body)?,
             Kind::Group(group) => group.write(durability, &mut body)?,
         }
-        result.ok_or_else(no_run)
+        outcome.take()
     }
 
     /// Makes every commit that any process has finished before the call durable.
@@ -133,8 +127,4 @@ impl Metadata {
             Kind::Group(group) => group.on_change(listener),
         }
     }
-}
-
-fn no_run() -> Error {
-    Error::corrupt("metadata engine", "it returned success without running the transaction")
 }

@@ -95,6 +95,24 @@ impl VolumeRow {
     }
 }
 
+/// The beginning of a volume's row, which every transaction reads.
+#[derive(Debug, Clone, Copy)]
+struct Epochs {
+    epoch: u64,
+    last_snapshot: u64,
+}
+
+impl Epochs {
+    /// Those of a volume that is not being deleted.
+    fn get(txn: &mut dyn ReadTxn, volume: u64) -> Result<Epochs> {
+        let stale = || Error::Stale { what: format!("volume number {volume}") };
+        let row = txn.get(&keys::volume(volume))?.ok_or_else(stale)?;
+        let mut from = Decoder::new("volume record", &row);
+        let epochs = Epochs { epoch: from.u64()?, last_snapshot: from.u64()? };
+        if from.u8()? == 0 { Ok(epochs) } else { Err(stale()) }
+    }
+}
+
 /// Reads of a volume's records, live or at a snapshot.
 pub(crate) trait Records {
     /// The record of a record key.
@@ -117,7 +135,7 @@ pub(crate) struct Reader<'t> {
 impl<'t> Reader<'t> {
     /// Fails with [`Error::Stale`] when the volume or snapshot is gone.
     pub(crate) fn open(txn: &'t mut dyn ReadTxn, volume: u64, at: At) -> Result<Reader<'t>> {
-        VolumeRow::get(txn, volume)?;
+        Epochs::get(txn, volume)?;
         if let At::Snapshot(snapshot) = at {
             SnapshotRow::get(txn, volume, snapshot)?;
         }
@@ -168,7 +186,7 @@ impl Records for Reader<'_> {
 pub(crate) struct Writer<'t> {
     txn: &'t mut dyn WriteTxn,
     volume: u64,
-    row: VolumeRow,
+    epochs: Epochs,
     session: u64,
     references: ReferenceChanges,
     /// Who makes the changes: see [`crate::watch`].
@@ -186,9 +204,9 @@ impl<'t> Writer<'t> {
         session: u64,
         body: impl FnOnce(&mut Writer<'_>) -> Result<T>,
     ) -> Result<T> {
-        let row = VolumeRow::get(txn.as_read(), volume)?;
+        let epochs = Epochs::get(txn.as_read(), volume)?;
         let references = ReferenceChanges::default();
-        let mut writer = Writer { txn, volume, row, session, references, writer: session, changed: None };
+        let mut writer = Writer { txn, volume, epochs, session, references, writer: session, changed: None };
         let result = body(&mut writer)?;
         let Writer { txn, mut references, .. } = writer;
         references.apply(txn, |txn| check_session(txn, session))?;
@@ -242,10 +260,20 @@ impl<'t> Writer<'t> {
         if let Some(old) = self.txn.get(&key)? {
             self.displace(record, old)?;
         }
+        self.put_version(&key, value)
+    }
+
+    /// Sets a record, no extent, that was never there.
+    pub(crate) fn put_new(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
+        self.note(record);
+        self.put_version(&keys::live(self.volume, record), value)
+    }
+
+    fn put_version(&mut self, key: &[u8], value: &[u8]) -> Result<()> {
         let mut versioned = Vec::with_capacity(8 + value.len());
-        versioned.extend_from_slice(&self.row.epoch.to_be_bytes());
+        versioned.extend_from_slice(&self.epochs.epoch.to_be_bytes());
         versioned.extend_from_slice(value);
-        self.txn.put(&key, &versioned)
+        self.txn.put(key, &versioned)
     }
 
     /// Removes a record; one that is not there is removed already.
@@ -262,7 +290,7 @@ impl<'t> Writer<'t> {
     /// What becomes of a version that the live tree gives up.
     fn displace(&mut self, record: &[u8], version: Vec<u8>) -> Result<()> {
         let since = since_of(&version)?;
-        let last = self.row.last_snapshot;
+        let last = self.epochs.last_snapshot;
         if since <= last {
             self.txn.put(&keys::history_version(self.volume, record, last), &version)?;
             return self.txn.put(&keys::dead(self.volume, last, since, record), &[]);

@@ -409,28 +409,37 @@ impl Filesystem for Adapter {
             return reply.error(Errno::ENOSYS);
         }
         let node = self.node(ino);
-        if let Err(error) = self.catch_up(node) {
-            return reply.error(self.failed("opendir", node, &error));
-        }
         let answer = if node.is_live() {
             FopenFlags::empty()
         } else {
             FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE
         };
-        reply.opened(FileHandle(0), answer);
+        reply.opened(FileHandle(self.handles.open_directory()), answer);
+    }
+
+    fn releasedir(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
+        self.handles.release_directory(fh.0);
+        reply.ok();
     }
 
     fn readdir(
         &self,
         _request: &Request,
         ino: INodeNo,
-        _fh: FileHandle,
+        fh: FileHandle,
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
         let _answered = self.pace.request();
         let node = self.node(ino);
-        match self.fill_directory(node, offset, &mut reply) {
+        match self.fill_directory(node, fh.0, offset, &mut reply) {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(self.failed("readdir", node, &error)),
         }
@@ -471,13 +480,13 @@ impl Filesystem for Adapter {
         &self,
         _request: &Request,
         ino: INodeNo,
-        _fh: FileHandle,
+        fh: FileHandle,
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
         let _answered = self.pace.request();
         let node = self.node(ino);
-        match self.fill_directory_plus(node, offset, &mut reply) {
+        match self.fill_directory_plus(node, fh.0, offset, &mut reply) {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(self.failed("readdirplus", node, &error)),
         }

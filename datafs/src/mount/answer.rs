@@ -20,11 +20,13 @@ use crate::fs::{Attr, Node, ReadBuffer};
 use crate::metrics;
 
 /// How long the kernel may believe what it knows of a snapshot: it never changes.
-const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long it may believe what others may just have changed, or what it cannot be told of.
 pub(super) const NOT_AT_ALL: Duration = Duration::ZERO;
 /// Entries that one call of the view lists for one request of the kernel.
-pub(super) const ENTRIES_MAX: usize = 512;
+const ENTRIES_MAX: usize = 512;
+/// The same with attributes, which make them larger.
+pub(super) const ENTRIES_PLUS_MAX: usize = 160;
 /// Files below this size are not handed to the kernel: setting that up costs more than reading them.
 const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 
@@ -72,7 +74,7 @@ impl Adapter {
         }
         let kept = self.coherence.answers(attr, moment, lookup);
         // Snapshots come and go without a change of the tree.
-        if kept && !self.handles.view.is_snapshots_dir(attr.node) { FOREVER } else { NOT_AT_ALL }
+        lifetime_of(kept && !self.handles.view.is_snapshots_dir(attr.node))
     }
 
     /// Lets reads that follow see what other processes were answered before.
@@ -180,26 +182,43 @@ impl Adapter {
         Ok(written as u32)
     }
 
-    pub(super) fn fill_directory(&self, node: Node, offset: u64, reply: &mut ReplyDirectory) -> Result<()> {
+    pub(super) fn fill_directory(
+        &self,
+        node: Node,
+        number: u64,
+        offset: u64,
+        reply: &mut ReplyDirectory,
+    ) -> Result<()> {
+        if self.handles.is_at_end(number, offset) {
+            return Ok(());
+        }
         let mut cursor = offset;
         loop {
-            let entries = self.handles.view.readdir(node, cursor, ENTRIES_MAX)?;
-            for (i, entry) in entries.iter().enumerate() {
+            let page = self.handles.view.read_page(node, cursor, ENTRIES_MAX, false)?;
+            for (i, (entry, _)) in page.entries.iter().enumerate() {
                 let ino = self.inodes.ino(entry.node);
                 // Of entries that share a cursor only the last may send the reader beyond it.
-                let shared = entries.get(i + 1).is_some_and(|next| next.cursor == entry.cursor);
+                let shared = page.entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
                 let offset = if shared { cursor } else { entry.cursor };
                 if reply.add(ino, offset, file_type(entry.kind), &entry.name) {
                     return Ok(());
                 }
                 cursor = offset;
             }
-            if let Some(last) = entries.last() {
+            if let Some((last, _)) = page.entries.last() {
                 cursor = last.cursor;
             }
-            if entries.is_empty() {
+            if page.is_last {
+                self.handles.ends_at(number, cursor);
+            }
+            if page.is_last || page.entries.is_empty() {
                 return Ok(());
             }
         }
     }
+}
+
+/// How long the kernel may believe what it may keep, or may not.
+pub(super) fn lifetime_of(kept: bool) -> Duration {
+    if kept { FOREVER } else { NOT_AT_ALL }
 }

@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use fuser::Notifier;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
 use crate::error::Result;
@@ -178,28 +178,13 @@ impl Coherence {
     /// Notes attributes that are going to be answered, read since `moment`; with `lookup` also that the
     /// kernel knows the node by one more name. Returns whether it may keep them.
     pub(super) fn answers(&self, attr: &Attr, moment: u64, lookup: bool) -> bool {
+        self.answering(moment).note(attr, lookup)
+    }
+
+    /// Notes what is going to be answered together, read since `moment`.
+    pub(super) fn answering(&self, moment: u64) -> Answering<'_> {
         let answered_ms = self.now_ms();
-        {
-            let mut known = self.known.lock();
-            let entry = known.entry(attr.node.ino).or_insert(Known {
-                lookups: 0,
-                names_version: attr.names_version,
-                told: 0,
-                data_version: 0,
-                pages_settled: false,
-                ctime: attr.ctime,
-                answered_ms,
-            });
-            if lookup {
-                entry.lookups += 1;
-                entry.names_version = attr.names_version;
-                entry.told = 0;
-            }
-            entry.ctime = attr.ctime;
-            entry.answered_ms = answered_ms;
-        }
-        // After it was noted, so that either this sees a change or the change sees the note.
-        self.trusted.load(Ordering::Acquire) && self.changes.load(Ordering::SeqCst) == moment
+        Answering { coherence: self, known: self.known.lock(), moment, answered_ms }
     }
 
     /// The kernel has dropped looks-up of a node.
@@ -397,6 +382,39 @@ impl Coherence {
         if let Err(error) = said {
             tracing::debug!(%error, ?news, "telling the kernel of a change");
         }
+    }
+}
+
+/// Answers that are being noted; meanwhile nothing else is.
+pub(super) struct Answering<'a> {
+    coherence: &'a Coherence,
+    known: MutexGuard<'a, HashMap<u64, Known>>,
+    moment: u64,
+    answered_ms: u32,
+}
+
+impl Answering<'_> {
+    /// See [`Coherence::answers`].
+    pub(super) fn note(&mut self, attr: &Attr, lookup: bool) -> bool {
+        let entry = self.known.entry(attr.node.ino).or_insert(Known {
+            lookups: 0,
+            names_version: attr.names_version,
+            told: 0,
+            data_version: 0,
+            pages_settled: false,
+            ctime: attr.ctime,
+            answered_ms: self.answered_ms,
+        });
+        if lookup {
+            entry.lookups += 1;
+            entry.names_version = attr.names_version;
+            entry.told = 0;
+        }
+        entry.ctime = attr.ctime;
+        entry.answered_ms = self.answered_ms;
+        // After it was noted, so that either this sees a change or the change sees the note.
+        let coherence = self.coherence;
+        coherence.trusted.load(Ordering::Acquire) && coherence.changes.load(Ordering::SeqCst) == self.moment
     }
 }
 

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
-use super::answer::{Adapter, ENTRIES_MAX, NOT_AT_ALL};
+use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, NOT_AT_ALL, lifetime_of};
 use super::coherence::Kept;
 use crate::error::{Error, Result};
 use crate::fs::acl::is_acl;
@@ -162,25 +162,35 @@ impl Adapter {
     pub(super) fn fill_directory_plus(
         &self,
         node: Node,
+        number: u64,
         offset: u64,
         reply: &mut ReplyDirectoryPlus,
     ) -> Result<()> {
+        if self.handles.is_at_end(number, offset) {
+            return Ok(());
+        }
         let mut cursor = offset;
         let names_kept = !self.handles.view.is_snapshots_dir(node);
         loop {
             let moment = self.coherence.moment();
-            let entries = self.handles.view.readdir_attrs(node, cursor, ENTRIES_MAX)?;
-            for (i, (entry, attr)) in entries.iter().enumerate() {
+            let page = self.handles.view.read_page(node, cursor, ENTRIES_PLUS_MAX, true)?;
+            let mut answering = (names_kept && node.is_live()).then(|| self.coherence.answering(moment));
+            for (i, (entry, attr)) in page.entries.iter().enumerate() {
+                let Some(attr) = attr else { continue };
                 let ino = self.inodes.ino(entry.node);
                 // Of entries that share a cursor only the last may send the reader beyond it.
-                let shared = entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
+                let shared = page.entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
                 let offset = if shared { cursor } else { entry.cursor };
                 // The kernel takes no note of these two.
                 let dots = entry.name == "." || entry.name == "..";
-                let lifetime =
-                    if names_kept && !dots { self.lifetime(attr, moment, true) } else { NOT_AT_ALL };
+                let lifetime = match &mut answering {
+                    _ if dots || !names_kept => NOT_AT_ALL,
+                    None => FOREVER,
+                    Some(answering) => lifetime_of(answering.note(attr, true)),
+                };
                 let shown = self.inodes.attr(attr);
                 if reply.add(ino, offset, &entry.name, &lifetime, &shown, Generation(0)) {
+                    drop(answering);
                     if attr.node.is_live() && names_kept && !dots {
                         self.coherence.forget(attr.node, 1);
                     }
@@ -188,9 +198,15 @@ impl Adapter {
                 }
                 cursor = offset;
             }
-            match entries.last() {
-                Some((last, _)) => cursor = last.cursor,
-                None => return Ok(()),
+            drop(answering);
+            if let Some((last, _)) = page.entries.last() {
+                cursor = last.cursor;
+            }
+            if page.is_last {
+                self.handles.ends_at(number, cursor);
+            }
+            if page.is_last || page.entries.is_empty() {
+                return Ok(());
             }
         }
     }

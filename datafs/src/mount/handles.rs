@@ -35,6 +35,8 @@ pub(super) struct Handles {
     next: AtomicU64,
     open: RwLock<HashMap<u64, Arc<Handle>>>,
     nodes: Mutex<HashMap<Node, OpenNode>>,
+    /// The cursors behind which open directories, by their handles, had no entries when they were read.
+    ends: Mutex<HashMap<u64, u64>>,
     /// Files that are read without being opened here.
     stateless: Stateless,
     /// Whether the kernel takes files from us.
@@ -56,6 +58,7 @@ impl Handles {
             next: AtomicU64::new(NO_HANDLE + 1),
             open: RwLock::default(),
             nodes: Mutex::default(),
+            ends: Mutex::default(),
             stateless: Stateless::default(),
             passthrough: AtomicBool::new(false),
         }
@@ -98,6 +101,29 @@ impl Handles {
         }
     }
 
+    /// A number for a directory that is opened.
+    pub(super) fn open_directory(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Notes that an open directory was read up to its end, which is at this cursor.
+    pub(super) fn ends_at(&self, number: u64, cursor: u64) {
+        if number != NO_HANDLE {
+            self.ends.lock().insert(number, cursor);
+        }
+    }
+
+    /// Whether an open directory was read up to its end at this cursor just before. Its reader asks once
+    /// more than there is; who asks again sees what was added since.
+    pub(super) fn is_at_end(&self, number: u64, cursor: u64) -> bool {
+        number != NO_HANDLE && self.ends.lock().remove(&number) == Some(cursor)
+    }
+
+    /// Forgets an open directory.
+    pub(super) fn release_directory(&self, number: u64) {
+        self.ends.lock().remove(&number);
+    }
+
     /// Whether a node is open to be run as a program.
     pub(super) fn is_executed(&self, node: Node) -> bool {
         self.open.read().values().any(|handle| handle.executes && handle.node == node)
@@ -127,6 +153,7 @@ impl Handles {
     pub(super) fn clear(&self) {
         self.open.write().clear();
         self.nodes.lock().clear();
+        self.ends.lock().clear();
         self.stateless.clear();
     }
 
