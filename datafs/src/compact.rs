@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::data::{Extent, ObjectId, PACK_BYTES};
+use crate::data::{Extent, GATHER_BYTES, ObjectError, ObjectId, PACK_BYTES, PIECE_BYTES_MAX};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::content::{FILE_BYTES_MAX, extents_within};
@@ -84,7 +84,7 @@ impl Datafs {
             Some(name) => vec![self.volume_show(name)?.id],
             None => shared.live_volumes()?,
         };
-        let hollow = shared.hollow_objects(what)?;
+        let hollow = shared.hollow_objects(what, true)?;
         for volume in volumes {
             file::compact_volume(shared, volume, what, &hollow.others, &mut report)?;
         }
@@ -146,7 +146,7 @@ impl Shared {
             due
         };
         if due {
-            for pack in self.hollow_objects(&what)?.packs {
+            for pack in self.hollow_objects(&what, false)?.packs {
                 packs::compact_pack(self, pack, &mut report)?;
             }
         }
@@ -167,26 +167,48 @@ impl Shared {
         Ok(volumes)
     }
 
-    /// Looks through the whole store.
-    fn hollow_objects(&self, what: &Compact) -> Result<Hollow> {
+    /// Looks through the whole store. With `exact`, packs that may be compressed are asked how much they
+    /// hold; otherwise that is taken for no more than they take.
+    fn hollow_objects(&self, what: &Compact, exact: bool) -> Result<Hollow> {
         let mut hollow = Hollow::default();
         let mut result = Ok(());
         self.pool.survey(&mut |object, is_data, len| {
             if is_data && result.is_ok() {
-                result = self.weigh(object, len, what, &mut hollow);
+                result = self.weigh(object, len, what, exact, &mut hollow);
             }
         })?;
         result.map(|()| hollow)
     }
 
-    fn weigh(&self, object: ObjectId, len: u64, what: &Compact, hollow: &mut Hollow) -> Result<()> {
+    fn weigh(
+        &self,
+        object: ObjectId,
+        stored: u64,
+        what: &Compact,
+        exact: bool,
+        hollow: &mut Hollow,
+    ) -> Result<()> {
         let Some(references) = self.meta.view(|txn| References::get(txn, object))? else { return Ok(()) };
-        if references.bytes.saturating_mul(100) >= len.saturating_mul(what.live_percent_min) {
+        let is_full =
+            |len: u64| references.bytes.saturating_mul(100) >= len.saturating_mul(what.live_percent_min);
+        let mut len = stored;
+        if exact
+            && object.is_pack()
+            && object.is_encoded()
+            && !is_full((GATHER_BYTES + PIECE_BYTES_MAX) as u64)
+        {
+            len = match self.pool.data_bytes(object) {
+                // Deleted meanwhile, or the key is not at hand.
+                Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(()),
+                other => other?,
+            };
+        }
+        if is_full(len) {
             return Ok(());
         }
         if object.is_pack() {
-            // Somebody may be filling it.
-            let filled = len >= PACK_BYTES;
+            // Somebody may be filling it, unless it was stored at once.
+            let filled = len >= PACK_BYTES || object.is_encoded();
             if filled || self.meta.view(|txn| txn.get(&keys::session(object.session())))?.is_none() {
                 hollow.packs.insert(object);
             }

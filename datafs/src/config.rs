@@ -54,6 +54,12 @@ pub struct Config {
     pub cache_free_bytes_min: u64,
     /// Bytes of objects in the cloud that are in memory for readers: what was fetched ahead, mostly.
     pub read_buffers_bytes_max: u64,
+    /// How long the commit of a small file to a store in the cloud that nobody waits for may be put off,
+    /// so that more of them share one request; other changes wait with it.
+    pub pack_linger_ms: u64,
+    /// Bytes of small files that are in memory and not in a store in the cloud yet, at most. They are
+    /// kept, and tried again, while the store is away.
+    pub pack_buffers_bytes_max: usize,
     /// How long a write waits for other processes before it fails with `Busy`. At least 1.
     pub lock_wait_ms: u64,
     /// Unflushed bytes of one open file that are kept in memory before they become an object.
@@ -90,6 +96,8 @@ impl Default for Config {
             cache_bytes_max: 16 << 30,
             cache_free_bytes_min: 1 << 30,
             read_buffers_bytes_max: 128 << 20,
+            pack_linger_ms: 50,
+            pack_buffers_bytes_max: 64 << 20,
             lock_wait_ms: 60_000,
             write_buffer_bytes_max: 32 << 20,
             write_buffers_bytes_max: 256 << 20,

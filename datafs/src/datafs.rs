@@ -11,7 +11,9 @@ use parking_lot::Mutex;
 
 use crate::compact::Compaction;
 use crate::config::Config;
-use crate::data::{Finished, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced};
+use crate::data::{
+    Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced,
+};
 use crate::error::{Error, Result};
 use crate::fs::open_table::OpenTable;
 use crate::fs::types::{FIRST_INO, INO_MAX};
@@ -180,9 +182,29 @@ impl Drop for Shared {
     }
 }
 
-impl Prerequisite for Pack {
+impl Pack {
+    /// What makes durable what was appended to it.
+    pub(crate) fn prerequisite(&self) -> Arc<dyn Prerequisite> {
+        match self {
+            Self::Local(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
+            Self::Gathered(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
+        }
+    }
+}
+
+impl Prerequisite for LocalPack {
     fn make_durable(&self) -> Result<()> {
         Ok(self.sync()?)
+    }
+}
+
+impl Prerequisite for Gathered {
+    fn make_durable(&self) -> Result<()> {
+        Ok(self.sync()?)
+    }
+
+    fn linger(&self) -> Duration {
+        Gathered::linger(self)
     }
 }
 

@@ -238,7 +238,20 @@ impl Error {
 
     /// Whether the operation surely changed nothing (a commit whose outcome is unknown is not one).
     pub(crate) fn is_definite(&self) -> bool {
-        !matches!(self, Self::Metadata { .. } | Self::Failed { .. } | Self::Io { .. })
+        // A commit that waits for a store goes on by itself.
+        !matches!(
+            self,
+            Self::Metadata { .. } | Self::Failed { .. } | Self::Io { .. } | Self::StoreAway { .. }
+        )
+    }
+
+    /// Whether a store in the cloud could not be reached, or refused: nothing is lost by trying again.
+    pub(crate) fn is_store_trouble(&self) -> bool {
+        match self {
+            Self::StoreAway { .. } => true,
+            Self::Object(source) => matches!(source.downcast_ref(), Some(ObjectError::Store { .. })),
+            _ => false,
+        }
     }
 
     pub(crate) fn not_found(what: impl Into<String>) -> Self {

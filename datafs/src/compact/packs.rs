@@ -1,14 +1,12 @@
 //! Packs that are mostly dead: the pieces that live files still point at are appended to another pack.
 
-use std::sync::Arc;
-
 use super::CompactReport;
-use crate::data::{Extent, ObjectId, Pack, Packed};
+use crate::data::{Extent, ObjectError, ObjectId, Pack, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content;
-use crate::meta::engine::{Durability, Prerequisite};
+use crate::meta::engine::Durability;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
 
@@ -60,7 +58,7 @@ pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut Compact
 /// The extents of live files in the pack, by volume; `None` when there are references besides.
 fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
     let pieces = match shared.pool.pack_pieces(pack) {
-        Err(crate::data::ObjectError::Missing { .. }) => return Ok(None),
+        Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
         other => other?,
     };
     let mut live: Vec<Live> = Vec::new();
@@ -92,6 +90,11 @@ fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
 /// changed meanwhile are left; false when nothing could be moved.
 fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Result<bool> {
     let [first, ..] = some else { return Ok(true) };
+    let codec = match shared.codec_of_volume(first.volume) {
+        // Encrypted with a key that is not at hand, or gone.
+        Err(Error::WrongKey { .. } | Error::Stale { .. }) => return Ok(false),
+        other => other?,
+    };
     let mut moved: Vec<(Live, Packed)> = Vec::with_capacity(some.len());
     let mut buffer = Vec::new();
     for live in some {
@@ -100,13 +103,13 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
         buffer.resize(extent.len as usize, 0);
         let (object, at) = (extent.object, extent.object_offset);
         match shared.pool.read_part(object, at, at, &mut buffer) {
-            Err(crate::data::ObjectError::Missing { .. }) => return Ok(false),
+            Err(ObjectError::Missing { .. }) => return Ok(false),
             other => other?,
         }
         let run = [(extent.file_offset, buffer.as_slice())];
-        moved.push((*live, shared.packs.append(live.volume, live.ino, run.into_iter())?));
+        moved.push((*live, shared.packs.append(&codec, live.volume, live.ino, run.into_iter())?));
     }
-    let mut packs: Vec<Arc<Pack>> = moved.iter().map(|(_, packed)| Arc::clone(&packed.pack)).collect();
+    let mut packs: Vec<Pack> = moved.iter().map(|(_, packed)| packed.pack.clone()).collect();
     packs.dedup_by_key(|pack| pack.id());
     failpoint::hit("compact-pack-copied");
     let result = shared.meta.transact(Durability::Relaxed, |txn| {
@@ -116,7 +119,7 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
                 if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
                     return Ok(None);
                 }
-                writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
+                writer.txn().require(pack.prerequisite())?;
             }
             let mut done = Moved::default();
             for (live, packed) in &moved {

@@ -30,6 +30,8 @@ const WINDOW_BYTES_MAX: u64 = 32 * 1024 * 1024;
 const NEAR_BYTES: u64 = 1024 * 1024;
 /// Sequential readers of one object that are told apart.
 const STREAMS_MAX: usize = 4;
+/// After so many reads of single files of a pack the rest of it is fetched with the next.
+const SINGLE_MISSES_MAX: u32 = 2;
 /// What one read asks for at a time; the window goes on beyond it.
 const READ_BYTES: usize = 16 * 1024 * 1024;
 
@@ -56,6 +58,8 @@ pub(super) struct Progress {
     segments: BTreeMap<u64, Arc<Segment>>,
     /// Most recently used last.
     streams: Vec<Stream>,
+    /// Requests that readers of single files have waited for.
+    misses: u32,
 }
 
 /// One sequential reader.
@@ -124,7 +128,9 @@ impl RemoteData {
             }
             let border = self.border_after(at);
             let mut segment_end = to.min(border);
-            if stream.window > 0 {
+            progress.misses += 1;
+            let is_wanted = self.id.is_pack() && progress.misses > SINGLE_MISSES_MAX;
+            if stream.window > 0 || is_wanted {
                 segment_end = border.min(progress.next_after(at)).min(self.index.frames());
             }
             let segment = self.send_for(at..segment_end, true);

@@ -1,7 +1,7 @@
 //! The identity of an object and what its name on the store looks like.
 //!
 //! An id is 16 hex digits of the session (the process) that wrote it and 16 random ones, the first
-//! two of which are also its directory on the store. Its layout is in the two lowest bits of its id, so
+//! two of which are also its directory on the store. Its layout is in the three lowest bits of its id, so
 //! that no look-up is needed to know it:
 //!  - *framed* (up to 1 MiB): data, checksum table, footer in one object; one file to sync;
 //!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
@@ -9,7 +9,9 @@
 //!  - *pack*: the bytes of many small files, each behind a header with its checksums (see `pack.rs`).
 //!    The process that writes it appends to it in place;
 //!  - *encoded*: frames that are compressed or encrypted, their table and a footer in one object (see
-//!    `encoded.rs`).
+//!    `encoded.rs`);
+//!  - *gathered*: a pack for a store that has only whole objects: what a pack holds, as the data of an
+//!    encoded object, written at once (see `gather.rs`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -28,23 +30,26 @@ pub(crate) enum Layout {
     Pack,
     /// Behind the frames, which are compressed or encrypted.
     Encoded,
+    /// As an encoded object, whose data are the pieces of a pack.
+    Gathered,
 }
 
 /// The bits of an id that tell the layout.
-const LAYOUT_BITS: u64 = 3;
+const LAYOUT_BITS: u64 = 7;
 
-/// The name of an object: 64 bits of session, 62 random bits, two that tell the layout.
+/// The name of an object: 64 bits of session, 61 random bits, three that tell the layout.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ObjectId(u128);
 
 impl ObjectId {
-    /// The id of a new object of a session: random bits, the two lowest replaced by the layout.
+    /// The id of a new object of a session: random bits, the three lowest replaced by the layout.
     pub(crate) fn new(session: u64, random: u64, layout: Layout) -> ObjectId {
         let bits = match layout {
             Layout::Framed => 0,
             Layout::Plain => 1,
             Layout::Pack => 2,
             Layout::Encoded => 3,
+            Layout::Gathered => 4,
         };
         ObjectId(u128::from(session) << 64 | u128::from(random & !LAYOUT_BITS | bits))
     }
@@ -70,6 +75,7 @@ impl ObjectId {
             1 => Layout::Plain,
             2 => Layout::Pack,
             3 => Layout::Encoded,
+            4 => Layout::Gathered,
             _ => Layout::Framed,
         }
     }
@@ -86,7 +92,12 @@ impl ObjectId {
 
     /// Whether it holds the bytes of many small files.
     pub(crate) fn is_pack(self) -> bool {
-        self.layout() == Layout::Pack
+        matches!(self.layout(), Layout::Pack | Layout::Gathered)
+    }
+
+    /// Whether it is read frame by frame, as an encoded object.
+    pub(crate) fn is_encoded(self) -> bool {
+        matches!(self.layout(), Layout::Encoded | Layout::Gathered)
     }
 
     /// First byte of the random half: the directory it lives in, `0..=255`.
@@ -102,7 +113,7 @@ impl ObjectId {
     /// Name of what holds the checksums, relative to the store.
     pub(crate) fn sums_name(self) -> String {
         match self.layout() {
-            Layout::Framed | Layout::Pack | Layout::Encoded => self.data_name(),
+            Layout::Framed | Layout::Pack | Layout::Encoded | Layout::Gathered => self.data_name(),
             Layout::Plain => self.data_name() + SUMS_SUFFIX,
         }
     }

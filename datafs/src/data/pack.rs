@@ -7,9 +7,11 @@
 //! file offset) is the one that the piece was written for; the metadata says who points at it now.
 //!
 //! Packs are written by `pack_writer.rs` and read by `pack_reader.rs`. Behind the last piece that was
-//! committed there may be anything (a torn tail).
+//! committed there may be anything (a torn tail). For a bucket the same is gathered in memory and stored at
+//! once, see `gather.rs`.
 
 use super::checksum::FRAME_BYTES;
+use super::extent::Extent;
 use super::object::ObjectId;
 
 /// Most bytes of data in one piece.
@@ -40,7 +42,7 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    pub(super) fn new(volume: u64, ino: u64, file_offset: u64, data: &[u8]) -> Piece {
+    fn new(volume: u64, ino: u64, file_offset: u64, data: &[u8]) -> Piece {
         let mut sums = [0; FRAMES_MAX];
         for (sum, frame) in sums.iter_mut().zip(data.chunks(FRAME_BYTES as usize)) {
             *sum = crc32c::crc32c(frame);
@@ -49,7 +51,7 @@ impl Piece {
         Piece { volume, ino, file_offset, len: data.len() as u32, sums }
     }
 
-    pub(super) fn encode(&self, id: ObjectId, at: u64) -> [u8; HEADER_BYTES] {
+    fn encode(&self, id: ObjectId, at: u64) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         out[..4].copy_from_slice(MAGIC);
         out[8..12].copy_from_slice(&self.len.to_le_bytes());
@@ -95,4 +97,43 @@ impl Piece {
 fn header_sum(header: &[u8; HEADER_BYTES], id: ObjectId, at: u64) -> u32 {
     let sum = crc32c::crc32c_append(crc32c::crc32c(&id.to_bytes()), &at.to_le_bytes());
     crc32c::crc32c_append(sum, &header[8..])
+}
+
+/// Appends runs of a file (by file offset, disjoint, in order) to `bytes`, as pieces; neighbours share
+/// one. `bytes` begin at `base` of the pack. Returns where the data is in the pack.
+pub(super) fn append_pieces<'a>(
+    bytes: &mut Vec<u8>,
+    (id, base): (ObjectId, u64),
+    (volume, ino): (u64, u64),
+    runs: impl Iterator<Item = (u64, &'a [u8])>,
+) -> Vec<Extent> {
+    // The data first, each piece behind room for its header.
+    let mut spans: Vec<(u64, usize, usize)> = Vec::with_capacity(1);
+    for (offset, run) in runs {
+        let mut at = offset;
+        for part in run.chunks(PIECE_BYTES_MAX) {
+            match spans.last_mut() {
+                Some((start, _, len))
+                    if *start + *len as u64 == at && *len + part.len() <= PIECE_BYTES_MAX =>
+                {
+                    *len += part.len();
+                }
+                _ => {
+                    bytes.resize(bytes.len() + HEADER_BYTES, 0);
+                    spans.push((at, bytes.len(), part.len()));
+                }
+            }
+            bytes.extend_from_slice(part);
+            at += part.len() as u64;
+        }
+    }
+    let mut extents = Vec::with_capacity(spans.len());
+    for (file_offset, at, len) in spans {
+        let piece = Piece::new(volume, ino, file_offset, &bytes[at..at + len]);
+        let header_at = at - HEADER_BYTES;
+        bytes[header_at..at].copy_from_slice(&piece.encode(id, base + header_at as u64));
+        let object_offset = base + at as u64;
+        extents.push(Extent { file_offset, len: len as u64, object: id, object_offset });
+    }
+    extents
 }

@@ -17,7 +17,7 @@ use super::checksum::FRAME_BYTES;
 use super::error::{ObjectError, Result};
 use super::object::ObjectId;
 use super::pack::{HEADER_BYTES, Piece};
-use super::pack_writer::Pack;
+use super::pack_writer::LocalPack;
 use crate::metrics;
 
 /// Most packs kept open: 2 GiB of small files.
@@ -160,7 +160,7 @@ pub(super) struct OpenPacks {
     root: PathBuf,
     open: Mutex<HashMap<ObjectId, Slot>>,
     /// Those that this process appends to.
-    growing: Mutex<Vec<(ObjectId, Weak<Pack>)>>,
+    growing: Mutex<Vec<(ObjectId, Weak<LocalPack>)>>,
 }
 
 #[derive(Debug)]
@@ -175,7 +175,7 @@ impl OpenPacks {
     }
 
     /// Notes a pack that this process appends to.
-    pub(super) fn grows(&self, pack: &Arc<Pack>) {
+    pub(super) fn grows(&self, pack: &Arc<LocalPack>) {
         let mut growing = self.growing.lock();
         growing.retain(|(_, pack)| pack.strong_count() > 0);
         growing.push((pack.id(), Arc::downgrade(pack)));
@@ -217,6 +217,7 @@ impl OpenPacks {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::data::codec::Codec;
     use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX};
     use crate::data::pack_writer::Packs;
     use crate::data::pool::ObjectPool;
@@ -237,7 +238,7 @@ mod tests {
         let packs = Packs::new(pool.clone());
         for len in [1, 63, 4096, 65_535, 65_536, 65_537, 200_000, PIECE_BYTES_MAX] {
             let bytes = pattern(len);
-            let packed = packs.append(1, 2, [(7, &bytes[..])].into_iter()).unwrap();
+            let packed = packs.append(&Codec::default(), 1, 2, [(7, &bytes[..])].into_iter()).unwrap();
             packed.pack.refer();
             let [extent] = packed.extents[..] else { panic!("{len} bytes are one extent") };
             assert_eq!((extent.file_offset, extent.len), (7, len as u64));
@@ -262,7 +263,8 @@ mod tests {
         let packs = Packs::new(pool.clone());
         let bytes = pattern(PIECE_BYTES_MAX + 10);
         let (a, b) = bytes.split_at(100);
-        let packed = packs.append(1, 2, [(0, a), (100, b), (1 << 30, a)].into_iter()).unwrap();
+        let packed =
+            packs.append(&Codec::default(), 1, 2, [(0, a), (100, b), (1 << 30, a)].into_iter()).unwrap();
         let lens: Vec<_> = packed.extents.iter().map(|e| (e.file_offset, e.len)).collect();
         let max = PIECE_BYTES_MAX as u64;
         assert_eq!(lens.iter().map(|(_, len)| len).sum::<u64>(), max + 110);
@@ -283,8 +285,8 @@ mod tests {
         let (dir, pool) = pool();
         let packs = Packs::new(pool.clone());
         let bytes = pattern(100_000);
-        let one = packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
-        let two = packs.append(1, 3, [(0, &bytes[..])].into_iter()).unwrap();
+        let one = packs.append(&Codec::default(), 1, 2, [(0, &bytes[..])].into_iter()).unwrap();
+        let two = packs.append(&Codec::default(), 1, 3, [(0, &bytes[..])].into_iter()).unwrap();
         one.pack.sync().unwrap();
         one.pack.refer();
         let id = one.pack.id();
@@ -323,18 +325,18 @@ mod tests {
         let bytes = pattern(PIECE_BYTES_MAX);
         let mut ids = std::collections::BTreeSet::new();
         for _ in 0..3 * PACK_BYTES / PIECE_BYTES_MAX as u64 {
-            let packed = packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
+            let packed = packs.append(&Codec::default(), 1, 2, [(0, &bytes[..])].into_iter()).unwrap();
             ids.insert(packed.pack.id());
         }
         assert_eq!(ids.len(), 3);
         let there = pool.list_session(9).unwrap();
         assert!(there.len() <= 2, "those that nobody refers to are gone, the next one may be there");
         assert_eq!(there.iter().filter(|id| ids.contains(id)).count(), 1);
-        let packed = packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
+        let packed = packs.append(&Codec::default(), 1, 2, [(0, &bytes[..])].into_iter()).unwrap();
         assert!(!packed.pack.refer() && packed.pack.refer());
         packs.give_up(&packed.pack);
         drop(packed);
-        packs.append(1, 2, [(0, &bytes[..])].into_iter()).unwrap();
+        packs.append(&Codec::default(), 1, 2, [(0, &bytes[..])].into_iter()).unwrap();
         packs.close();
         assert_eq!(pool.list_session(9).unwrap().len(), 1, "only that which somebody may refer to stays");
     }
@@ -344,7 +346,7 @@ mod tests {
         let (dir, pool) = pool();
         let packs = Packs::new(pool.clone());
         let bytes = pattern(10_000);
-        let append = |ino| packs.append(1, ino, [(0, &bytes[..])].into_iter()).unwrap();
+        let append = |ino| packs.append(&Codec::default(), 1, ino, [(0, &bytes[..])].into_iter()).unwrap();
         let first = append(1);
         first.pack.refer();
         let path = dir.path().join("objects").join(first.pack.id().data_name());
@@ -385,7 +387,9 @@ mod tests {
                 scope.spawn(move || {
                     for i in 0..200u64 {
                         let bytes = pattern(5_000 + (thread * 1_000 + i) as usize);
-                        let packed = packs.append(thread, i, [(0, &bytes[..])].into_iter()).unwrap();
+                        let packed = packs
+                            .append(&Codec::default(), thread, i, [(0, &bytes[..])].into_iter())
+                            .unwrap();
                         packed.pack.refer();
                         if i % 7 == thread {
                             packed.pack.sync().unwrap();

@@ -1,11 +1,11 @@
 //! Writes packs: pieces are gathered in memory, and written and synced together before a commit points
 //! at them.
 //!
-//! Packs exist on local stores only. Who appends a piece does no I/O: a write that extends a file waits
+//! This is for local stores; `gather.rs` does the same for buckets. Who appends a piece does no I/O: a write that extends a file waits
 //! for the journal of the file system whenever somebody syncs, and small files are written while others
 //! are synced all the time. What was appended can be read at once (a reader in this process that comes
 //! to a piece which is not in the file yet has it written first); it survives a power failure after
-//! [`Pack::sync`], which every commit that points at it waits for.
+//! [`LocalPack::sync`], which every commit that points at it waits for.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -15,21 +15,67 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
+use super::codec::Codec;
 use super::error::{ObjectError, Result};
 use super::extent::Extent;
+use super::gather::{Gathered, Gathering};
 use super::object::{Layout, ObjectId};
-use super::pack::{HEADER_BYTES, PACK_BYTES, PIECE_BYTES_MAX, Piece};
+use super::pack::{PACK_BYTES, append_pieces};
 use super::pool::ObjectPool;
 use crate::failpoint;
 use crate::metrics;
+
+/// A pack that this process has begun.
+#[derive(Debug, Clone)]
+pub(crate) enum Pack {
+    /// A file that grows.
+    Local(Arc<LocalPack>),
+    /// On its way to a bucket.
+    Gathered(Arc<Gathered>),
+}
+
+impl Pack {
+    /// Its name.
+    pub(crate) fn id(&self) -> ObjectId {
+        match self {
+            Self::Local(pack) => pack.id(),
+            Self::Gathered(pack) => pack.id(),
+        }
+    }
+
+    /// Notes that a transaction is going to refer to it. Returns whether one had tried before.
+    pub(crate) fn refer(&self) -> bool {
+        match self {
+            Self::Local(pack) => pack.refer(),
+            Self::Gathered(pack) => pack.refer(),
+        }
+    }
+
+    /// Sends a pack on its way to a bucket; what is in a file is synced with the commit that needs it.
+    pub(crate) fn send(&self) -> Result<()> {
+        match self {
+            Self::Local(_) => Ok(()),
+            Self::Gathered(pack) => pack.sync(),
+        }
+    }
+
+    /// Makes everything that was appended before the call survive a power failure.
+    #[cfg(test)]
+    pub(super) fn sync(&self) -> Result<()> {
+        match self {
+            Self::Local(pack) => pack.sync(),
+            Self::Gathered(pack) => pack.sync(),
+        }
+    }
+}
 
 /// With so many bytes in memory who appends writes them out first. As many again are in memory while
 /// they are being written.
 const GATHER_BYTES: usize = 4 << 20;
 
-/// A pack that this process has begun. Dropping one that no transaction has referred to deletes it.
+/// A pack in a file of this machine. Dropping one that no transaction has referred to deletes it.
 #[derive(Debug)]
-pub(crate) struct Pack {
+pub(crate) struct LocalPack {
     pool: ObjectPool,
     id: ObjectId,
     path: PathBuf,
@@ -65,13 +111,13 @@ struct Synced {
     lost: bool,
 }
 
-impl Pack {
-    fn begin(pool: &ObjectPool) -> Result<Arc<Pack>> {
+impl LocalPack {
+    fn begin(pool: &ObjectPool) -> Result<Arc<LocalPack>> {
         let id = pool.new_id(Layout::Pack);
         let (path, file) = pool.create_local(&id.data_name())?;
         failpoint::hit("pack-begun");
         metrics::OBJECTS_WRITTEN.inc();
-        let pack = Arc::new(Pack {
+        let pack = Arc::new(LocalPack {
             pool: pool.clone(),
             id,
             path,
@@ -86,12 +132,12 @@ impl Pack {
     }
 
     /// Its name.
-    pub(crate) fn id(&self) -> ObjectId {
+    pub(super) fn id(&self) -> ObjectId {
         self.id
     }
 
     /// Notes that a transaction is going to refer to it. Returns whether one had tried before.
-    pub(crate) fn refer(&self) -> bool {
+    fn refer(&self) -> bool {
         self.referenced.swap(true, Ordering::AcqRel)
     }
 
@@ -103,36 +149,7 @@ impl Pack {
     ) -> Vec<Extent> {
         let mut tail = self.tail.lock();
         let base = tail.written + tail.leaving;
-        let bytes = &mut tail.bytes;
-        // The data first, each piece behind room for its header.
-        let mut spans: Vec<(u64, usize, usize)> = Vec::with_capacity(1);
-        for (offset, run) in runs {
-            let mut at = offset;
-            for part in run.chunks(PIECE_BYTES_MAX) {
-                match spans.last_mut() {
-                    Some((start, _, len))
-                        if *start + *len as u64 == at && *len + part.len() <= PIECE_BYTES_MAX =>
-                    {
-                        *len += part.len();
-                    }
-                    _ => {
-                        bytes.resize(bytes.len() + HEADER_BYTES, 0);
-                        spans.push((at, bytes.len(), part.len()));
-                    }
-                }
-                bytes.extend_from_slice(part);
-                at += part.len() as u64;
-            }
-        }
-        let mut extents = Vec::with_capacity(spans.len());
-        for (file_offset, at, len) in spans {
-            let piece = Piece::new(volume, ino, file_offset, &bytes[at..at + len]);
-            let header_at = at - HEADER_BYTES;
-            bytes[header_at..at].copy_from_slice(&piece.encode(self.id, base + header_at as u64));
-            let object_offset = base + at as u64;
-            extents.push(Extent { file_offset, len: len as u64, object: self.id, object_offset });
-        }
-        extents
+        append_pieces(&mut tail.bytes, (self.id, base), (volume, ino), runs)
     }
 
     /// Sees that everything that was appended before the call is in the file, where it can be read. What
@@ -204,7 +221,7 @@ impl Pack {
     }
 }
 
-impl Drop for Pack {
+impl Drop for LocalPack {
     fn drop(&mut self) {
         if self.referenced.load(Ordering::Acquire) {
             return;
@@ -219,7 +236,7 @@ impl Drop for Pack {
 #[derive(Debug)]
 pub(crate) struct Packed {
     /// The pack.
-    pub(crate) pack: Arc<Pack>,
+    pub(crate) pack: Pack,
     /// The runs as extents, in order.
     pub(crate) extents: Vec<Extent>,
 }
@@ -228,8 +245,10 @@ pub(crate) struct Packed {
 #[derive(Debug)]
 pub(crate) struct Packs {
     pool: ObjectPool,
-    current: Mutex<Option<Arc<Pack>>>,
+    current: Mutex<Option<Arc<LocalPack>>>,
     ahead: Arc<Ahead>,
+    /// For a bucket.
+    gathering: Gathering,
 }
 
 /// A pack that was begun before it is needed.
@@ -242,25 +261,35 @@ struct Ahead {
 
 #[derive(Debug, Default)]
 struct AheadState {
-    pack: Option<Arc<Pack>>,
+    pack: Option<Arc<LocalPack>>,
     closed: bool,
 }
 
 impl Packs {
     /// None is begun before it is needed.
     pub(crate) fn new(pool: ObjectPool) -> Packs {
-        Packs { pool, current: Mutex::new(None), ahead: Arc::default() }
+        Packs { pool, current: Mutex::new(None), ahead: Arc::default(), gathering: Gathering::default() }
+    }
+
+    /// Whether small files of volumes of this codec share packs.
+    pub(crate) fn serve(&self, codec: &Codec) -> bool {
+        !self.pool.is_local() || codec.is_plain()
     }
 
     /// Appends runs of a file (by file offset, disjoint, in order), one piece for each that is no longer
-    /// than [`PIECE_BYTES_MAX`]; neighbours share a piece. They survive a power failure after
-    /// [`Pack::sync`], which is also what says that there is no room for them.
+    /// than [`PIECE_BYTES_MAX`](super::pack::PIECE_BYTES_MAX); neighbours share a piece. They survive a
+    /// power failure once [`Pack::prerequisite`] is durable, which is also what says that there is no room
+    /// for them. `codec` is the volume's, see [`Packs::serve`].
     pub(crate) fn append<'a>(
         &self,
+        codec: &Codec,
         volume: u64,
         ino: u64,
         runs: impl Iterator<Item = (u64, &'a [u8])>,
     ) -> Result<Packed> {
+        if !self.pool.is_local() {
+            return self.gathering.append(&self.pool, codec, (volume, ino), runs);
+        }
         let mut current = self.current.lock();
         let mut end = current.as_ref().map_or(0, |pack| pack.tail.lock().end());
         if end >= PACK_BYTES {
@@ -281,13 +310,13 @@ impl Packs {
         if end >= PACK_BYTES / 2 && !self.ahead.asked.swap(true, Ordering::AcqRel) {
             self.begin_ahead();
         }
-        Ok(Packed { pack, extents })
+        Ok(Packed { pack: Pack::Local(pack), extents })
     }
 
-    fn begin(&self) -> Result<Arc<Pack>> {
+    fn begin(&self) -> Result<Arc<LocalPack>> {
         let ahead = self.ahead.state.lock().pack.take();
         self.ahead.asked.store(false, Ordering::Release);
-        ahead.map_or_else(|| Pack::begin(&self.pool), Ok)
+        ahead.map_or_else(|| LocalPack::begin(&self.pool), Ok)
     }
 
     fn begin_ahead(&self) {
@@ -297,7 +326,7 @@ impl Packs {
             if state.closed || state.pack.is_some() {
                 return;
             }
-            match Pack::begin(&pool) {
+            match LocalPack::begin(&pool) {
                 Ok(pack) => state.pack = Some(pack),
                 // Whoever needs it is told.
                 Err(error) => tracing::debug!(%error, "beginning a pack ahead"),
@@ -306,16 +335,22 @@ impl Packs {
     }
 
     /// Appends no more to a pack: it is being deleted.
-    pub(crate) fn give_up(&self, pack: &Arc<Pack>) {
-        let mut current = self.current.lock();
-        if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, pack)) {
-            *current = None;
+    pub(crate) fn give_up(&self, pack: &Pack) {
+        match pack {
+            Pack::Local(pack) => {
+                let mut current = self.current.lock();
+                if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, pack)) {
+                    *current = None;
+                }
+            }
+            Pack::Gathered(pack) => self.gathering.give_up(pack),
         }
     }
 
     /// Begins no pack ahead any more and lets go of those that there are.
     pub(crate) fn close(&self) {
         *self.current.lock() = None;
+        self.gathering.close();
         let mut ahead = self.ahead.state.lock();
         ahead.closed = true;
         ahead.pack = None;

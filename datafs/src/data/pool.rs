@@ -16,13 +16,14 @@ use rand::{Rng as _, SeedableRng};
 use super::cache::Cache;
 use super::codec::Codec;
 use super::error::{ObjectError, Result, threads_gone};
+use super::gather::PendingPacks;
 use super::keyring::Keyring;
 #[cfg(test)]
 use super::local::LocalStore;
 #[cfg(test)]
 use super::object::StoredObject;
 use super::object::{Layout, ObjectId};
-use super::pack::Piece;
+use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
 use super::reader::OpenObjects;
 use super::remote::RemoteStore;
@@ -45,6 +46,7 @@ struct Shared {
     runtime: IoRuntime,
     open: OpenObjects,
     packs: OpenPacks,
+    pending: PendingPacks,
     keys: Keyring,
     /// Of a store in the cloud, unless it is turned off.
     cache: Option<Arc<Cache>>,
@@ -70,13 +72,14 @@ impl ObjectPool {
             let failed = |e| crate::Error::io("start the thread of the cache at", &root, e);
             cache = Some(Arc::new(opened.map_err(failed)?));
         }
-        Ok(Self::over(store, session, keys, cache, config.read_buffers_bytes_max)?)
+        Ok(Self::over(store, session, keys, cache, config)?)
     }
 
     /// Opens the store in a local directory, which is created when missing.
     #[cfg(test)]
     pub(crate) fn open_local(root: &Path, session: u64) -> Result<ObjectPool> {
-        Self::over(Store::Local(LocalStore::open(root)?), session, Keyring::default(), None, 0)
+        let config = Config { read_buffers_bytes_max: 0, ..Config::default() };
+        Self::over(Store::Local(LocalStore::open(root)?), session, Keyring::default(), None, &config)
     }
 
     fn over(
@@ -84,12 +87,12 @@ impl ObjectPool {
         session: u64,
         keys: Keyring,
         cache: Option<Arc<Cache>>,
-        buffers_bytes_max: u64,
+        config: &Config,
     ) -> Result<ObjectPool> {
         let failed = |operation, e| ObjectError::io(operation, store.place(), e);
         let runtime = IoRuntime::start().map_err(|e| failed("start the threads of the object store", e))?;
         let random = seeded().map_err(|e| failed("seed object names for", e))?;
-        let buffers = Arc::new(Buffers::new(buffers_bytes_max));
+        let buffers = Arc::new(Buffers::new(config.read_buffers_bytes_max));
         if matches!(store, Store::Remote(_)) {
             runtime.io().start_future(Buffers::look_after(Arc::downgrade(&buffers)));
         }
@@ -99,6 +102,7 @@ impl ObjectPool {
                 random: Mutex::new(random),
                 open: OpenObjects::default(),
                 packs: OpenPacks::new(store.root().to_owned()),
+                pending: PendingPacks::new(config, store.place()),
                 keys,
                 cache,
                 buffers,
@@ -122,6 +126,11 @@ impl ObjectPool {
     /// What is in memory of it.
     pub(super) fn buffers(&self) -> &Arc<Buffers> {
         &self.shared.buffers
+    }
+
+    /// The packs that are not in a store in the cloud yet.
+    pub(super) fn pending(&self) -> &PendingPacks {
+        &self.shared.pending
     }
 
     /// The store.
@@ -185,6 +194,7 @@ impl ObjectPool {
                 self.shared.packs.write_out(id, offset.saturating_add(buffer.len() as u64))?;
                 self.shared.packs.get(id)?.read_into(start, offset, buffer)
             }
+            Layout::Gathered if self.shared.pending.read_into(id, offset, buffer)? => Ok(()),
             _ => {
                 let object = self.shared.open.get(self, id)?;
                 match (object.read_into(offset, buffer), self.cache()) {
@@ -203,7 +213,7 @@ impl ObjectPool {
     /// Sees that all of an object is on this machine, verified; tells `progress` the bytes of each step.
     /// Nothing to do on a local store.
     pub(crate) fn warm(&self, id: ObjectId, progress: &mut dyn FnMut(u64)) -> Result<()> {
-        if self.is_local() {
+        if self.is_local() || self.shared.pending.holds(id) {
             return Ok(());
         }
         let object = self.shared.open.get(self, id)?;
@@ -223,11 +233,21 @@ impl ObjectPool {
         }
     }
 
+    /// Bytes of data in an object that is no pack of a local store.
+    pub(crate) fn data_bytes(&self, id: ObjectId) -> Result<u64> {
+        Ok(self.shared.open.get(self, id)?.data_bytes())
+    }
+
     /// The pieces of a pack, up to its end or to a torn tail: where the data of each is, and whose it
     /// was.
     pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {
-        self.shared.packs.write_out(id, u64::MAX)?;
-        self.shared.packs.get(id)?.pieces()
+        if id.layout() == Layout::Pack {
+            self.shared.packs.write_out(id, u64::MAX)?;
+            return self.shared.packs.get(id)?.pieces();
+        }
+        let mut bytes = vec![0; usize::try_from(self.data_bytes(id)?).unwrap_or(0)];
+        self.read_into(id, 0, &mut bytes)?;
+        Ok(gathered_pieces(id, &bytes))
     }
 
     /// The file that holds the object's data and nothing else; `None` when the object is too small to
@@ -364,11 +384,6 @@ impl ObjectPool {
         &self.shared.packs
     }
 
-    /// Whether small files may share a pack, which grows in place.
-    pub(crate) fn has_packs(&self) -> bool {
-        matches!(self.shared.store, Store::Local(_))
-    }
-
     /// Whether the objects are files of this machine, which are written in place.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.shared.store, Store::Local(_))
@@ -407,6 +422,19 @@ impl ObjectPool {
     pub(super) fn answer<T>(&self, outcome: Option<Result<T>>) -> Result<T> {
         outcome.unwrap_or_else(|| Err(threads_gone(self.shared.store.place())))
     }
+}
+
+/// The pieces that all bytes of a gathered pack hold.
+fn gathered_pieces(id: ObjectId, bytes: &[u8]) -> Vec<(u64, Piece)> {
+    let (mut pieces, mut at) = (Vec::new(), 0);
+    while let Some(header) = bytes.get(at..).and_then(|rest| rest.first_chunk::<HEADER_BYTES>())
+        && let Some(piece) = Piece::decode(header, id, at as u64)
+    {
+        at += HEADER_BYTES;
+        pieces.push((at as u64, piece));
+        at += piece.len as usize;
+    }
+    pieces
 }
 
 /// A generator seeded by the operating system: names must differ between processes.

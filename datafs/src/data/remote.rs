@@ -121,15 +121,15 @@ impl RemoteStore {
     /// Stores what nobody has stored under that name before.
     pub(super) async fn put_new(&self, path: &StorePath, payload: PutPayload) -> Result<()> {
         let len = payload.content_length() as u64;
-        let put = insist("write", &self.place, self.timeout, |tries| {
+        let put = insist("write", &self.place, self.timeout, |_| {
             let (payload, again) = (payload.clone(), payload.clone());
             async move {
                 let put = self.objects.put_opts(path, payload, PutMode::Create.into()).await;
-                // The answer to an earlier try may be what was lost.
+                // The answer to an earlier try, of this call or of one before, may be what was lost.
                 match put {
                     Err(
                         object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. },
-                    ) if tries > 0 && self.objects.head(path).await?.size == len => Ok(()),
+                    ) if self.objects.head(path).await?.size == len => Ok(()),
                     // Such a store cannot tell; no two names are equal anyway.
                     Err(object_store::Error::NotImplemented { .. }) => {
                         self.objects.put(path, again).await.map(drop)

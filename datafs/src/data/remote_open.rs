@@ -25,7 +25,7 @@ impl ObjectPool {
     pub(super) fn open_remote(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Data, Arc<Index>)> {
         match id.layout() {
             Layout::Framed | Layout::Pack => self.open_small(store, id),
-            Layout::Plain | Layout::Encoded => self.open_large(store, id),
+            Layout::Plain | Layout::Encoded | Layout::Gathered => self.open_large(store, id),
         }
     }
 
@@ -79,7 +79,7 @@ impl ObjectPool {
             }
         }
         let trailer = match id.layout() {
-            Layout::Encoded => self.encoded_trailer(store, id)?,
+            Layout::Encoded | Layout::Gathered => self.encoded_trailer(store, id)?,
             _ => {
                 let sums = self.get(store, store.sums_path(id), None);
                 sums.map(|(bytes, _)| (bytes, None)).map_err(|error| match error.is_not_found() {
@@ -101,7 +101,7 @@ impl ObjectPool {
     /// The frames that a trailer describes, and how long they are together. `frames_bytes` is that,
     /// where it is known.
     fn index_of(&self, trailer: &Bytes, id: ObjectId, frames_bytes: Option<u64>) -> Result<(Index, u64)> {
-        if id.layout() == Layout::Encoded {
+        if id.is_encoded() {
             let frames_bytes = frames_bytes.unwrap_or(0);
             let end = frames_bytes + trailer.len() as u64;
             return Ok((

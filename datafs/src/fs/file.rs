@@ -18,7 +18,7 @@ use crate::data::{Extent, ObjectError, ObjectId, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::meta::engine::{Durability, Prerequisite};
+use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::references::References;
 use crate::view::View;
@@ -361,7 +361,7 @@ pub(super) fn flush_inode(
     let Some(unflushed) = open.unflushed().filter(|_| !dirty.is_empty()) else { return Ok(false) };
     let mut inline = true;
     let committed = loop {
-        let placed = place(view, open, dirty, inline)?;
+        let placed = place(view, open, dirty, inline, durability)?;
         match commit(view, open.ino, dirty, &placed, unflushed, durability) {
             Ok(true) => {
                 failpoint::hit("write-committed");
@@ -413,12 +413,24 @@ impl Placed {
     }
 }
 
-fn place(view: &View, open: &OpenInode, dirty: &mut Dirty, inline: bool) -> Result<Placed> {
+fn place(
+    view: &View,
+    open: &OpenInode,
+    dirty: &mut Dirty,
+    inline: bool,
+    durability: Durability,
+) -> Result<Placed> {
     if inline && dirty.fits_inline() && dirty.end() <= view.inline_bytes_max() as u64 {
         return Ok(Placed::Inline);
     }
-    if dirty.fits_pack() && view.shared.pool.has_packs() && view.codec().is_plain() {
-        return Ok(Placed::Packed(view.shared.packs.append(open.volume, open.ino, dirty.runs())?));
+    if dirty.fits_pack() && view.shared.packs.serve(view.codec()) {
+        let packs = &view.shared.packs;
+        let packed = packs.append(view.codec(), open.volume, open.ino, dirty.runs())?;
+        if durability == Durability::Durable {
+            // A bucket that is away then fails this call, and no commit has to wait for it.
+            packed.pack.send()?;
+        }
+        return Ok(Placed::Packed(packed));
     }
     counted(&view.shared, dirty, |dirty| dirty.seal(&view.shared, view.codec()))?;
     Ok(Placed::Sealed(dirty.sealed()))
@@ -468,7 +480,7 @@ fn commit(
                 if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
                     return Ok(false);
                 }
-                writer.txn().require(Arc::clone(pack) as Arc<dyn Prerequisite>)?;
+                writer.txn().require(pack.prerequisite())?;
             }
             Placed::Sealed(_) => {
                 for prerequisite in dirty.prerequisites() {

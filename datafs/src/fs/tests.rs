@@ -1,6 +1,7 @@
 //! Tests of the file-system semantics through the library.
 #![allow(clippy::unwrap_used)]
 
+mod buckets;
 mod edges;
 mod extended;
 mod faults;

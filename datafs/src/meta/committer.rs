@@ -13,7 +13,7 @@ use super::changes::{ChangeListener, Changed, Subscription};
 use super::checkpoint;
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, WriteTxn};
-use super::group::{ANSWERED_MAX, Frozen, OUT_OF_TURN, Shared, State};
+use super::group::{Frozen, OUT_OF_TURN, Shared, State, StoreAway};
 use super::keys;
 use super::shared_page;
 use super::sqlite::Snapshot;
@@ -87,7 +87,7 @@ fn is_due(state: &State) -> bool {
         || state.flush
         || state.yielding
         || state.stopping
-        || opened.elapsed() >= ANSWERED_MAX
+        || opened.elapsed() >= current.fills_for()
 }
 
 fn wait_for_work(shared: &Shared, state: &mut MutexGuard<'_, State>) {
@@ -107,7 +107,8 @@ fn wait_for_work(shared: &Shared, state: &mut MutexGuard<'_, State>) {
         state.flush = false;
     }
     if let Some(opened) = state.current.opened {
-        shared.work.wait_until(state, opened + ANSWERED_MAX);
+        let until = opened + state.current.fills_for();
+        shared.work.wait_until(state, until);
     } else if state.idle.is_empty() {
         state.asleep = true;
         shared.work.wait(state);
@@ -145,7 +146,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         };
         let mut state = shared.state.lock();
         match &error {
-            Error::NoSpace { .. } if frozen.careful => {
+            cause
+                if frozen.careful && (cause.is_store_trouble() || matches!(cause, Error::NoSpace { .. })) =>
+            {
                 state.take_back(shared, error);
                 shared.progress.notify_all();
                 return;
@@ -155,6 +158,14 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 state.full = Some(place.clone());
             }
             Error::Busy { .. } if begin.elapsed() < shared.lock_wait => {}
+            // However long it takes: what was answered is not given up while there is hope.
+            error if error.is_store_trouble() && !state.stopping => {
+                if state.away.is_none() {
+                    tracing::warn!(%error, "a commit waits for the object store; it is tried again");
+                }
+                let since = state.away.as_ref().map_or(begin, StoreAway::since);
+                state.away = Some(StoreAway::new(error, since));
+            }
             _ => break Some(error),
         }
         shared.progress.notify_all();
@@ -169,6 +180,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     {
         let mut state = shared.state.lock();
         state.full = None;
+        if state.away.take().is_some() {
+            tracing::info!("the object store is back: what waited for it is committed");
+        }
         state.committed = frozen.number;
         shared.progress.notify_all();
     }

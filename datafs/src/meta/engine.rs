@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::changes::{ChangeListener, Subscription};
 use crate::error::{Error, Result};
@@ -47,6 +48,11 @@ pub(crate) trait Prerequisite: fmt::Debug + Send + Sync {
     /// outside of transactions, on any thread, once for all transactions that are committed together;
     /// again after an error, when the commit is tried again.
     fn make_durable(&self) -> Result<()>;
+
+    /// How long a commit that nobody waits for may put it off, so that others share what it costs.
+    fn linger(&self) -> Duration {
+        Duration::ZERO
+    }
 }
 
 /// Reads and writes of one transaction.

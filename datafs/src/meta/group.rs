@@ -9,6 +9,9 @@
 //! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
 //! is committed.
 //!
+//! While a store in the cloud is away, what points at objects in it stays in memory: it is tried again
+//! until the store is back, who wants to be durable is told, and what was answered is kept.
+//!
 //! What a crash may take back: operations that were answered within the last few milliseconds and not
 //! synced, all of a batch or none. What a failed commit takes back is told to everybody: from then on
 //! this process gets nothing but the error.
@@ -36,8 +39,9 @@ use super::turn::Turn;
 use crate::error::{Error, Result};
 use crate::failpoint;
 
-/// An operation is committed this long after it was answered, plus the time that the commit takes.
-pub(super) const ANSWERED_MAX: Duration = Duration::from_millis(5);
+/// An operation is committed this long after it was answered, plus the time that the commit takes;
+/// later where its prerequisites say so.
+const ANSWERED_MAX: Duration = Duration::from_millis(5);
 /// Changed records, and bytes, after which a batch is committed early. Two times that is in memory.
 const BATCH_RECORDS_MAX: usize = 16_384;
 const BATCH_BYTES_MAX: usize = 4 << 20;
@@ -114,6 +118,8 @@ pub(super) struct State {
     pub(super) careful: Option<Result<()>>,
     /// The place that is full, while a commit is tried again and again.
     pub(super) full: Option<String>,
+    /// The store in the cloud that a commit waits for, and that does not answer.
+    pub(super) away: Option<StoreAway>,
     /// Why nothing goes any more.
     pub(super) failed: Option<Arc<str>>,
 }
@@ -130,6 +136,41 @@ pub(super) struct Batch {
     pub(super) full: bool,
     /// Its one transaction is answered only when it is committed.
     pub(super) careful: bool,
+    /// How long it may fill.
+    pub(super) linger: Duration,
+}
+
+/// Trouble with a store in the cloud: told to everybody who would have to wait for it.
+#[derive(Debug, Clone)]
+pub(super) struct StoreAway {
+    place: String,
+    operation: &'static str,
+    since: Instant,
+    cause: String,
+}
+
+impl StoreAway {
+    /// What a commit has failed with, which was first tried at `since`.
+    pub(super) fn new(error: &Error, since: Instant) -> StoreAway {
+        let (place, operation) = match error {
+            Error::StoreAway { place, operation, .. } => (place.clone(), *operation),
+            _ => ("[datafs] store_url".to_owned(), "write"),
+        };
+        StoreAway { place, operation, since, cause: with_sources(error) }
+    }
+
+    pub(super) fn since(&self) -> Instant {
+        self.since
+    }
+
+    fn error(&self) -> Error {
+        Error::StoreAway {
+            place: self.place.clone(),
+            operation: self.operation,
+            tried_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            source: self.cause.clone().into(),
+        }
+    }
 }
 
 /// The batch that is being committed.
@@ -139,6 +180,13 @@ pub(super) struct Frozen {
     pub(super) layer: Arc<RwLock<Layer>>,
     pub(super) prerequisites: Arc<Prerequisites>,
     pub(super) careful: bool,
+}
+
+impl Batch {
+    /// How long it may fill after it was opened.
+    pub(super) fn fills_for(&self) -> Duration {
+        self.linger.max(ANSWERED_MAX)
+    }
 }
 
 impl fmt::Debug for Group {
@@ -184,6 +232,7 @@ impl Group {
                 stopping: false,
                 careful: None,
                 full: None,
+                away: None,
                 failed: None,
             }),
             progress: Condvar::new(),
@@ -219,6 +268,9 @@ impl Group {
         body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
     ) -> Result<()> {
         let shared = &self.shared;
+        if durability == Durability::Durable {
+            shared.state.lock().check_store()?;
+        }
         let batch = {
             let _writing = shared.begin_write()?;
             let mut write = Write {
@@ -335,6 +387,11 @@ impl State {
                 Err(Error::Failed { place: shared.engine.place(), cause: cause.as_ref().to_owned() })
             }
         }
+    }
+
+    /// Fails while a commit waits for a store that is away.
+    fn check_store(&self) -> Result<()> {
+        self.away.as_ref().map_or(Ok(()), |away| Err(away.error()))
     }
 
     /// Makes the current batch the one that is being committed.
@@ -493,6 +550,7 @@ impl Shared {
                 return Err(Error::NoSpace { place: place.clone() });
             }
             if state.yielding || state.current.full {
+                state.check_store()?;
                 drop(writing);
                 self.progress.wait(&mut state);
             } else if state.turn_since.is_some() {
@@ -562,6 +620,7 @@ impl Shared {
             }
             state.current.full = layer.bytes() >= BATCH_BYTES_MAX || layer.len() >= BATCH_RECORDS_MAX;
         }
+        state.current.linger = state.current.linger.max(prerequisites.linger());
         state.current.prerequisites.append(prerequisites);
         let awaited = durability == Durability::Durable;
         state.current.awaited |= awaited;
@@ -585,6 +644,8 @@ impl Shared {
         let mut state = self.state.lock();
         while state.committed < batch {
             state.check(self)?;
+            // It stays in memory and is committed as soon as that is possible.
+            state.check_store()?;
             self.progress.wait(&mut state);
         }
         drop(state);

@@ -1,6 +1,7 @@
 //! What a commit waits for: file data that must be durable before a record points at it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::engine::Prerequisite;
 use crate::error::Result;
@@ -15,6 +16,11 @@ pub(crate) struct Prerequisites(Vec<Arc<dyn Prerequisite>>);
 impl Prerequisites {
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// How long a commit that nobody waits for may be put off for their sake.
+    pub(crate) fn linger(&self) -> Duration {
+        self.0.iter().map(|prerequisite| prerequisite.linger()).max().unwrap_or_default()
     }
 
     pub(crate) fn add(&mut self, prerequisite: Arc<dyn Prerequisite>) {

@@ -19,6 +19,17 @@ pub(super) enum Fault {
     TakenBack(String),
     /// The server has no space left; nothing took effect.
     NoSpace,
+    /// What the commit waits for could not be stored; nothing took effect.
+    Store {
+        /// The store.
+        place: String,
+        /// What was being done.
+        operation: &'static str,
+        /// How long it was tried.
+        tried_ms: u64,
+        /// What went wrong.
+        cause: String,
+    },
     /// The server refuses, and will again.
     Refused(String),
     /// The call's transaction had been given up already: another connection took its number.
@@ -73,6 +84,9 @@ impl Fault {
         let source = match self {
             Fault::TakenBack(_) => return Error::Busy { place, waited_ms },
             Fault::NoSpace => return Error::NoSpace { place },
+            Fault::Store { place, operation, tried_ms, cause } => {
+                return Error::StoreAway { place, operation, tried_ms, source: cause.into() };
+            }
             Fault::Lost(text) => {
                 format!(
                     "the server did not answer for {waited_ms} ms, everything goes on when it does: {text}"

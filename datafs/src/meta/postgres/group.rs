@@ -188,6 +188,9 @@ impl Shared {
         if let Err(error) = batch.prerequisites.run() {
             return Outcome::Failed(match error {
                 Error::NoSpace { .. } => Fault::NoSpace,
+                Error::StoreAway { place, operation, tried_ms, source } => {
+                    Fault::Store { place, operation, tried_ms, cause: source.to_string() }
+                }
                 other => Fault::Refused(format!("what the commit waits for failed: {other}")),
             });
         }

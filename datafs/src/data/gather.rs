@@ -1,0 +1,378 @@
+//! Packs for a store that takes whole objects only: the bytes of many small files are gathered in memory
+//! and stored in one request.
+//!
+//! What a gathered pack holds is what any pack holds (see `pack.rs`), as the data of an encoded object
+//! (see `encoded.rs`): so it is compressed and encrypted as its volumes are, and read like any other.
+//! It is cut, and sent, when it is full, or when a commit that points at it asks for it to be durable;
+//! until it is stored it is read from memory. What could not be sent stays in memory and is sent again
+//! by the next who asks; that memory is bounded.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::mem;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::{Condvar, Mutex};
+
+use super::checksum::FRAME_BYTES;
+use super::codec::Codec;
+use super::encoded::{self, Encoder};
+use super::error::{ObjectError, Result};
+use super::extent::Extent;
+use super::object::{Layout, ObjectId};
+use super::pack::{HEADER_BYTES, append_pieces};
+use super::pack_writer::{Pack, Packed};
+use super::pool::ObjectPool;
+use crate::config::Config;
+use crate::failpoint;
+use crate::metrics;
+
+/// A pack of this size is sent: one request of a reader, and large enough that requests do not count.
+pub(crate) const GATHER_BYTES: usize = 4 << 20;
+
+/// A pack that is being gathered, or sent. Dropping one that no transaction has referred to takes it
+/// back.
+pub(crate) struct Gathered {
+    pool: ObjectPool,
+    id: ObjectId,
+    codec: Codec,
+    stage: Mutex<Stage>,
+    changed: Condvar,
+    referenced: AtomicBool,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Open(Vec<u8>),
+    Sending(Bytes),
+    Failed(Bytes, ObjectError),
+    Stored,
+}
+
+impl Stage {
+    fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            Self::Open(bytes) => Some(bytes),
+            Self::Sending(bytes) | Self::Failed(bytes, _) => Some(bytes),
+            Self::Stored => None,
+        }
+    }
+}
+
+impl fmt::Debug for Gathered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gathered").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+impl Gathered {
+    /// An empty one, which the pool's readers find.
+    fn begin(pool: &ObjectPool, codec: &Codec) -> Gathered {
+        let id = pool.new_id(Layout::Gathered);
+        failpoint::hit("pack-begun");
+        Gathered {
+            pool: pool.clone(),
+            id,
+            codec: codec.clone(),
+            stage: Mutex::new(Stage::Open(Vec::new())),
+            changed: Condvar::new(),
+            referenced: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn id(&self) -> ObjectId {
+        self.id
+    }
+
+    pub(super) fn refer(&self) -> bool {
+        self.referenced.swap(true, Ordering::AcqRel)
+    }
+
+    /// How long a commit may wait for more files to share the pack.
+    pub(crate) fn linger(&self) -> Duration {
+        self.pool.pending().linger
+    }
+
+    /// Appends runs as pieces; `None` when it was cut. Returns as well whether it is full.
+    fn append(&self, owner: (u64, u64), runs: &[(u64, &[u8])]) -> Option<(Vec<Extent>, bool)> {
+        let mut stage = self.stage.lock();
+        let Stage::Open(bytes) = &mut *stage else { return None };
+        let before = bytes.len();
+        let extents = append_pieces(bytes, (self.id, 0), owner, runs.iter().copied());
+        self.pool.pending().held.lock().bytes += bytes.len() - before;
+        failpoint::hit("pack-appended");
+        Some((extents, bytes.len() >= GATHER_BYTES))
+    }
+
+    /// Fills `buffer` with the bytes from `offset` on; false when it is stored, and read from there.
+    fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<bool> {
+        let stage = self.stage.lock();
+        let Some(bytes) = stage.bytes() else { return Ok(false) };
+        let end = bytes.len() as u64;
+        let part = usize::try_from(offset).ok().and_then(|at| bytes.get(at..at.checked_add(buffer.len())?));
+        let reason = "it ends there";
+        let part =
+            part.ok_or_else(|| ObjectError::Corrupt { id: self.id, byte: end, reason: reason.into() })?;
+        buffer.copy_from_slice(part);
+        Ok(true)
+    }
+
+    /// Cuts it and sends it in the background.
+    fn start(self: &Arc<Self>) {
+        let pack = Arc::clone(self);
+        self.pool.runtime().handle().spawn_blocking(move || {
+            // Whoever waits for it is told, and tries again.
+            if let Err(error) = pack.sync() {
+                tracing::debug!(object = %pack.id, %error, "a full pack could not be stored yet");
+            }
+        });
+    }
+
+    /// Cuts it and returns when it is stored, or when that has failed once more.
+    pub(crate) fn sync(&self) -> Result<()> {
+        let mut tried = false;
+        let mut stage = self.stage.lock();
+        loop {
+            match &mut *stage {
+                Stage::Stored => return Ok(()),
+                Stage::Sending(_) => {
+                    self.changed.wait(&mut stage);
+                    tried = true;
+                    continue;
+                }
+                Stage::Failed(_, error) if tried => return Err(error.again()),
+                Stage::Open(_) | Stage::Failed(..) => {}
+            }
+            let bytes = match mem::replace(&mut *stage, Stage::Stored) {
+                Stage::Open(bytes) => Bytes::from(bytes),
+                Stage::Failed(bytes, _) | Stage::Sending(bytes) => bytes,
+                Stage::Stored => Bytes::new(),
+            };
+            *stage = Stage::Sending(bytes.clone());
+            drop(stage);
+            failpoint::hit("pack-cut");
+            let mut attempt = Attempt { pack: self, bytes, outcome: None };
+            attempt.outcome = Some(self.send(&attempt.bytes));
+            drop(attempt);
+            tried = true;
+            stage = self.stage.lock();
+        }
+    }
+
+    fn send(&self, data: &[u8]) -> Result<()> {
+        let not_encoded = |reason: String| ObjectError::Store {
+            operation: "encode",
+            place: self.pool.store().place().to_owned(),
+            source: reason.into(),
+        };
+        let mut encoder = Encoder::new(&self.codec, self.id).map_err(not_encoded)?;
+        let mut encoded = Vec::with_capacity(data.len() + data.len() / 1024 + 1024);
+        let done = encoder.update(data, &mut encoded).and_then(|()| encoder.finish(&mut encoded));
+        done.map_err(not_encoded)?;
+        let stored = Bytes::from(encoded);
+        self.pool.put_data(self.id, vec![stored.clone()])?;
+        failpoint::hit("pack-synced");
+        metrics::OBJECTS_WRITTEN.inc();
+        metrics::OBJECT_WRITTEN_BYTES.inc_by(stored.len() as u64);
+        self.cache(data.len() as u64, &stored);
+        Ok(())
+    }
+
+    /// What was just written is often read again: it goes to the cache, if that has time.
+    fn cache(&self, data_bytes: u64, stored: &Bytes) {
+        let Some(cache) = self.pool.cache() else { return };
+        let Some(footer) = stored.last_chunk::<{ encoded::FOOTER_BYTES }>() else { return };
+        let Ok(trailer_bytes) = encoded::trailer_bytes(footer) else { return };
+        let Some(frames_bytes) = (stored.len() as u64).checked_sub(trailer_bytes) else { return };
+        let frames = data_bytes.div_ceil(u64::from(FRAME_BYTES));
+        let trailer = stored.slice(frames_bytes as usize..);
+        if let Some(entry) = cache.create(self.id, frames, frames_bytes, &trailer) {
+            cache.put(&entry, 0..frames, 0, stored.slice(..frames_bytes as usize), false);
+        }
+    }
+}
+
+/// A request under way: however it ends, nobody waits for ever.
+struct Attempt<'p> {
+    pack: &'p Gathered,
+    bytes: Bytes,
+    outcome: Option<Result<()>>,
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        let bytes = mem::take(&mut self.bytes);
+        let pending = self.pack.pool.pending();
+        let panicked = || ObjectError::Store {
+            operation: "write",
+            place: self.pack.pool.store().place().to_owned(),
+            source: "the thread that did it has panicked".into(),
+        };
+        let next = match self.outcome.take().unwrap_or_else(|| Err(panicked())) {
+            Ok(()) => {
+                pending.stored(self.pack.id, bytes.len());
+                Stage::Stored
+            }
+            Err(error) => {
+                pending.failed(&error);
+                Stage::Failed(bytes, error)
+            }
+        };
+        *self.pack.stage.lock() = next;
+        self.pack.changed.notify_all();
+    }
+}
+
+impl Drop for Gathered {
+    fn drop(&mut self) {
+        let stage = mem::replace(self.stage.get_mut(), Stage::Stored);
+        let sent = !matches!(stage, Stage::Open(_));
+        if let Some(bytes) = stage.bytes() {
+            self.pool.pending().stored(self.id, bytes.len());
+        }
+        if !sent || self.referenced.load(Ordering::Acquire) {
+            return;
+        }
+        if !matches!(stage, Stage::Stored) {
+            // It may have arrived after all; whoever cleans up after this process finds it.
+            self.pool.leave_behind();
+            return;
+        }
+        if let Err(error) = self.pool.delete(self.id) {
+            tracing::warn!(object = %self.id, %error, "deleting a pack that nothing points at");
+            self.pool.leave_behind();
+        }
+    }
+}
+
+/// The packs that are appended to, one for each codec.
+#[derive(Debug, Default)]
+pub(super) struct Gathering(Mutex<Vec<Arc<Gathered>>>);
+
+impl Gathering {
+    /// See [`Packs::append`](super::pack_writer::Packs::append).
+    pub(super) fn append<'a>(
+        &self,
+        pool: &ObjectPool,
+        codec: &Codec,
+        owner: (u64, u64),
+        runs: impl Iterator<Item = (u64, &'a [u8])>,
+    ) -> Result<Packed> {
+        let runs: Vec<(u64, &[u8])> = runs.collect();
+        pool.pending().wait_for_room(runs.iter().map(|(_, run)| run.len() + HEADER_BYTES).sum())?;
+        let mut packs = self.0.lock();
+        loop {
+            let at = packs.iter().position(|pack| pack.codec == *codec).unwrap_or_else(|| {
+                let pack = Arc::new(Gathered::begin(pool, codec));
+                pool.pending().add(&pack);
+                packs.push(pack);
+                packs.len() - 1
+            });
+            let Some((extents, full)) = packs[at].append(owner, &runs) else {
+                // It was cut.
+                packs.swap_remove(at);
+                continue;
+            };
+            let pack = if full { packs.swap_remove(at) } else { Arc::clone(&packs[at]) };
+            if full {
+                pack.start();
+            }
+            return Ok(Packed { pack: Pack::Gathered(pack), extents });
+        }
+    }
+
+    pub(super) fn give_up(&self, pack: &Arc<Gathered>) {
+        self.0.lock().retain(|current| !Arc::ptr_eq(current, pack));
+    }
+
+    pub(super) fn close(&self) {
+        self.0.lock().clear();
+    }
+}
+
+/// The packs of a pool that are not stored yet, and the bound of the memory that they take.
+#[derive(Debug)]
+pub(crate) struct PendingPacks {
+    bytes_max: usize,
+    linger: Duration,
+    /// How long one waits for room.
+    patience: Duration,
+    place: String,
+    held: Mutex<Held>,
+    room: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    packs: HashMap<ObjectId, Weak<Gathered>>,
+    bytes: usize,
+    /// What the last request failed with.
+    failed: Option<ObjectError>,
+}
+
+impl PendingPacks {
+    pub(super) fn new(config: &Config, place: &str) -> PendingPacks {
+        PendingPacks {
+            bytes_max: config.pack_buffers_bytes_max,
+            linger: Duration::from_millis(config.pack_linger_ms),
+            patience: Duration::from_millis(config.store_timeout_ms),
+            place: place.to_owned(),
+            held: Mutex::default(),
+            room: Condvar::new(),
+        }
+    }
+
+    /// Waits while too much is on its way to take so much more, but not for a store that is known to be
+    /// away. Threads that do so at the same time may take a little more than the bound.
+    fn wait_for_room(&self, bytes: usize) -> Result<()> {
+        let begun = Instant::now();
+        let mut held = self.held.lock();
+        while held.bytes > 0 && held.bytes.saturating_add(bytes) > self.bytes_max {
+            if let Some(error) = &held.failed {
+                return Err(error.again());
+            }
+            if self.room.wait_until(&mut held, begun + self.patience).timed_out() {
+                return Err(ObjectError::Away {
+                    operation: "take more small files",
+                    place: self.place.clone(),
+                    tried_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+                    source: format!("{} bytes wait to be stored", held.bytes).into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets readers find a pack.
+    pub(super) fn add(&self, pack: &Arc<Gathered>) {
+        self.held.lock().packs.insert(pack.id, Arc::downgrade(pack));
+    }
+
+    /// Reads from a pack that is not stored yet; false when there is none of that name.
+    pub(super) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<bool> {
+        let pack = self.held.lock().packs.get(&id).and_then(Weak::upgrade);
+        pack.map_or(Ok(false), |pack| pack.read_into(offset, buffer))
+    }
+
+    /// Whether a pack is in memory only.
+    pub(super) fn holds(&self, id: ObjectId) -> bool {
+        self.held.lock().packs.contains_key(&id)
+    }
+
+    fn stored(&self, id: ObjectId, bytes: usize) {
+        let mut held = self.held.lock();
+        held.packs.remove(&id);
+        held.bytes = held.bytes.saturating_sub(bytes);
+        held.failed = None;
+        drop(held);
+        self.room.notify_all();
+    }
+
+    fn failed(&self, error: &ObjectError) {
+        self.held.lock().failed = Some(error.again());
+        self.room.notify_all();
+    }
+}

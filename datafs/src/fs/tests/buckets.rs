@@ -1,0 +1,210 @@
+//! Small files on a bucket: they share packs, whatever their volume's codec, and survive trouble.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::compact::Compact;
+use crate::config::{FromFile, Secret};
+use crate::data::s3_server::S3Server;
+use crate::error::Error;
+use crate::fs::OpenFlags;
+use crate::fsck::FsckOptions;
+use crate::volume::VolumeOptions;
+
+const FILES: usize = 300;
+
+fn cloud(server: &S3Server, home: &Path) -> Config {
+    let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v)));
+    let file = home.join("key");
+    std::fs::write(&file, [7; 32]).unwrap();
+    Config {
+        store_url: Some(server.url("p")),
+        store_options: options.collect(),
+        encryption_keys: [("main".to_owned(), Secret::File(FromFile { file }))].into(),
+        cache_free_bytes_min: 0,
+        garbage_grace_ms: 0,
+        gc_interval_ms: 0,
+        // Nothing is committed before somebody asks for it.
+        pack_linger_ms: 3_600_000,
+        ..Config::default()
+    }
+}
+
+fn contents(i: usize) -> Vec<u8> {
+    (0..3_000 + i * 37).map(|k| (k * (i + 1) / 7) as u8).collect()
+}
+
+fn write(view: &View, names: std::ops::Range<usize>) {
+    let folder = view.stat("d").unwrap().node;
+    for i in names {
+        let name = i.to_string();
+        let (_, file) = view.create(folder, name.as_ref(), 0o644, owner(), OpenFlags::READ_WRITE).unwrap();
+        file.write_at(0, &contents(i)).unwrap();
+        file.flush().unwrap();
+    }
+}
+
+fn check(view: &View, names: impl Iterator<Item = usize>) {
+    names.for_each(|i| assert!(view.read_file(&format!("d/{i}")).unwrap() == contents(i), "{i}"));
+}
+
+fn objects_on(server: &S3Server) -> usize {
+    server.names("p/objects").len()
+}
+
+fn sound(datafs: &Datafs) {
+    let report = datafs.fsck(&FsckOptions { scrub: true, ..FsckOptions::default() }, &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:?}", report.found);
+}
+
+fn options(compression: &str, key: Option<&str>) -> VolumeOptions {
+    VolumeOptions { compression: compression.parse().unwrap(), encryption_key: key.map(str::to_owned) }
+}
+
+#[test]
+fn small_files_share_packs_in_every_codec() {
+    for (compression, key) in [("none", None), ("zstd", None), ("none", Some("main")), ("lz4", Some("main"))]
+    {
+        let server = S3Server::start();
+        let home = tempfile::tempdir().unwrap();
+        let config = cloud(&server, home.path());
+        let datafs = Datafs::open(home.path(), &config).unwrap();
+        datafs.volume_create_with(&"v".parse().unwrap(), &options(compression, key)).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        view.create_dir_all("d").unwrap();
+        write(&view, 0..FILES);
+        // Nothing was sent, and everything is there.
+        assert_eq!(server.faults.count("put"), 0);
+        check(&view, 0..FILES);
+        datafs.shared.meta.sync().unwrap();
+        let stored = objects_on(&server);
+        assert!((1..=3).contains(&stored), "{stored} objects for {FILES} files");
+        check(&view, 0..FILES);
+        sound(&datafs);
+        drop((view, datafs));
+        // Cold, in an order of no kind, without what is in the cache.
+        std::fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
+        let gets = server.faults.count("get");
+        let datafs = Datafs::open(home.path(), &config).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        check(&view, (0..FILES).map(|i| i * 7 % FILES));
+        let gets = server.faults.count("get") - gets;
+        assert!(gets < 40, "{gets} requests for {FILES} files");
+        // Of what is left of a pack, little is copied and the rest goes.
+        for i in (0..FILES).filter(|i| i % 8 != 0) {
+            view.remove_file(&format!("d/{i}")).unwrap();
+        }
+        let report = datafs.compact(None, &Compact::default()).unwrap();
+        assert_eq!(report.packs as usize, stored, "{report:?}");
+        assert_eq!(datafs.gc().unwrap().objects as usize, stored);
+        assert_eq!(objects_on(&server), 1);
+        check(&view, (0..FILES).step_by(8));
+        sound(&datafs);
+    }
+}
+
+/// Repeats what fails because the store is away: on a busy machine it may still be for a moment.
+fn eventually<T>(mut call: impl FnMut() -> Result<T, Error>) -> T {
+    let begun = Instant::now();
+    loop {
+        match call() {
+            Err(Error::StoreAway { .. }) if begun.elapsed() < Duration::from_secs(240) => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => return other.unwrap(),
+        }
+    }
+}
+
+fn is_away<T: std::fmt::Debug>(result: Result<T, Error>) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::StoreAway { .. }), "{error:?}");
+    assert!(error.to_string().contains("s3://bucket/p"), "{error}");
+}
+
+/// A store that is away for `away` loses nothing, says so within bounds, and nothing is opened anew.
+fn store_away(store_timeout_ms: u64, away: Duration) {
+    let mut server = S3Server::start();
+    let home = tempfile::tempdir().unwrap();
+    let config = Config {
+        store_timeout_ms,
+        pack_linger_ms: 1,
+        pack_buffers_bytes_max: 1 << 20,
+        lock_wait_ms: 240_000,
+        ..cloud(&server, home.path())
+    };
+    let datafs = Datafs::open(home.path(), &config).unwrap();
+    let view = volume(&datafs);
+    view.create_dir_all("d").unwrap();
+    write(&view, 0..20);
+    datafs.shared.meta.sync().unwrap();
+    view.write_file("large", &vec![9; 3 << 20]).unwrap();
+    server.stop();
+    let stopped = Instant::now();
+    // Changes of names and small files go on; who wants them on the store is told.
+    write(&view, 20..40);
+    view.remove_file("d/0").unwrap();
+    view.create_dir_all("e").unwrap();
+    let folder = view.stat("d").unwrap().node;
+    let create =
+        |name: &str| view.create(folder, name.as_ref(), 0o644, owner(), OpenFlags::READ_WRITE).unwrap().1;
+    let synced = create("40");
+    synced.write_at(0, &contents(40)).unwrap();
+    let begun = Instant::now();
+    is_away(synced.fsync());
+    assert!(begun.elapsed() < Duration::from_secs(120));
+    is_away(synced.fsync());
+    assert!(synced.read_at(0, 1 << 20).unwrap() == contents(40));
+    check(&view, 1..40);
+    is_away(datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()));
+    // What is too large for a pack, or for what may wait, stays with who has the file open.
+    let large = create("large");
+    large.write_at(0, &vec![5; 1 << 20]).unwrap();
+    is_away(large.flush());
+    let piece = vec![3; 200_000];
+    let (mut waiting, mut kept) = (0, Vec::new());
+    let (refused, error) = loop {
+        let file = create(&format!("w{waiting}"));
+        file.write_at(0, &piece).unwrap();
+        match file.flush() {
+            Ok(()) => waiting += 1,
+            Err(error) => break (file, error),
+        }
+        kept.push(file);
+        assert!(waiting < 20, "more waits than there is room for");
+    };
+    is_away::<()>(Err(error));
+    std::thread::sleep(away.saturating_sub(stopped.elapsed()));
+    assert!(view.read_file("d/30").unwrap() == contents(30));
+    server.start_again();
+    eventually(|| synced.fsync());
+    eventually(|| large.fsync());
+    eventually(|| refused.fsync());
+    eventually(|| datafs.shared.meta.sync());
+    eventually(|| datafs.snapshot_create(&"v".parse().unwrap(), &"t".parse().unwrap()));
+    check(&view, 1..41);
+    sound(&datafs);
+    drop((refused, large, synced, kept));
+    drop((view, datafs));
+    // On another machine, so to speak.
+    std::fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
+    let datafs = Datafs::open(home.path(), &config).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    check(&view, 1..41);
+    assert!(view.stat("d/0").unwrap_err().is_not_found());
+    assert!(view.read_file("d/large").unwrap() == vec![5; 1 << 20]);
+    (0..=waiting).for_each(|i| assert!(view.read_file(&format!("d/w{i}")).unwrap() == piece));
+    assert_eq!(view.read_file("large").unwrap().len(), 3 << 20);
+}
+
+#[test]
+fn a_store_that_is_away_takes_nothing_and_comes_back() {
+    store_away(1_500, Duration::ZERO);
+}
+
+#[test]
+#[ignore = "takes five minutes: cargo test -p millrace-datafs --lib store_that_is_away_for_five -- --ignored"]
+fn a_store_that_is_away_for_five_minutes_takes_nothing() {
+    store_away(Config::default().store_timeout_ms, Duration::from_secs(300));
+}
