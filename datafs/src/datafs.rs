@@ -16,6 +16,7 @@ use crate::data::{
 };
 use crate::error::{Error, Result};
 use crate::fs::open_table::OpenTable;
+use crate::fs::orphan::Orphans;
 use crate::fs::types::{FIRST_INO, INO_MAX};
 use crate::gc::Collector;
 use crate::meta::codec::Decoder;
@@ -51,6 +52,7 @@ pub(crate) struct Shared {
     pub(crate) session: Session,
     pub(crate) sessions_dir: std::path::PathBuf,
     pub(crate) open: OpenTable,
+    pub(crate) orphans: Orphans,
     /// Unflushed bytes of all open files.
     pub(crate) unflushed_bytes: AtomicUsize,
     pub(crate) collector: Collector,
@@ -86,6 +88,7 @@ impl Datafs {
             session,
             sessions_dir,
             open: OpenTable::default(),
+            orphans: Orphans::default(),
             unflushed_bytes: AtomicUsize::new(0),
             collector: Collector::default(),
             watchers: Watchers::default(),

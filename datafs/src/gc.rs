@@ -4,29 +4,31 @@
 //! Four kinds, each noted in the metadata by the transaction that made it garbage:
 //!  - objects whose last extent is gone: on the garbage list, deleted after a grace period;
 //!  - snapshots and volumes in deletion: freed in batches;
-//!  - inodes without a name whose process has died, or that were too large to free at once;
+//!  - inodes without a name that nobody has open any more, or that were too large to free at once;
 //!  - dead sessions: their objects that no extent points at.
 
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::data::ObjectId;
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
-use crate::fs::{lock, tree};
+use crate::fs::lock;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, Pair, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::references::forget_version;
 use crate::meta::snapshot;
-use crate::meta::versioned::{VolumeRow, Writer, record_of};
+use crate::meta::versioned::{VolumeRow, record_of};
 use crate::session::{self, DeadSession};
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
+/// How often a process looks whether others ask what it has open, and whether they have answered.
+const ANSWER_EVERY: Duration = Duration::from_secs(1);
 /// Objects that are deleted at a time: a store in the cloud takes several requests at once.
 const DELETED_TOGETHER: usize = 64;
 /// Half-written files of dead writers are removed at this age.
@@ -109,35 +111,52 @@ impl Collector {
 }
 
 fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
+    let mut collected: Option<Instant> = None;
     loop {
-        {
+        let wanted = {
             let mut state = signal.state.lock();
             if !state.wanted && !state.stopped {
-                signal.changed.wait_for(&mut state, interval);
+                signal.changed.wait_for(&mut state, interval.min(ANSWER_EVERY));
             }
             if state.stopped {
                 return;
             }
-            state.wanted = false;
-        }
+            std::mem::take(&mut state.wanted)
+        };
         let Some(shared) = shared.upgrade() else { return };
-        match shared.collect() {
-            Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
-            Ok(_) => {}
-            Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
+        if wanted || collected.is_none_or(|before| before.elapsed() >= interval) {
+            collect_and_compact(&shared);
+            collected = Some(Instant::now());
+            continue;
         }
-        if let Err(error) = shared.compact_noted() {
-            tracing::warn!(%error, "compacting; it is tried again later");
+        let tended = shared.answer_round().and_then(|()| match shared.orphans.are_waiting() {
+            true => shared.tend_orphans(),
+            false => Ok(0),
+        });
+        if let Err(error) = tended {
+            tracing::warn!(%error, "looking after unlinked files; it is tried again later");
         }
+    }
+}
+
+fn collect_and_compact(shared: &Arc<Shared>) {
+    match shared.collect() {
+        Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
+        Ok(_) => {}
+        Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
+    }
+    if let Err(error) = shared.compact_noted() {
+        tracing::warn!(%error, "compacting; it is tried again later");
     }
 }
 
 impl Shared {
     pub(crate) fn collect(&self) -> Result<GcReport> {
         let mut report = GcReport::default();
+        self.answer_round()?;
         self.collect_sessions(&mut report)?;
         self.collect_deletions(&mut report)?;
-        self.collect_orphans(&mut report)?;
+        report.inodes += self.tend_orphans()?;
         self.collect_objects(&mut report)?;
         Ok(report)
     }
@@ -203,7 +222,7 @@ impl Shared {
         self.meta.transact(Durability::Durable, |txn| {
             // Kept under its name until the objects are gone, so that a crash here loses nothing.
             txn.put(&keys::session_in_cleanup(id), &[])?;
-            txn.delete(&keys::session(id))
+            session::remove_row(txn, id)
         })?;
         self.clean_up_locks(id)?;
         self.clean_up_objects(id, report)
@@ -295,49 +314,6 @@ impl Shared {
             while !batch()? {}
         }
         self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
-    }
-
-    fn collect_orphans(&self, report: &mut GcReport) -> Result<()> {
-        let mut orphans = Vec::new();
-        self.each(&keys::all_orphans(), |key, owner| {
-            let owner = Decoder::new("orphan record", owner).u64()?;
-            let owned =
-                owner != tree::NO_OWNER && self.meta.view(|txn| txn.get(&keys::session(owner)))?.is_some();
-            if !owned {
-                let mut from = Decoder::new("orphan key", &key[1..]);
-                orphans.push((from.u64()?, from.u64()?));
-            }
-            Ok(())
-        })?;
-        for (volume, ino) in orphans {
-            match self.reap(volume, ino) {
-                Ok(()) => report.inodes += 1,
-                // Its volume is being deleted, and the orphan with it.
-                Err(Error::Stale { .. }) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Frees an inode that has no name, in batches.
-    pub(crate) fn reap(&self, volume: u64, ino: u64) -> Result<()> {
-        let batch = || {
-            self.meta.transact(Durability::Relaxed, |txn| {
-                if txn.get(&keys::orphan(volume, ino))?.is_none() {
-                    return Ok(true);
-                }
-                Writer::run(txn, volume, self.session.id(), |writer| {
-                    let done = tree::remove_records(writer, ino, BATCH)?;
-                    if done {
-                        writer.txn().delete(&keys::orphan(volume, ino))?;
-                    }
-                    Ok(done)
-                })
-            })
-        };
-        while !batch()? {}
-        Ok(())
     }
 
     fn collect_objects(&self, report: &mut GcReport) -> Result<()> {

@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::meta::codec::Encoder;
-use crate::meta::engine::Durability;
+use crate::meta::engine::{Durability, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
@@ -94,7 +94,7 @@ impl Session {
             return;
         }
         let gone = meta
-            .transact(Durability::Relaxed, |txn| txn.delete(&keys::session(self.id)))
+            .transact(Durability::Relaxed, |txn| remove_row(txn, self.id))
             .and_then(|()| self.directory.as_ref().map_or(Ok(()), |folder| remove_file(folder, self.id)));
         if let Err(error) = gone {
             tracing::warn!(%error, "ending the metadata session; the next process cleans up");
@@ -144,7 +144,42 @@ impl DeadSession {
 fn write_row(meta: &Metadata, id: u64) -> Result<()> {
     let (seconds, nanos) = Timestamp::now().parts();
     let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
-    meta.transact(Durability::Durable, |txn| txn.put(&keys::session(id), &row))
+    meta.transact(Durability::Durable, |txn| {
+        let mut all = roster(txn.as_read())?;
+        all.retain(|other| *other != id);
+        all.push(id);
+        put_roster(txn, &all)?;
+        txn.put(&keys::session(id), &row)
+    })
+}
+
+/// Removes a session's row, and what else is kept by its number.
+pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
+    let mut all = roster(txn.as_read())?;
+    all.retain(|other| *other != id);
+    put_roster(txn, &all)?;
+    txn.delete(&keys::answered(id))?;
+    txn.delete(&keys::session(id))
+}
+
+/// The sessions that have a row, oldest first.
+pub(crate) fn roster(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
+    let value = txn.get(keys::ROSTER)?.unwrap_or_default();
+    let (numbers, []) = value.as_chunks() else {
+        return Err(Error::corrupt("roster of sessions", "it is of no whole numbers"));
+    };
+    Ok(numbers.iter().map(|number| u64::from_be_bytes(*number)).collect())
+}
+
+fn put_roster(txn: &mut dyn WriteTxn, all: &[u64]) -> Result<()> {
+    let value = all.iter().fold(Encoder::default(), |to, id| to.u64(*id)).finish();
+    txn.put(keys::ROSTER, &value)
+}
+
+/// Whether nobody but a session has the metadata open, in a transaction that conflicts with whoever
+/// begins to.
+pub(crate) fn is_alone(txn: &mut dyn ReadTxn, id: u64) -> Result<bool> {
+    Ok(txn.get(keys::ROSTER)?.is_none_or(|value| value == id.to_be_bytes()))
 }
 
 /// Sessions that have a file, by number.

@@ -70,7 +70,7 @@ impl View {
                 }
                 let attr = self.setattr_in(node, set)?;
                 if cut_off {
-                    discard(self, &open, &mut dirty);
+                    discard(&self.shared, &open, &mut dirty);
                 }
                 Ok(Attr { size, blocks: size.div_ceil(512), ..attr })
             }

@@ -13,7 +13,6 @@ use super::open_table::{OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
-use crate::compact::Compact;
 use crate::data::{Extent, ObjectError, ObjectId, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
@@ -79,8 +78,12 @@ impl View {
             }
             _ => return Err(Error::Invalid(format!("inode {} is no regular file", node.ino))),
         }
-        if inode.nlink == 0 && !file.live.as_ref().is_some_and(|open| open.is_orphan()) {
-            return Err(Error::not_found(format!("inode {}", node.ino)));
+        if let Some(open) = &file.live {
+            if inode.nlink > 0 {
+                open.has_name();
+            } else if !open.is_orphan() && !open.had_name() {
+                return Err(Error::not_found(format!("inode {}", node.ino)));
+            }
         }
         if flags.truncate {
             file.set_len(0)?;
@@ -99,6 +102,13 @@ impl OpenFile {
             flags,
             live: node.is_live().then(|| view.shared.open.open(view.volume, node.ino)),
             fixed: OnceLock::new(),
+        }
+    }
+
+    /// The file that it was made for is there.
+    pub(super) fn has_name(&self) {
+        if let Some(open) = &self.live {
+            open.has_name();
         }
     }
 
@@ -332,21 +342,7 @@ impl Drop for OpenFile {
                 "closing a file lost what was written to it"
             );
         }
-        if !shared.open.close(open) {
-            return;
-        }
-        discard(&self.view, open, &mut open.dirty.lock());
-        if !open.is_orphan() && open.scatter(0) > Compact::default().extents_min {
-            shared.compaction.note(open.volume, open.ino);
-        }
-        if open.is_orphan()
-            && let Err(error) = shared.reap(open.volume, open.ino)
-        {
-            tracing::warn!(
-                inode = open.ino, %error,
-                "freeing an unlinked file; it is collected once this process has ended"
-            );
-        }
+        shared.close_inode(open);
     }
 }
 
@@ -510,9 +506,9 @@ fn commit(
 }
 
 /// Forgets what is unflushed of an inode, whose dirty state the caller has locked.
-pub(super) fn discard(view: &View, open: &OpenInode, dirty: &mut Dirty) {
+pub(super) fn discard(shared: &Shared, open: &OpenInode, dirty: &mut Dirty) {
     let discarded = std::mem::take(dirty);
-    view.shared.unflushed_bytes.fetch_sub(discarded.bytes(), Ordering::Relaxed);
+    shared.unflushed_bytes.fetch_sub(discarded.bytes(), Ordering::Relaxed);
     open.set_unflushed(None);
 }
 

@@ -8,7 +8,8 @@
 //!  - each operation on names is one metadata transaction: it happened or it did not;
 //!  - what was written through an open file is visible to this process at once, to others after a
 //!    flush, and survives a power failure after an fsync that returned `Ok`;
-//!  - a file that is unlinked while it is open in this process stays readable until the last close.
+//!  - a file that is unlinked or replaced while it is open, here or in another process, stays readable and
+//!    writable until the last close.
 
 pub(crate) mod acl;
 mod allocate;
@@ -22,6 +23,7 @@ mod link;
 pub(crate) mod lock;
 mod namespace;
 pub(crate) mod open_table;
+pub(crate) mod orphan;
 pub(crate) mod path;
 mod rename;
 pub(crate) mod tree;
@@ -36,4 +38,4 @@ pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetT
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

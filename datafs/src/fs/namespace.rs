@@ -163,7 +163,10 @@ impl View {
                 }
             })?;
             match made {
-                Ok(inode) => return Ok((inode.attr(node), file)),
+                Ok(inode) => {
+                    file.has_name();
+                    return Ok((inode.attr(node), file));
+                }
                 Err(dentry) => match self.open(Node { snapshot: 0, ino: dentry.ino }, flags) {
                     // Unlinked since the transaction: make it after all.
                     Err(Error::NotFound { .. }) => {}
@@ -175,8 +178,8 @@ impl View {
         Err(Error::not_found(tree::display(name)))
     }
 
-    /// Removes a name of anything but a directory. The inode goes with its last name, or, when this
-    /// process has it open, with the last close.
+    /// Removes a name of anything but a directory. The inode goes with its last name, or, when somebody
+    /// has it open, here or in another process, with the last close.
     pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
         let parent_ino = self.writable(parent)?;
         self.write_closing(Durability::Relaxed, |writer, closing| {
@@ -241,6 +244,7 @@ impl View {
         if result.is_err() {
             closing.undo();
         }
+        closing.committed(&self.shared.orphans);
         if closing.collect {
             self.shared.collector.wake();
         }

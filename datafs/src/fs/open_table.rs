@@ -21,6 +21,8 @@ pub(crate) struct OpenInode {
     /// What `dirty` means for the attributes; of its own, so that a stat never waits for a flush.
     unflushed: Mutex<Option<Unflushed>>,
     orphan: AtomicBool,
+    /// It had a name once it was open.
+    had_name: AtomicBool,
     /// Extents that were committed since it was opened.
     scattered: AtomicUsize,
 }
@@ -60,6 +62,16 @@ impl OpenInode {
     /// Whether the last name of the inode was removed.
     pub(crate) fn is_orphan(&self) -> bool {
         self.orphan.load(Ordering::Acquire)
+    }
+
+    /// Notes that it has a name, and is open.
+    pub(crate) fn has_name(&self) {
+        self.had_name.store(true, Ordering::Release);
+    }
+
+    /// Whether it had a name since it is open, so that it may be opened again without one.
+    pub(crate) fn had_name(&self) -> bool {
+        self.had_name.load(Ordering::Acquire)
     }
 
     /// Counts extents that were committed; returns how many there were since it was opened.
@@ -117,12 +129,23 @@ impl OpenTable {
                 dirty: Mutex::new(Dirty::default()),
                 unflushed: Mutex::new(None),
                 orphan: AtomicBool::new(false),
+                had_name: AtomicBool::new(false),
                 scattered: AtomicUsize::new(0),
             }),
             handles: 0,
         });
         entry.handles += 1;
         Arc::clone(&entry.inode)
+    }
+
+    /// Counts one more handle of each inode that is open.
+    pub(crate) fn pin_all(&self) -> Vec<Arc<OpenInode>> {
+        let mut table = self.lock();
+        let pin = |entry: &mut Entry| {
+            entry.handles += 1;
+            Arc::clone(&entry.inode)
+        };
+        table.0.values_mut().map(pin).collect()
     }
 
     /// Counts one handle less. Returns whether that was the last.

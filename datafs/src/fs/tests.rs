@@ -25,7 +25,7 @@ pub(super) fn config() -> Config {
     Config { write_buffer_bytes_max: 6_000, garbage_grace_ms: 0, gc_interval_ms: 0, ..Config::default() }
 }
 
-pub(super) fn open(home: &Path) -> Datafs {
+pub(crate) fn open(home: &Path) -> Datafs {
     let mut config = config();
     on_postgres::put_into(&mut config, home);
     Datafs::open(home, &config).unwrap()
@@ -36,13 +36,13 @@ pub(super) fn owner() -> Owner {
 }
 
 /// A fresh volume `v`, live.
-pub(super) fn volume(datafs: &Datafs) -> View {
+pub(crate) fn volume(datafs: &Datafs) -> View {
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     datafs.view(&"v".parse().unwrap()).unwrap()
 }
 
 /// How many metadata rows a table (first byte of the key) has.
-pub(super) fn rows(datafs: &Datafs, table: u8) -> usize {
+pub(crate) fn rows(datafs: &Datafs, table: u8) -> usize {
     datafs
         .shared
         .meta
@@ -51,7 +51,7 @@ pub(super) fn rows(datafs: &Datafs, table: u8) -> usize {
 }
 
 /// How many objects are on the store.
-pub(super) fn objects(home: &Path) -> usize {
+pub(crate) fn objects(home: &Path) -> usize {
     let mut count = 0;
     for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
         for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {

@@ -6,15 +6,15 @@ use std::os::unix::ffi::OsStrExt as _;
 use parking_lot::MutexGuard;
 
 use super::open_table::{OpenInodes, OpenTable};
+use super::orphan::{Orphan, Orphans};
 use super::types::{FileKind, Owner, ROOT_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Order;
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
+use crate::session;
 
-/// Owner of an orphan that anybody may free.
-pub(crate) const NO_OWNER: u64 = 0;
 /// Longest file name, in bytes.
 pub(crate) const NAME_BYTES_MAX: usize = 255;
 /// Name of the directory of snapshots in the root of a live view.
@@ -135,9 +135,27 @@ pub(crate) struct Closing<'a> {
     orphaned: Vec<(u64, u64)>,
     /// An inode with too many records for one transaction is left to the collector.
     pub(crate) collect: bool,
+    /// Others have to be asked whether they have an inode open.
+    asks: bool,
 }
 
-impl Closing<'_> {
+impl<'a> Closing<'a> {
+    /// Marks an inode whose last name goes, or has gone. Returns whether this process has it open.
+    pub(super) fn orphan(&mut self, open: &'a OpenTable, volume: u64, ino: u64) -> bool {
+        let is_open = self.table.get_or_insert_with(|| open.lock()).set_orphan(volume, ino, true);
+        if is_open {
+            self.orphaned.push((volume, ino));
+        }
+        is_open
+    }
+
+    /// The transaction was committed.
+    pub(crate) fn committed(&self, orphans: &Orphans) {
+        if self.asks {
+            orphans.note();
+        }
+    }
+
     /// The transaction was taken back: the inodes are no orphans.
     pub(crate) fn undo(&mut self) {
         if let Some(mut table) = self.table.take() {
@@ -145,12 +163,12 @@ impl Closing<'_> {
                 table.set_orphan(volume, ino, false);
             }
         }
-        self.collect = false;
+        (self.collect, self.asks) = (false, false);
     }
 }
 
-/// Takes one link from a file. With the last one the inode goes; if this process has it open, after
-/// the last close.
+/// Takes one link from a file. With the last one the inode goes; if it is open, or others may have it
+/// open, after the last close.
 pub(crate) fn drop_link<'a>(
     writer: &mut Writer<'_>,
     ino: u64,
@@ -166,28 +184,34 @@ pub(crate) fn drop_link<'a>(
         return put_inode(writer, ino, &inode);
     }
     // Before the table is locked: an engine far away takes its time.
-    let records = node_records(writer, ino, REMOVE_NOW_MAX)?;
-    let table = closing.table.get_or_insert_with(|| open.lock());
     let (volume, session) = (writer.volume(), writer.session());
-    if table.set_orphan(volume, ino, true) {
-        closing.orphaned.push((volume, ino));
-        put_inode(writer, ino, &inode)?;
-        return writer.txn().put(&keys::orphan(volume, ino), &session.to_be_bytes());
-    }
-    records.iter().try_for_each(|record| writer.delete(record))?;
-    if records.len() < REMOVE_NOW_MAX {
-        return Ok(());
-    }
-    closing.collect = true;
-    writer.txn().put(&keys::orphan(volume, ino), &NO_OWNER.to_be_bytes())
+    let is_others = inode.kind == FileKind::File && !session::is_alone(writer.txn().as_read(), session)?;
+    let records = if is_others { Vec::new() } else { node_records(writer, ino, REMOVE_NOW_MAX)? };
+    let orphan = match closing.orphan(open, volume, ino) {
+        true => Orphan::held_by(session),
+        false if is_others => {
+            closing.asks = true;
+            Orphan::of(session)
+        }
+        false => {
+            records.iter().try_for_each(|record| writer.delete(record))?;
+            if records.len() < REMOVE_NOW_MAX {
+                return Ok(());
+            }
+            closing.collect = true;
+            return writer.txn().put(&keys::orphan(volume, ino), &Orphan::free().encode());
+        }
+    };
+    put_inode(writer, ino, &inode)?;
+    writer.txn().put(&keys::orphan(volume, ino), &orphan.encode())
 }
 
-/// Removes at most `limit` records of an inode, its attributes among the first. Returns whether none
-/// is left.
-pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<bool> {
+/// Removes at most `limit` records of an inode, its attributes among the first. Returns how many there
+/// were: fewer than `limit` when none is left.
+pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<usize> {
     let records = node_records(writer, ino, limit)?;
     records.iter().try_for_each(|record| writer.delete(record))?;
-    Ok(records.len() < limit)
+    Ok(records.len())
 }
 
 /// At most `limit` record keys of an inode.

@@ -9,6 +9,7 @@ use super::tree::sum_of;
 use crate::data::ObjectId;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::fs::orphan::Orphan;
 use crate::fs::tree;
 use crate::fs::types::{FileKind, Owner, ROOT_INO};
 use crate::meta::codec::{Decoder, Encoder};
@@ -104,7 +105,7 @@ impl Fix {
                 if !unlinked || txn.get(&key)?.is_some() {
                     return Ok(false);
                 }
-                txn.put(&key, &tree::NO_OWNER.to_be_bytes())?;
+                txn.put(&key, &Orphan::free().encode())?;
                 Ok(true)
             }
             Fix::NoOrphan { volume, ino } => {

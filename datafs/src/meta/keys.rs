@@ -15,6 +15,10 @@ pub(crate) const FORMAT: &[u8] = b"mformat";
 pub(crate) const BARRIER: &[u8] = b"mbarrier";
 /// The number of the newest batch that was committed.
 pub(crate) const BATCH: &[u8] = b"mbatch";
+/// The sessions that have a row, as numbers of eight bytes.
+pub(crate) const ROSTER: &[u8] = b"mroster";
+/// The number of the last round of questions about orphans.
+pub(crate) const ROUND: &[u8] = b"mround";
 /// The last volume id that was given out.
 pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
 
@@ -147,7 +151,7 @@ pub(crate) fn dead_lists(volume: u64) -> Vec<u8> {
     table(b'd', &[&volume.to_be_bytes()])
 }
 
-/// An inode without a name that some process still has open.
+/// An inode without a name that somebody may have open: see `fs/orphan.rs`.
 pub(crate) fn orphan(volume: u64, ino: u64) -> Vec<u8> {
     table(b'o', &[&volume.to_be_bytes(), &ino.to_be_bytes()])
 }
@@ -205,6 +209,11 @@ pub(crate) fn session(id: u64) -> Vec<u8> {
 /// All sessions.
 pub(crate) fn sessions() -> Vec<u8> {
     table(b'p', &[])
+}
+
+/// The last round of questions about orphans that a session has answered.
+pub(crate) fn answered(id: u64) -> Vec<u8> {
+    table(b'a', &[&id.to_be_bytes()])
 }
 
 /// A dead session whose unpublished objects are being removed.

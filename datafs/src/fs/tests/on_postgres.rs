@@ -72,6 +72,16 @@ fn semantics_hold_on_bad_connections_to_postgres() {
 }
 
 #[test]
+fn unlinked_files_stay_for_others_on_postgres() {
+    use crate::fs::orphan::tests;
+    on_postgres(|_| {
+        tests::a_file_unlinked_elsewhere_stays_until_the_last_close();
+        tests::what_nobody_has_open_goes_when_all_have_answered();
+        tests::who_could_open_a_file_can_read_it_while_others_replace_it();
+    });
+}
+
+#[test]
 fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
     on_postgres(|server| {
         let home = tempfile::tempdir().unwrap();

@@ -1,0 +1,401 @@
+//! Files without a name that somebody may still have open: who keeps them, and when they go.
+//!
+//! Opening a file leaves no trace in the metadata. So whoever takes the last name of a file while other
+//! sessions live cannot know whether they have it open: the file becomes an *orphan*, and its *keeper*,
+//! the session that made it one, asks. It raises the number of a *round*; every session that lives then
+//! notes itself as a *holder* of the orphans that it has open, and answers with the number. What nobody
+//! holds once all have answered goes. One round asks about everything that was unlinked before it, so
+//! that removing many files costs each session one small commit a second.
+//!
+//! That is safe because nobody opens a file without a name (unless he has it open): who answers has
+//! opened what he is ever going to have of it. The last one to close an orphan becomes its keeper. A
+//! holder that died holds nothing; the orphans of a keeper that died are anybody's.
+//!
+//! A session that is alone removes a file with its last name, or with its last close.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::file::discard;
+use super::open_table::OpenInode;
+use super::tree::{self, Closing};
+use crate::compact::Compact;
+use crate::datafs::Shared;
+use crate::error::{Error, Result};
+use crate::meta::codec::{Decoder, Encoder};
+use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
+use crate::meta::keys;
+use crate::meta::versioned::Writer;
+use crate::session;
+
+/// Keeper of an orphan that nobody has open: anybody may free it.
+const NOBODY: u64 = 0;
+/// Records that one transaction reads or removes.
+const BATCH: usize = 1_000;
+/// Orphans that one transaction frees.
+const FREED_TOGETHER: usize = 64;
+/// Open files that are looked up together.
+const LOOKED_UP_TOGETHER: usize = 256;
+/// Orphans that one round asks about: with sixteen bytes each, 1 MiB.
+const ROUND_MAX: usize = 65_536;
+
+/// An orphan's record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Orphan {
+    keeper: u64,
+    /// Sessions that have it open.
+    holders: Vec<u64>,
+}
+
+impl Orphan {
+    /// One that nobody has open.
+    pub(crate) fn free() -> Orphan {
+        Orphan { keeper: NOBODY, holders: Vec::new() }
+    }
+
+    /// One that others may have open.
+    pub(crate) fn of(keeper: u64) -> Orphan {
+        Orphan { keeper, holders: Vec::new() }
+    }
+
+    /// One that its keeper has open.
+    pub(crate) fn held_by(keeper: u64) -> Orphan {
+        Orphan { keeper, holders: vec![keeper] }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        self.holders.iter().fold(Encoder::default().u64(self.keeper), |to, holder| to.u64(*holder)).finish()
+    }
+
+    fn decode(value: &[u8]) -> Result<Orphan> {
+        let (numbers, []) = value.as_chunks() else {
+            return Err(Error::corrupt("orphan record", "it is of no whole numbers"));
+        };
+        let mut numbers = numbers.iter().map(|number| u64::from_be_bytes(*number));
+        let missing = || Error::corrupt("orphan record", "it has no keeper");
+        Ok(Orphan { keeper: numbers.next().ok_or_else(missing)?, holders: numbers.collect() })
+    }
+}
+
+/// What one process does about orphans.
+#[derive(Debug, Default)]
+pub(crate) struct Orphans {
+    /// The last round that it has answered.
+    answered: AtomicU64,
+    /// There may be some to ask about.
+    noted: AtomicBool,
+    round: Mutex<Option<Round>>,
+}
+
+/// A question that was asked.
+#[derive(Debug)]
+struct Round {
+    number: u64,
+    /// What it is about, by volume and inode number.
+    orphans: Vec<(u64, u64)>,
+    unanswered: Vec<u64>,
+}
+
+impl Orphans {
+    /// Something became an orphan that this process keeps.
+    pub(crate) fn note(&self) {
+        self.noted.store(true, Ordering::Release);
+    }
+
+    /// Whether there is something to do before the next collection.
+    pub(crate) fn are_waiting(&self) -> bool {
+        self.noted.load(Ordering::Acquire) || self.round.lock().is_some()
+    }
+}
+
+/// Open files, each counted as open once more while this lives.
+struct Pinned<'a> {
+    shared: &'a Shared,
+    inodes: Vec<Arc<OpenInode>>,
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        for inode in &self.inodes {
+            self.shared.close_inode(inode);
+        }
+    }
+}
+
+impl Shared {
+    /// Takes back what [`OpenTable::open`](super::open_table::OpenTable::open) has counted. With the
+    /// last one, what is unflushed goes, and an orphan.
+    pub(crate) fn close_inode(&self, open: &OpenInode) {
+        if !self.open.close(open) {
+            return;
+        }
+        discard(self, open, &mut open.dirty.lock());
+        if !open.is_orphan() {
+            if open.scatter(0) > Compact::default().extents_min {
+                self.compaction.note(open.volume, open.ino);
+            }
+        } else if let Err(error) = self.let_go(open.volume, open.ino) {
+            tracing::warn!(
+                inode = open.ino, %error,
+                "freeing an unlinked file; it is collected once this process has ended"
+            );
+        }
+    }
+
+    /// Gives an orphan up that this process had open.
+    fn let_go(&self, volume: u64, ino: u64) -> Result<()> {
+        let (key, own) = (keys::orphan(volume, ino), self.session.id());
+        let freed = self.meta.transact(Durability::Relaxed, |txn| {
+            let Some(value) = txn.get(&key)? else { return Ok(true) };
+            let mut orphan = Orphan::decode(&value)?;
+            let mut holders = Vec::new();
+            for holder in orphan.holders.drain(..).filter(|holder| *holder != own) {
+                if txn.get(&keys::session(holder))?.is_some() {
+                    holders.push(holder);
+                }
+            }
+            orphan.holders = holders;
+            let others_may_have_it = !orphan.holders.is_empty() || !session::is_alone(txn.as_read(), own)?;
+            if others_may_have_it {
+                if orphan.holders.is_empty() {
+                    orphan.keeper = own;
+                    self.orphans.note();
+                }
+                txn.put(&key, &orphan.encode())?;
+                return Ok(true);
+            }
+            txn.put(&key, &Orphan::free().encode())?;
+            self.free_in(txn, volume, ino, BATCH).map(|left| left > 0)
+        })?;
+        if freed { Ok(()) } else { self.free(&[(volume, ino)]).map(drop) }
+    }
+
+    /// Answers the question which orphans this process has open, if somebody has asked.
+    pub(crate) fn answer_round(&self) -> Result<()> {
+        let number = self.meta.view(round_number)?;
+        if number == self.orphans.answered.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.hold_orphans()?;
+        crate::failpoint::hit("orphans-held");
+        let key = keys::answered(self.session.id());
+        self.meta.transact(Durability::Relaxed, |txn| txn.put(&key, &number.to_be_bytes()))?;
+        self.orphans.answered.store(number, Ordering::Release);
+        Ok(())
+    }
+
+    /// Notes this process as a holder of the orphans that it has open.
+    fn hold_orphans(&self) -> Result<()> {
+        // Whoever opens a file after this sees that it has no name, and does not get it.
+        self.meta.barrier()?;
+        let pinned = Pinned { shared: self, inodes: self.open.pin_all() };
+        let own = self.session.id();
+        let unknown: Vec<_> = pinned.inodes.iter().filter(|inode| !inode.is_orphan()).collect();
+        for inodes in unknown.chunks(LOOKED_UP_TOGETHER) {
+            let wanted: Vec<_> = inodes.iter().map(|inode| keys::orphan(inode.volume, inode.ino)).collect();
+            let found = self.meta.view(|txn| {
+                txn.prefetch(&wanted)?;
+                wanted.iter().try_fold(false, |found, key| Ok(found | txn.get(key)?.is_some()))
+            })?;
+            if !found {
+                continue;
+            }
+            let mut closing = Closing::default();
+            let held = self.meta.transact(Durability::Relaxed, |txn| {
+                closing.undo();
+                for (inode, key) in inodes.iter().zip(&wanted) {
+                    let Some(value) = txn.get(key)? else { continue };
+                    let mut orphan = Orphan::decode(&value)?;
+                    closing.orphan(&self.open, inode.volume, inode.ino);
+                    if !orphan.holders.contains(&own) {
+                        orphan.holders.push(own);
+                        txn.put(key, &orphan.encode())?;
+                    }
+                }
+                Ok(())
+            });
+            if held.is_err() {
+                closing.undo();
+            }
+            held?;
+        }
+        Ok(())
+    }
+
+    /// Frees orphans that this process keeps, or that a dead one has kept, as far as everybody has
+    /// answered; asks about those that nobody was asked about. Returns how many were freed. Never waits
+    /// for an answer: to be called again while [`Orphans::are_waiting`].
+    pub(crate) fn tend_orphans(&self) -> Result<u64> {
+        let mut freed = 0;
+        let mut under_way = self.orphans.round.lock();
+        loop {
+            if under_way.is_none() {
+                self.orphans.noted.store(false, Ordering::Release);
+                let asked = self.ask(&mut freed).inspect_err(|_| self.orphans.note())?;
+                *under_way = asked;
+            }
+            let Some(round) = &mut *under_way else { return Ok(freed) };
+            self.wait_for_less(round)?;
+            if !round.unanswered.is_empty() {
+                return Ok(freed);
+            }
+            let now = self.free(&round.orphans)?;
+            let more = round.orphans.len() == ROUND_MAX && now > 0;
+            freed += now;
+            *under_way = None;
+            if !more && !self.orphans.noted.load(Ordering::Acquire) {
+                return Ok(freed);
+            }
+        }
+    }
+
+    /// Begins a round about the orphans that nobody is known to have open. Those that surely nobody has
+    /// are freed.
+    fn ask(&self, freed: &mut u64) -> Result<Option<Round>> {
+        let own = self.session.id();
+        let (mut free, mut orphans) = (Vec::new(), Vec::new());
+        let mut living = HashMap::from([(own, true)]);
+        let prefix = keys::all_orphans();
+        let (mut start, end) = (prefix.clone(), keys::after_prefix(&prefix));
+        while orphans.len() < ROUND_MAX {
+            let page = self.meta.view(|txn| {
+                let page = txn.scan(&start, &end, Order::Ascending, BATCH)?;
+                for (_, value) in &page {
+                    let Orphan { keeper, holders } = Orphan::decode(value)?;
+                    for session in holders.into_iter().chain([keeper]) {
+                        if let std::collections::hash_map::Entry::Vacant(unknown) = living.entry(session) {
+                            unknown.insert(txn.get(&keys::session(session))?.is_some());
+                        }
+                    }
+                }
+                Ok(page)
+            })?;
+            let lives = |session: &u64| living.get(session).copied().unwrap_or(true);
+            for (key, value) in &page {
+                let orphan = Orphan::decode(value)?;
+                let mut from = Decoder::new("orphan key", &key[1..]);
+                let which = (from.u64()?, from.u64()?);
+                let is_kept = orphan.keeper != own && lives(&orphan.keeper);
+                if orphan.keeper == NOBODY {
+                    free.push(which);
+                } else if !is_kept && !orphan.holders.iter().any(lives) && orphans.len() < ROUND_MAX {
+                    orphans.push(which);
+                }
+            }
+            match page.last() {
+                Some((last, _)) if page.len() == BATCH => start = [last.as_slice(), &[0]].concat(),
+                _ => break,
+            }
+        }
+        *freed += self.free(&free)?;
+        if orphans.is_empty() {
+            return Ok(None);
+        }
+        let (number, everybody) = self.meta.transact(Durability::Relaxed, |txn| {
+            let everybody = session::roster(txn.as_read())?;
+            let number = round_number(txn.as_read())?;
+            if everybody == [own] {
+                return Ok((number, everybody));
+            }
+            txn.put(keys::ROUND, &(number + 1).to_be_bytes())?;
+            Ok((number + 1, everybody))
+        })?;
+        // Of dead keepers' orphans it may have some open itself, without knowing.
+        self.hold_orphans()?;
+        let unanswered = everybody.into_iter().filter(|session| *session != own).collect();
+        Ok(Some(Round { number, orphans, unanswered }))
+    }
+
+    /// Strikes out who has answered, and who is gone.
+    fn wait_for_less(&self, round: &mut Round) -> Result<()> {
+        round.unanswered = self.meta.view(|txn| {
+            let mut unanswered = Vec::new();
+            for session in &round.unanswered {
+                let answered = match txn.get(&keys::answered(*session))? {
+                    Some(value) => Decoder::new("answer about orphans", &value).u64()?,
+                    None => 0,
+                };
+                if answered < round.number && txn.get(&keys::session(*session))?.is_some() {
+                    unanswered.push(*session);
+                }
+            }
+            Ok(unanswered)
+        })?;
+        Ok(())
+    }
+
+    /// Frees orphans (sorted by volume) that nobody holds, in batches. Returns how many.
+    fn free(&self, orphans: &[(u64, u64)]) -> Result<u64> {
+        let mut freed = 0;
+        for volume in orphans.chunk_by(|(one, _), (other, _)| one == other) {
+            for together in volume.chunks(FREED_TOGETHER) {
+                match self.free_together(together) {
+                    Ok(count) => freed += count,
+                    // The volume is being deleted, and its orphans with it.
+                    Err(Error::Stale { .. }) => break,
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(freed)
+    }
+
+    fn free_together(&self, orphans: &[(u64, u64)]) -> Result<u64> {
+        let mut freed = 0;
+        let mut rest = orphans;
+        while !rest.is_empty() {
+            let (done, now) = self.meta.transact(Durability::Relaxed, |txn| {
+                let (mut done, mut now, mut room) = (0, 0, BATCH);
+                for (volume, ino) in rest {
+                    let Some(value) = txn.get(&keys::orphan(*volume, *ino))? else {
+                        done += 1;
+                        continue;
+                    };
+                    let orphan = Orphan::decode(&value)?;
+                    let mut held = false;
+                    for holder in &orphan.holders {
+                        held |= txn.get(&keys::session(*holder))?.is_some();
+                    }
+                    if !held {
+                        room = self.free_in(txn, *volume, *ino, room)?;
+                        if room == 0 {
+                            break;
+                        }
+                        now += 1;
+                    }
+                    done += 1;
+                }
+                Ok((done, now))
+            })?;
+            freed += now;
+            rest = &rest[done..];
+        }
+        Ok(freed)
+    }
+
+    /// Removes at most `room` records of an orphan, and itself if that was all. Returns how many more
+    /// could have been removed; 0 when there may be more.
+    fn free_in(&self, txn: &mut dyn WriteTxn, volume: u64, ino: u64, room: usize) -> Result<usize> {
+        Writer::run(txn, volume, self.session.id(), |writer| {
+            let removed = tree::remove_records(writer, ino, room)?;
+            if removed < room {
+                writer.txn().delete(&keys::orphan(volume, ino))?;
+            }
+            Ok(room - removed)
+        })
+    }
+}
+
+fn round_number(txn: &mut dyn ReadTxn) -> Result<u64> {
+    match txn.get(keys::ROUND)? {
+        Some(value) => Decoder::new("round of questions about orphans", &value).u64(),
+        None => Ok(0),
+    }
+}
+
+#[cfg(test)]
+#[path = "tests/orphan.rs"]
+pub(crate) mod tests;

@@ -1,0 +1,184 @@
+//! Tests of files that lose their name in one session while another has them open.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::*;
+use crate::datafs::Datafs;
+use crate::fs::OpenFlags;
+use crate::fs::tests::{objects, open, rows, volume};
+use crate::view::View;
+
+const RW: OpenFlags = OpenFlags::READ_WRITE;
+
+/// Two sessions with the same volume.
+fn two(home: &Path) -> [(Datafs, View); 2] {
+    let one = open(home);
+    let view = volume(&one);
+    [(one, view), again(home)]
+}
+
+fn again(home: &Path) -> (Datafs, View) {
+    let datafs = open(home);
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    (datafs, view)
+}
+
+fn counts(datafs: &Datafs, home: &Path) -> (usize, usize) {
+    (rows(datafs, b'o'), objects(home))
+}
+
+#[test]
+pub(crate) fn a_file_unlinked_elsewhere_stays_until_the_last_close() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    for path in ["removed", "replaced"] {
+        at_a.write_file(path, &[1; 10_000]).unwrap();
+    }
+    let files = ["removed", "replaced"].map(|path| at_b.open(at_b.stat(path).unwrap().node, RW).unwrap());
+    at_a.remove_file("removed").unwrap();
+    at_a.write_file("other", &[2; 10_000]).unwrap();
+    at_a.rename_path("other", "replaced").unwrap();
+    for _ in 0..2 {
+        assert_eq!(a.gc().unwrap().inodes, 0);
+        assert_eq!(b.gc().unwrap().inodes, 0);
+    }
+    assert_eq!(counts(&a, home.path()), (2, 3));
+    for file in &files {
+        assert_eq!(file.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
+        file.write_at(5_000, &[3; 9_000]).unwrap();
+        file.fsync().unwrap();
+        let mut expected = vec![1; 14_000];
+        expected[5_000..].fill(3);
+        assert_eq!(file.read_at(0, 20_000).unwrap(), expected);
+        let attr = file.attr().unwrap();
+        assert_eq!((attr.nlink, attr.size), (0, 14_000));
+        // As by `/proc/self/fd`: who has it open may open it again, nobody else.
+        assert_eq!(at_b.open(file.node(), RW).unwrap().read_at(0, 1).unwrap(), vec![1]);
+        assert!(at_a.open(file.node(), RW).unwrap_err().is_not_found());
+    }
+    assert_eq!(at_b.read_file("replaced").unwrap(), vec![2; 10_000]);
+    drop(files);
+    // The last to close it asks the others before it goes.
+    assert_eq!(b.gc().unwrap().inodes, 0);
+    a.gc().unwrap();
+    assert_eq!(b.gc().unwrap().inodes, 2);
+    b.gc().unwrap();
+    assert_eq!(counts(&a, home.path()), (0, 1));
+}
+
+#[test]
+pub(crate) fn what_nobody_has_open_goes_when_all_have_answered() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, _)] = two(home.path());
+    for n in 0..200 {
+        at_a.write_file(&format!("{n}"), &[1; 5_000]).unwrap();
+    }
+    for n in 0..200 {
+        at_a.remove_file(&format!("{n}")).unwrap();
+    }
+    assert_eq!(a.gc().unwrap().inodes, 0);
+    // Who comes later has nothing of them.
+    let late = again(home.path());
+    assert_eq!(a.gc().unwrap().inodes, 0);
+    b.gc().unwrap();
+    assert_eq!(a.gc().unwrap().inodes, 200);
+    assert_eq!(a.shared.meta.view(round_number).unwrap(), 1, "one question about all");
+    assert_eq!((rows(&a, b'o'), rows(&a, b'r')), (0, 1));
+    // Alone again, a file goes with its name.
+    drop((late, b));
+    at_a.write_file("file", b"x").unwrap();
+    at_a.remove_file("file").unwrap();
+    assert_eq!((rows(&a, b'o'), rows(&a, b'r')), (0, 1));
+}
+
+#[test]
+fn a_holder_that_dies_holds_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    at_a.write_file("file", &[1; 10_000]).unwrap();
+    let file = at_b.open(at_a.stat("file").unwrap().node, RW).unwrap();
+    at_a.remove_file("file").unwrap();
+    a.gc().unwrap();
+    b.gc().unwrap();
+    assert_eq!(a.gc().unwrap().inodes, 0);
+    b.shared.session.lose_lock();
+    assert_eq!(a.gc().unwrap().inodes, 1);
+    assert_eq!(counts(&a, home.path()), (0, 0));
+    assert!(file.read_at(0, 1).is_err());
+}
+
+#[test]
+fn the_orphans_of_a_dead_keeper_are_kept_for_who_has_them_open() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    let (c, _) = again(home.path());
+    at_a.write_file("file", &[1; 10_000]).unwrap();
+    at_a.write_file("other", &[2; 10_000]).unwrap();
+    let node = at_a.stat("file").unwrap().node;
+    let [ours, theirs] = [&at_a, &at_b].map(|view| view.open(node, RW).unwrap());
+    at_a.remove_file("file").unwrap();
+    at_a.remove_file("other").unwrap();
+    a.shared.session.lose_lock();
+    // Nobody had been asked.
+    assert_eq!(c.gc().unwrap().sessions, 1);
+    b.gc().unwrap();
+    assert_eq!(c.gc().unwrap().inodes, 1, "the one that nobody has open");
+    assert_eq!(theirs.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
+    drop(theirs);
+    assert_eq!(b.gc().unwrap().inodes, 0, "it is asked for first");
+    c.gc().unwrap();
+    assert_eq!(b.gc().unwrap().inodes, 1);
+    assert_eq!(rows(&b, b'o'), 0);
+    drop(ours);
+}
+
+#[test]
+pub(crate) fn who_could_open_a_file_can_read_it_while_others_replace_it() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    at_a.write_file("file", &[0; 9_000]).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in 1..60u8 {
+                at_a.write_file("file", &[n; 9_000]).unwrap();
+                a.gc().unwrap();
+            }
+            done.store(true, Ordering::Release);
+        });
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                b.gc().unwrap();
+            }
+        });
+        while !done.load(Ordering::Acquire) {
+            let Ok(stat) = at_b.stat("file") else { continue };
+            let Ok(file) = at_b.open(stat.node, RW) else { continue };
+            for _ in 0..5 {
+                let bytes = file.read_at(0, 10_000).unwrap();
+                assert!(bytes.len() == 9_000 && bytes.iter().all(|byte| *byte == bytes[0]));
+            }
+            file.write_at(0, &[bytes_of(&file)]).unwrap();
+            file.flush().unwrap();
+        }
+    });
+    for _ in 0..2 {
+        a.gc().unwrap();
+        b.gc().unwrap();
+    }
+    assert_eq!(counts(&a, home.path()), (0, 1));
+}
+
+fn bytes_of(file: &crate::fs::OpenFile) -> u8 {
+    file.read_at(0, 1).unwrap()[0]
+}
+
+#[test]
+fn records_round_trip_and_refuse_damage() {
+    for orphan in [Orphan::free(), Orphan::of(7), Orphan { keeper: 7, holders: vec![8, 9] }] {
+        assert_eq!(Orphan::decode(&orphan.encode()).unwrap(), orphan);
+    }
+    assert!(Orphan::decode(&[]).is_err() && Orphan::decode(&[1; 9]).is_err());
+}
