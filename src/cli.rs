@@ -51,7 +51,7 @@ pub(crate) enum Command {
     Snapshot(SnapshotCommand),
     /// Mount a volume or a snapshot as a folder, until Ctrl-C or `millrace umount`
     #[command(
-        after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday"
+        after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday\n  millrace mount --supervise --detach digits /mnt/digits"
     )]
     Mount(MountArgs),
     /// Unmount a folder
@@ -262,6 +262,9 @@ pub(crate) struct MountArgs {
     /// Return once it is mounted; a background process serves it
     #[arg(long)]
     pub(crate) detach: bool,
+    /// Start the process that serves the mount again whenever it dies
+    #[arg(long)]
+    pub(crate) supervise: bool,
     /// auto: by the mean size of a snapshot's files; passthrough: large files of snapshots are handed to
     /// the kernel; pages: everything goes through the kernel's pages, and a snapshot's files are opened
     /// without a message

@@ -49,6 +49,7 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
             Some(("config", value)) => arguments.extend(["--config".into(), value.into()]),
             Some(("open", value)) => flags.extend(["--open".into(), value.into()]),
             _ if option == "ro" => read_only = true,
+            _ if option == "supervise" => flags.push("--supervise".into()),
             _ if option.is_empty() || NOT_OURS.contains(&option) || option.starts_with("x-") => {}
             _ => return fail(Exit::Usage, format!("{NAME} knows no option {option:?}")),
         }
@@ -80,8 +81,8 @@ mod tests {
             Ok("millrace --home /h mount --detach --open pages v /mnt".into())
         );
         assert_eq!(
-            translated("mount.millrace v@s /mnt -n -o ro"),
-            Ok("millrace mount --detach v@s /mnt".into())
+            translated("mount.millrace v@s /mnt -n -o ro,supervise"),
+            Ok("millrace mount --detach --supervise v@s /mnt".into())
         );
         assert_eq!(translated("millrace fsck --scrub"), Ok("millrace fsck --scrub".into()));
         assert!(translated("mount.millrace v /mnt -o ro").is_err_and(|error| error.contains("snapshot")));

@@ -11,6 +11,7 @@ mod home;
 mod inference;
 mod output;
 mod quickstart;
+mod ready;
 mod service;
 mod settings;
 

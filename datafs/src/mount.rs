@@ -96,6 +96,14 @@ pub fn umount(at: &Path) -> Result<()> {
     }
 }
 
+/// Whether a volume is mounted at `at`, by whatever process, also one that has died.
+///
+/// # Errors
+/// When the system's table of mounts cannot be read.
+pub fn is_mounted(at: &Path) -> Result<bool> {
+    Ok(point::find(&point::absolute(at)?)?.is_some())
+}
+
 /// Whether this process may mount; else the reason and the way out, in one line.
 ///
 /// # Errors

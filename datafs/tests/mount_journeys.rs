@@ -10,6 +10,7 @@ mod lifecycle;
 mod locking;
 mod opening;
 mod sharing;
+mod unlinked;
 
 use std::fs;
 use std::io;

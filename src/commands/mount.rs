@@ -9,15 +9,20 @@ use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, MountOptions};
 use tokio::io::{AsyncBufReadExt, BufReader};
 
+use super::supervise;
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{Output, quoted};
+use crate::ready;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     if args.detach {
         return detach(context, &args).await;
+    }
+    if args.supervise {
+        return supervise::run(context, &args).await;
     }
     let datafs = context.datafs()?;
     let (spec, path) = (args.spec.clone(), args.path.clone());
@@ -32,6 +37,7 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
         })
         .await?;
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id())?;
+    ready::tell();
     context.out.note(&format!("{} {}", args.spec, mounted.opening()));
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
@@ -45,7 +51,7 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     ended
 }
 
-fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
+pub(super) fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
     out.table(
         &serde_json::json!({ "volume": spec, "mount": path, "pid": pid }),
         &[],
@@ -57,9 +63,8 @@ fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
     )
 }
 
-/// Starts the same command in a session of its own and waits until it has mounted.
-async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
-    use std::os::unix::process::CommandExt;
+/// The same command, for a program to read along, neither detached nor supervised.
+pub(super) fn same_command(context: &Context, args: &MountArgs) -> Result<std::process::Command> {
     let mut command = std::process::Command::new(std::env::current_exe()?);
     command.arg("--json").arg("--log").arg(&context.log).arg("--home").arg(context.home.root());
     if let Some(file) = &context.loaded.file {
@@ -67,6 +72,16 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
     command.arg("--open").arg(args.open.to_string());
+    Ok(command)
+}
+
+/// Starts the same command in a session of its own and waits until it has mounted.
+async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
+    use std::os::unix::process::CommandExt;
+    let mut command = same_command(context, args)?;
+    if args.supervise {
+        command.arg("--supervise");
+    }
     // A pipe would break when this process ends, and the other with it as soon as it has something to say.
     let log = context.home.root().join("mount.log");
     let file = File::options().append(true).create(true).open(&log);

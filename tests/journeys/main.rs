@@ -11,5 +11,6 @@ mod kills;
 mod quickstart;
 mod readme;
 mod rooms;
+mod supervised;
 mod up;
 mod upkeep;

@@ -334,7 +334,7 @@ impl Drop for OpenFile {
         let Some(open) = &self.live else { return };
         let shared = &self.view.shared;
         if self.flags.write
-            && !open.is_orphan()
+            && (!open.is_orphan() || shared.others_may_have_open())
             && let Err(error) = self.flush()
         {
             tracing::error!(

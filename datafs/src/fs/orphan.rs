@@ -145,6 +145,11 @@ impl Shared {
         }
     }
 
+    /// Whether somebody else may read what is written to a file without a name.
+    pub(crate) fn others_may_have_open(&self) -> bool {
+        self.meta.view(|txn| session::is_alone(txn, self.session.id())).is_ok_and(|alone| !alone)
+    }
+
     /// Gives an orphan up that this process had open.
     fn let_go(&self, volume: u64, ino: u64) -> Result<()> {
         let (key, own) = (keys::orphan(volume, ino), self.session.id());

@@ -95,11 +95,6 @@ impl World {
         self.tree.bytes_mut(ino).resize(size, 0);
     }
 
-    /// Whether the file is gone: another session took its last name, or has closed it since.
-    fn is_lost(&self, ino: u64) -> bool {
-        self.orphans.get(&ino).is_some_and(Option::is_none)
-    }
-
     pub(super) fn close(&mut self, actor: usize, slot: usize) {
         if let Some(handle) = self.session(actor).slots[slot].take() {
             self.dropped(actor, handle);
@@ -115,17 +110,13 @@ impl World {
     pub(super) fn dropped(&mut self, actor: usize, handle: Handle) {
         let (ino, write) = (handle.ino, handle.file.flags().write);
         drop(handle);
-        let own_orphan = self.orphans.get(&ino) == Some(&Some(actor));
-        if write && !own_orphan && !self.is_lost(ino) {
+        if write {
             self.flush(actor, ino);
         }
         if !self.session(actor).has_open(ino) {
             self.session(actor).pending.remove(&ino);
-            if own_orphan {
-                self.orphans.insert(ino, None);
-            }
         }
-        if !self.is_open(ino) && self.orphans.remove(&ino).is_some() {
+        if !self.is_open(ino) && self.tree.inodes[&ino].nlink == 0 {
             self.tree.inodes.remove(&ino);
         }
     }
@@ -191,11 +182,7 @@ impl World {
             | Op::Allocate { slot, .. }
             | Op::Flush(slot, _) => {
                 let Some(handle) = self.session(actor).slots[*slot].take() else { return };
-                if self.is_lost(handle.ino) {
-                    try_lost(&handle, op);
-                } else {
-                    self.use_handle(actor, &handle, op);
-                }
+                self.use_handle(actor, &handle, op);
                 self.session(actor).slots[*slot] = Some(handle);
             }
             other => unreachable!("{other:?}"),
@@ -281,10 +268,10 @@ impl World {
         self.session(actor).pending.insert(ino, pending);
     }
 
-    /// The handle in a slot and its file, unless that is lost.
+    /// The handle in a slot and its file.
     fn handle(&self, (actor, slot): (usize, usize)) -> Option<(u64, &OpenFile)> {
         let handle = self.sessions[actor].as_ref().unwrap().slots[slot].as_ref()?;
-        (!self.is_lost(handle.ino)).then_some((handle.ino, &handle.file))
+        Some((handle.ino, &handle.file))
     }
 
     /// Flushes the file in a slot: a copy flushes only where something is shared.
@@ -345,22 +332,4 @@ fn cut(bytes: &[u8], offset: u64, len: u64) -> Vec<u8> {
 
 fn pattern(len: usize, byte: u8) -> Vec<u8> {
     (0..len).map(|i| byte.wrapping_add((i % 251) as u8)).collect()
-}
-
-/// A file that another session has taken away: nothing is promised but a fitting error.
-fn try_lost(handle: &Handle, op: &Op) {
-    let file = &handle.file;
-    let error = match op {
-        Op::Write { offset, len, byte, .. } => file.write_at(*offset, &pattern(*len, *byte)).err(),
-        Op::Read { offset, len, .. } => file.read_at(*offset, *len).err(),
-        Op::SetLen(_, size) => file.set_len(*size).err(),
-        Op::Flush(_, true) => file.fsync().err(),
-        _ => file.flush().err(),
-    };
-    let fits = match &error {
-        None | Some(Error::NotFound { .. } | Error::Stale { .. }) => true,
-        Some(Error::BadHandle(_)) => !file.flags().write,
-        Some(_) => false,
-    };
-    assert!(fits, "{error:?}");
 }

@@ -45,7 +45,7 @@ impl World {
                 compare(real, model.map(drop));
                 if let Ok((place, ino)) = model {
                     self.tree.remove_name(place);
-                    self.drop_link(actor, ino);
+                    self.drop_link(ino);
                 }
             }
             Op::Rmdir(path) => {
@@ -60,7 +60,7 @@ impl World {
                 let model = self.tree.rename(from, to, *no_replace);
                 compare(real, model.map(drop));
                 if let Ok(Some(dropped)) = model {
-                    self.drop_link(actor, dropped);
+                    self.drop_link(dropped);
                 }
             }
             Op::Exchange(from, to) => {
@@ -229,7 +229,7 @@ impl World {
             };
         }
         if let Some(old) = target {
-            self.drop_link(actor, old);
+            self.drop_link(old);
         }
         let place = (parent, NAMES[usize::from(*path.last().unwrap())]);
         self.tree.add(place, Body::File(vec![byte; len]), 0o644);

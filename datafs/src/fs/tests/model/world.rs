@@ -29,9 +29,6 @@ pub(super) struct World {
     pub(super) sessions: [Option<Session>; 2],
     pub(super) tree: Tree,
     pub(super) snapshots: BTreeMap<u8, Tree>,
-    /// Files without a name that are open, and the session that keeps them for itself. Where another
-    /// one has taken the last name, reads may fail.
-    pub(super) orphans: BTreeMap<u64, Option<usize>>,
     /// What stands for which inode of the reference.
     nodes: BTreeMap<u64, Node>,
 }
@@ -79,7 +76,6 @@ impl World {
             sessions,
             tree: Tree::new(),
             snapshots: BTreeMap::new(),
-            orphans: BTreeMap::new(),
             nodes: BTreeMap::new(),
         }
     }
@@ -104,16 +100,11 @@ impl World {
         tree
     }
 
-    pub(super) fn drop_link(&mut self, actor: usize, ino: u64) {
+    /// A name of a file goes; whoever has it open, in whatever session, keeps it.
+    pub(super) fn drop_link(&mut self, ino: u64) {
         let inode = self.tree.inodes.get_mut(&ino).unwrap();
         inode.nlink -= 1;
-        if inode.nlink > 0 {
-            return;
-        }
-        if self.is_open(ino) {
-            let keeps = self.session(actor).has_open(ino);
-            self.orphans.insert(ino, keeps.then_some(actor));
-        } else {
+        if inode.nlink == 0 && !self.is_open(ino) {
             self.tree.inodes.remove(&ino);
         }
     }
@@ -161,7 +152,10 @@ impl World {
         for n in self.snapshots.keys() {
             one.datafs.snapshot_delete(&v(), &snapshot_name(*n)).unwrap();
         }
-        other.datafs.gc().unwrap();
+        // What was unlinked goes once the other session has said that it has nothing of it.
+        for session in [&other, &one].into_iter().cycle().take(6) {
+            session.datafs.gc().unwrap();
+        }
         for table in [b'h', b'd', b's', b't', b'g', b'o', b'q'] {
             assert_eq!(rows(&one.datafs, table), 0, "table {}", char::from(table));
         }

@@ -1,0 +1,141 @@
+//! `millrace mount --supervise`: a process that starts the daemon of a mount again whenever it dies.
+//!
+//! It holds nothing of the volume itself. The mount point stays: until the new daemon has taken the
+//! dead mount off, programs get ENOTCONN.
+
+use std::io;
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use millrace_datafs::mount;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Child;
+
+use super::mount::{announce, same_command};
+use crate::cli::MountArgs;
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::ready;
+
+/// How long to wait before the first new start; doubled for each that follows.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+/// And at most.
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// A daemon that has served for so long was well: what follows is a new failure.
+const WELL_AFTER: Duration = Duration::from_secs(60);
+/// Failures in a row before it gives up, after about a minute and a half of pauses.
+const FAILURES_MAX: u32 = 10;
+
+/// What became of one daemon.
+struct Served {
+    status: ExitStatus,
+    /// It had mounted.
+    was_ready: bool,
+}
+
+/// Runs the command.
+pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
+    let at = std::path::absolute(&args.path)?;
+    let (mut failures, mut announced) = (0, false);
+    loop {
+        let started = Instant::now();
+        let mut daemon = start(context, args)?;
+        let served = serve(context, &mut daemon, |at| {
+            if !std::mem::replace(&mut announced, true) {
+                announce(context.out, &args.spec.to_string(), at, std::process::id())?;
+                ready::tell();
+            }
+            Ok(())
+        });
+        let Served { status, was_ready } = served.await?;
+        if status.success() {
+            return Ok(());
+        }
+        let stops = context.stop.is_cancelled();
+        if stops {
+            take_off(&at);
+        }
+        if stops || !announced || (was_ready && !mount::is_mounted(&at)?) {
+            // It has said why, as the last thing.
+            std::process::exit(status.code().unwrap_or(Exit::Failed as i32));
+        }
+        let elapsed = started.elapsed();
+        failures = if elapsed >= WELL_AFTER { 1 } else { failures + 1 };
+        if failures > FAILURES_MAX {
+            take_off(&at);
+            let message = format!(
+                "the daemon of the mount at {} has ended {failures} times in a row, last with {status}; \
+                 its log says why",
+                at.display()
+            );
+            return fail(Exit::Failed, message);
+        }
+        let pause = PAUSE_MAX.min(PAUSE_MIN.saturating_mul(1 << (failures - 1)));
+        tracing::error!(
+            volume = %args.spec, path = %at.display(), %status, failures,
+            elapsed_ms = elapsed.as_millis() as u64, pause_ms = pause.as_millis() as u64,
+            "the daemon of a mount has died; it is started again"
+        );
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = context.stop.cancelled() => {
+                take_off(&at);
+                return Ok(());
+            }
+        }
+        if was_ready && !mount::is_mounted(&at)? {
+            // By `millrace umount`, meanwhile.
+            return Ok(());
+        }
+    }
+}
+
+/// The command without supervision, in a process group of its own: a Ctrl-C in this terminal reaches
+/// this process, which passes it on once.
+fn start(context: &Context, args: &MountArgs) -> Result<Child> {
+    use std::os::unix::process::CommandExt;
+    let mut command = same_command(context, args)?;
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).env_remove(ready::SOCKET);
+    tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
+}
+
+/// Waits for the end of a daemon; asks it to end when this process is asked to.
+async fn serve(
+    context: &Context,
+    daemon: &mut Child,
+    ready: impl FnOnce(&Path) -> Result<()>,
+) -> Result<Served> {
+    let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
+    let mut said = BufReader::new(stdout).lines();
+    let mut was_ready = false;
+    tokio::select! {
+        line = said.next_line() => if let Some(line) = line? {
+            was_ready = true;
+            let told: serde_json::Value = serde_json::from_str(&line)?;
+            ready(Path::new(told["mount"].as_str().unwrap_or_default()))?;
+        },
+        () = context.stop.cancelled() => {}
+    }
+    tokio::select! {
+        status = daemon.wait() => return Ok(Served { status: status?, was_ready }),
+        () = context.stop.cancelled() => {}
+    }
+    if let Some(pid) = daemon.id() {
+        // It may have ended by itself just now.
+        let _ = kill(Pid::from_raw(pid as i32), Signal::SIGTERM);
+    }
+    Ok(Served { status: daemon.wait().await?, was_ready })
+}
+
+/// Takes a dead mount off its path.
+fn take_off(at: &Path) {
+    if mount::is_mounted(at).is_ok_and(|mounted| mounted)
+        && let Err(error) = mount::umount(at)
+    {
+        tracing::warn!(%error, path = %at.display(), "a dead mount stays; millrace umount takes it off");
+    }
+}

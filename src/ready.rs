@@ -1,0 +1,21 @@
+//! Tells systemd that a service is ready (`Type=notify`), see sd_notify(3).
+
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+/// The variable that names the socket.
+pub(crate) const SOCKET: &str = "NOTIFY_SOCKET";
+
+/// Tells that this process serves from now on, if somebody has asked for that.
+pub(crate) fn tell() {
+    let Some(name) = std::env::var_os(SOCKET) else { return };
+    let address = match name.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(&name),
+    };
+    let told = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(b"READY=1", &address));
+    if let Err(error) = told {
+        tracing::warn!(%error, socket = %name.display(), "nobody was told that this is ready");
+    }
+}

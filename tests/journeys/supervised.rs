@@ -1,0 +1,79 @@
+//! A mount that outlives its daemon.
+
+use std::io::Write as _;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::{Home, Service, fuse_permitted, until};
+
+/// The daemon of a supervised mount.
+fn daemon_of(supervisor: &Service) -> Option<i32> {
+    let pid = supervisor.pid();
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let children = threads.filter_map(|thread| {
+        let children = std::fs::read_to_string(thread.ok()?.path().join("children")).ok()?;
+        children.split_whitespace().next()?.parse().ok()
+    });
+    children.last()
+}
+
+#[test]
+fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    let told = home.dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&told).unwrap();
+    let mount = ["--json", "mount", "--supervise", "v", at.to_str().unwrap()];
+    let mut supervisor = Service::spawn(home.command().args(mount).env("NOTIFY_SOCKET", &told));
+    assert_eq!(supervisor.object()["pid"], supervisor.pid());
+    let mut message = [0; 20];
+    let len = socket.recv(&mut message).unwrap();
+    assert_eq!(&message[..len], b"READY=1");
+    for round in 0..3u8 {
+        let path = at.join(format!("{round}"));
+        let mut file = std::fs::File::create(&path).unwrap();
+        file.write_all(&[round; 10_000]).unwrap();
+        file.sync_all().unwrap();
+        drop(file);
+        let daemon = daemon_of(&supervisor).unwrap();
+        kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+        until("another daemon serves", || {
+            daemon_of(&supervisor).is_some_and(|now| now != daemon)
+                && std::fs::read(&path).is_ok_and(|bytes| bytes == [round; 10_000])
+        });
+    }
+    home.ok(["umount", at.to_str().unwrap()]);
+    assert_eq!(supervisor.wait(), Some(0));
+    assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
+    // Asked to end, it takes the mount with it; so does one without a supervisor.
+    for mount in [&["--json", "mount", "--supervise"][..], &["--json", "mount"]] {
+        let mut service = home.start(mount.iter().copied().chain(["v", at.to_str().unwrap()]));
+        service.object();
+        assert_eq!(std::fs::read(at.join("2")).unwrap(), [2; 10_000]);
+        assert_eq!(service.stop(), 0);
+        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn a_supervised_mount_that_cannot_be_is_refused_like_any() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let at = home.dir.path().join("mnt");
+    let (code, line) = home.fails(["mount", "--supervise", "none", at.to_str().unwrap()]);
+    assert_eq!(code, 3, "{line}");
+    home.ok(["volume", "create", "v"]);
+    home.ok(["mount", "--supervise", "--detach", "v", at.to_str().unwrap()]);
+    std::fs::write(at.join("file"), b"x").unwrap();
+    let (code, line) = home.fails(["mount", "--supervise", "v", at.to_str().unwrap()]);
+    assert_eq!(code, 4, "{line}");
+    assert_eq!(std::fs::read(at.join("file")).unwrap(), b"x");
+    home.ok(["umount", at.to_str().unwrap()]);
+}
