@@ -104,7 +104,6 @@ fn what_a_killed_mount_had_open_is_reclaimed() {
         datafs.gc().unwrap();
         objects(home.dir.path()) == 0
     });
-    assert!(file.read_at(&mut [0], 0).is_err());
     drop(file);
     millrace_datafs::mount::umount(&home.at("daemon")).unwrap();
 }
