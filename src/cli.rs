@@ -87,6 +87,16 @@ pub(crate) enum Command {
         /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a part of it
         what: String,
     },
+    /// Show what mounts do: rates, latencies, caches, commits
+    #[command(
+        after_help = "A line for each kind of request since the line above: how often, how long (mean, median, 99 of\n100), bytes, failures. Times are those of the daemon: what the kernel serves from its own pages does\nnot show. Shares of caches and commits are those of the whole process. With --json, one object per\ninterval.\n\nExamples:\n  millrace stats\n  millrace stats /mnt/digits --interval 5\n  millrace stats digits --once --json"
+    )]
+    Stats(StatsArgs),
+    /// Write down each request that a mount answers, while it runs
+    #[command(
+        after_help = "One line for each request: when, what, whose thread, inode and name, offset and size, result,\nmicroseconds. The file is bounded: full, it becomes FILE.1 in the place of the one before. Lines that\ncome faster than the disk takes them are counted as lost (lost=N). Without FILE or --off, says\nwhether the mount is traced. Mounts can begin traced: millrace mount --trace FILE.\n\nExamples:\n  millrace trace digits /tmp/digits.trace\n  millrace trace /mnt/digits\n  millrace trace digits --off"
+    )]
+    Trace(TraceArgs),
     /// Delete what nothing points at any more, now instead of in the background
     #[command(
         after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"
@@ -270,6 +280,51 @@ pub(crate) struct MountArgs {
     /// without a message
     #[arg(long, value_name = "auto|passthrough|pages", default_value_t)]
     pub(crate) open: Open,
+    /// Serve Prometheus metrics here, at /metrics
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Write each request to this file (see millrace trace)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+    /// Size at which a trace file is put aside as FILE.1
+    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
+    pub(crate) trace_file_mib: u64,
+}
+
+/// `millrace stats`
+#[derive(Debug, Args)]
+pub(crate) struct StatsArgs {
+    /// A mount point, or the name of a volume [default: all mounts of this home]
+    pub(crate) mount: Option<String>,
+    /// Show once what was done since the volume was mounted
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Seconds from one look to the next
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = seconds)]
+    pub(crate) interval: f64,
+}
+
+/// From a tenth of a second to a day.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("takes seconds from 0.1 to 86400".to_owned()),
+    }
+}
+
+/// `millrace trace`
+#[derive(Debug, Args)]
+pub(crate) struct TraceArgs {
+    /// A mount point, or the name of a volume
+    pub(crate) mount: String,
+    /// Where to write; lines are added to a file that is there. Not on the mount itself
+    pub(crate) file: Option<PathBuf>,
+    /// End the trace
+    #[arg(long, conflicts_with = "file")]
+    pub(crate) off: bool,
+    /// Size at which the file is put aside as FILE.1
+    #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
+    pub(crate) file_mib: u64,
 }
 
 /// `millrace cp`

@@ -100,6 +100,8 @@ async fn run(cli: Cli) -> Result<()> {
             tokio::task::block_in_place(|| commands::fsck::compact(&context, volume.as_ref()))
         }
         Command::Warmup { what } => tokio::task::block_in_place(|| commands::warmup::run(&context, &what)),
+        Command::Stats(args) => commands::stats::run(&context, args).await,
+        Command::Trace(args) => tokio::task::block_in_place(|| commands::stats::trace(&context, &args)),
         Command::Gc => tokio::task::block_in_place(|| commands::fsck::gc(&context)),
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,

@@ -36,15 +36,7 @@ impl Output {
         if self.json {
             return self.object(value);
         }
-        let mut table = Table::new();
-        table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
-        if !headers.is_empty() {
-            table.set_header(headers.iter().copied());
-        }
-        for row in rows {
-            table.add_row(row);
-        }
-        line(&table.to_string())
+        line(&table(headers, rows))
     }
 
     /// One JSON object on a line of its own, whoever reads.
@@ -65,6 +57,17 @@ impl Output {
     /// A piece of a long result; false once the reader went away, so that nobody works for nothing.
     pub(crate) fn piece(self, text: &str) -> anyhow::Result<bool> {
         write_line(text.trim_end_matches('\n'))
+    }
+
+    /// Text that takes the place of what was there before, on a terminal; elsewhere it follows it. False
+    /// once the reader went away.
+    pub(crate) fn screen(self, text: &str) -> anyhow::Result<bool> {
+        if std::io::stdout().is_terminal() {
+            // Home, the text with the rest of each line cleared, then all that is below.
+            let lines: String = text.lines().map(|line| format!("{line}\x1b[K\n")).collect();
+            return write_line(&format!("\x1b[H{lines}\x1b[J"));
+        }
+        write_line(&format!("{text}\n"))
     }
 
     /// A remark on standard error, in either mode.
@@ -109,6 +112,19 @@ impl Output {
     }
 }
 
+/// A table without lines, as wide as the terminal at most.
+pub(crate) fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    if !headers.is_empty() {
+        table.set_header(headers.iter().copied());
+    }
+    for row in rows {
+        table.add_row(row);
+    }
+    table.to_string()
+}
+
 /// Writes a line to standard output; a reader that went away (`| head`) is not an error.
 fn line(text: &str) -> anyhow::Result<()> {
     write_line(text).map(drop)
@@ -147,6 +163,19 @@ pub(crate) fn bytes(n: u64) -> String {
 /// Counts with thousands separators.
 pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
+}
+
+/// A duration as people read it, three digits.
+pub(crate) fn duration(time: Duration) -> String {
+    let nanos = time.as_nanos() as f64;
+    let (value, unit) = match nanos {
+        0.0 => return "0".to_owned(),
+        n if n < 1e6 => (n / 1e3, "µs"),
+        n if n < 1e9 => (n / 1e6, "ms"),
+        n => (n / 1e9, "s"),
+    };
+    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    format!("{value:.digits$} {unit}")
 }
 
 /// A time as people read it, UTC.

@@ -10,7 +10,7 @@ use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Datafs, Name, VolumeSpec};
 use millrace_ingest::Until;
 use millrace_serving::pipe::{self, Deps};
-use millrace_serving::{Serving, Source};
+use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::{self, Broker};
 use millrace_streams::config::KafkaConfig;
 use millrace_streams::topic;
@@ -45,6 +45,7 @@ pub(crate) struct Service {
     /// Then ingest, which commits what it has read.
     back: Stage,
     mounts: Vec<Mount>,
+    metrics: Option<MetricsServer>,
     lock: HomeLock,
 }
 
@@ -172,6 +173,7 @@ impl Service {
             middle: Stage::default(),
             back: Stage::default(),
             mounts: Vec::new(),
+            metrics: None,
             lock,
         };
         match service.fill(context).await {
@@ -214,6 +216,11 @@ impl Service {
             self.mount(context, &declared.volume, context.loaded.resolve(&declared.path)).await?;
         }
         self.serve(context).await?;
+        if let (Some(address), None) = (settings.up.metrics, &self.serving) {
+            let metrics = MetricsServer::start(address, CancellationToken::new()).await?;
+            self.addresses.metrics = Some(metrics.address());
+            self.metrics = Some(metrics);
+        }
         for job in &settings.up.train {
             let path = context.loaded.resolve(job);
             // Read now, so that a mistake shows at the start and not when the snapshot is there.
@@ -323,7 +330,7 @@ impl Service {
     /// Stops everything in order: answers end, trainings write a checkpoint, ingest commits, mounts
     /// flush, the broker closes its segments. Goes on after an error and returns the first.
     pub(crate) async fn stop(self) -> Result<()> {
-        let Service { mut front, mut middle, mut back, serving, mounts, broker, lock, .. } = self;
+        let Service { mut front, mut middle, mut back, serving, mounts, metrics, broker, lock, .. } = self;
         front.stop.cancel();
         let mut results = Vec::new();
         if let Some(serving) = serving {
@@ -338,7 +345,7 @@ impl Service {
         if let Some(broker) = broker {
             results.push(broker.stop().await.map_err(Into::into));
         }
-        drop(lock);
+        drop((metrics, lock));
         results.into_iter().collect()
     }
 }

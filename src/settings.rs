@@ -1,6 +1,7 @@
 //! Configuration: built-in defaults, then millrace.toml, then `MILLRACE_…` variables, then flags.
 //! Each crate owns its table; this file only puts them together.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -35,6 +36,9 @@ pub(crate) struct UpConfig {
     pub(crate) volumes: Vec<Name>,
     /// Volumes and snapshots mounted as folders.
     pub(crate) mounts: Vec<MountConfig>,
+    /// Where metrics are served, at `/metrics`, when no model server does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) metrics: Option<SocketAddr>,
     /// Snapshots taken on a schedule.
     pub(crate) snapshots: Vec<SnapshotSchedule>,
     /// Job files that are trained once their snapshot exists, relative to this file's folder.

@@ -27,6 +27,7 @@ use crate::meta::postgres::target::Target;
 use crate::meta::postgres::{self, Postgres};
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
+use crate::metrics;
 use crate::session::{self, Session};
 use crate::watch::Watchers;
 
@@ -44,6 +45,8 @@ pub struct Datafs {
 /// What the handles of one [`Datafs`] share.
 #[derive(Debug)]
 pub(crate) struct Shared {
+    /// The folder that it is in.
+    pub(crate) home: std::path::PathBuf,
     pub(crate) config: Config,
     pub(crate) meta: Metadata,
     pub(crate) pool: ObjectPool,
@@ -71,6 +74,7 @@ impl Datafs {
         if config.lock_wait_ms == 0 {
             return Err(Error::Invalid("[datafs] lock_wait_ms must be at least 1".into()));
         }
+        metrics::export();
         let sessions_dir = config.sessions_path(home);
         let (meta, session) = match &config.meta_url {
             Some(url) => open_server(home, config, url)?,
@@ -81,6 +85,7 @@ impl Datafs {
         }
         let pool = ObjectPool::open(home, config, session.id())?;
         let shared = Arc::new(Shared {
+            home: home.to_owned(),
             config: config.clone(),
             meta,
             packs: Packs::new(pool.clone()),

@@ -21,6 +21,7 @@
 mod adapter;
 mod answer;
 mod coherence;
+mod control;
 mod convert;
 mod extended;
 mod fusermount;
@@ -28,10 +29,14 @@ mod handles;
 mod lock_request;
 mod locks;
 mod opening;
+mod outcome;
 mod pace;
 mod point;
 mod session;
 mod stateless;
+mod stats;
+mod trace;
+mod watched;
 
 use std::path::Path;
 
@@ -40,8 +45,11 @@ use fuser::Errno;
 use crate::error::{Error, Result};
 use crate::view::View;
 
+pub use control::{Served, served};
 pub use opening::{Open, Opening};
 pub use session::Mount;
+pub use stats::{Latency, MountStats, OperationStats, TraceStats};
+pub use trace::TraceOptions;
 
 /// How to mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,12 +62,14 @@ pub struct MountOptions {
     pub threads: usize,
     /// How files are opened. Default: [`Open::Auto`].
     pub open: Open,
+    /// Where each request is written down. Default: nowhere.
+    pub trace: Option<TraceOptions>,
 }
 
 impl Default for MountOptions {
     fn default() -> Self {
         let allow_other = nix::unistd::geteuid().is_root();
-        Self { allow_other, threads: 2, open: Open::Auto }
+        Self { allow_other, threads: 2, open: Open::Auto, trace: None }
     }
 }
 

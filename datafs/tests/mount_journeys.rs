@@ -11,6 +11,7 @@ mod locking;
 mod opening;
 mod sharing;
 mod unlinked;
+mod watching;
 
 use std::fs;
 use std::io;

@@ -60,4 +60,4 @@ pub use config::{Config, Device, Limits, PipeConfig};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};
-pub use server::{Addresses, Serving, serve};
+pub use server::{Addresses, MetricsServer, Serving, serve};

@@ -136,8 +136,7 @@ fn serve_on(
     let routes = rest::router(inference.clone(), message_bytes_max);
     transports.spawn(serve_http("REST", http, routes, closing.clone()));
     let mut scraping = JoinSet::new();
-    let routes = Router::new().route("/metrics", get(scrape_metrics));
-    scraping.spawn(serve_http("metrics", scrape, routes, ending.clone()));
+    scraping.spawn(serve_http("metrics", scrape, scrape_routes(), ending.clone()));
 
     let polling = tokio::spawn({
         let (repository, cancel) = (inference.repository().clone(), cancel.clone());
@@ -208,6 +207,43 @@ async fn serve_http(
         .with_graceful_shutdown(closed.cancelled_owned())
         .await
         .map_err(|error| Error::Service { service, reason: error.to_string() })
+}
+
+fn scrape_routes() -> Router {
+    Router::new().route("/metrics", get(scrape_metrics))
+}
+
+/// The metrics of the process over HTTP, at `/metrics`, without a model server.
+#[derive(Debug)]
+pub struct MetricsServer {
+    address: SocketAddr,
+    task: tokio::task::JoinHandle<Result<()>>,
+}
+
+impl MetricsServer {
+    /// Answers until `cancel` fires, or the value is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Bind`] when the port is taken.
+    pub async fn start(address: SocketAddr, cancel: CancellationToken) -> Result<MetricsServer> {
+        let listener = bind(address, "metrics", "metrics").await?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
+        let task = tokio::spawn(serve_http("metrics", listener, scrape_routes(), cancel));
+        Ok(MetricsServer { address, task })
+    }
+
+    /// Where it answers; port 0 has become a free one.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for MetricsServer {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
 }
 
 async fn scrape_metrics() -> impl axum::response::IntoResponse {

@@ -12,6 +12,7 @@ pub(crate) mod predict;
 pub(crate) mod produce;
 pub(crate) mod serve;
 pub(crate) mod snapshot;
+pub(crate) mod stats;
 mod supervise;
 pub(crate) mod train;
 pub(crate) mod volume;

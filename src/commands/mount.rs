@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::mount::{self, MountOptions};
+use millrace_datafs::mount::{self, MountOptions, TraceOptions};
+use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
 use super::supervise;
@@ -26,7 +28,13 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     }
     let datafs = context.datafs()?;
     let (spec, path) = (args.spec.clone(), args.path.clone());
-    let options = MountOptions { open: args.open, ..MountOptions::default() };
+    let trace =
+        args.trace.clone().map(|file| TraceOptions { file, file_bytes_max: args.trace_file_mib << 20 });
+    let options = MountOptions { open: args.open, trace, ..MountOptions::default() };
+    let metrics = match args.metrics {
+        Some(address) => Some(MetricsServer::start(address, context.stop.child_token()).await?),
+        None => None,
+    };
     let mounted = context
         .blocking(move || {
             let view = datafs.view(&spec)?;
@@ -36,7 +44,8 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
             Ok(mount::mount(view, &path, options)?)
         })
         .await?;
-    announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id())?;
+    let metrics_at = metrics.as_ref().map(MetricsServer::address);
+    announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id(), metrics_at)?;
     ready::tell();
     context.out.note(&format!("{} {}", args.spec, mounted.opening()));
     let stop = context.stop.clone();
@@ -51,12 +60,24 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     ended
 }
 
-pub(super) fn announce(out: Output, spec: &str, path: &Path, pid: u32) -> Result<()> {
+pub(super) fn announce(
+    out: Output,
+    spec: &str,
+    path: &Path,
+    pid: u32,
+    metrics: Option<SocketAddr>,
+) -> Result<()> {
+    let mut told = serde_json::json!({ "volume": spec, "mount": path, "pid": pid });
+    let mut text = String::new();
+    if let Some(address) = metrics {
+        told["metrics"] = address.to_string().into();
+        text = format!("; metrics at http://{address}/metrics");
+    }
     out.table(
-        &serde_json::json!({ "volume": spec, "mount": path, "pid": pid }),
+        &told,
         &[],
         [vec![format!(
-            "{spec} is mounted at {} (millrace umount {} ends it)",
+            "{spec} is mounted at {} (millrace umount {} ends it){text}",
             path.display(),
             quoted(&path.display().to_string())
         )]],
@@ -72,6 +93,13 @@ pub(super) fn same_command(context: &Context, args: &MountArgs) -> Result<std::p
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
     command.arg("--open").arg(args.open.to_string());
+    if let Some(metrics) = args.metrics {
+        command.arg("--metrics").arg(metrics.to_string());
+    }
+    if let Some(trace) = &args.trace {
+        command.arg("--trace").arg(std::path::absolute(trace)?);
+        command.arg("--trace-file-mib").arg(args.trace_file_mib.to_string());
+    }
     Ok(command)
 }
 
@@ -109,7 +137,12 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     }
     let told: serde_json::Value = serde_json::from_str(&line)?;
     let path = told["mount"].as_str().map(PathBuf::from).unwrap_or_else(|| args.path.clone());
-    announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default())
+    announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default(), metrics_of(&told))
+}
+
+/// Where the daemon of a mount serves metrics, as it has announced.
+pub(super) fn metrics_of(told: &serde_json::Value) -> Option<SocketAddr> {
+    told["metrics"].as_str().and_then(|address| address.parse().ok())
 }
 
 /// Runs `millrace umount`.

@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
 
-use super::mount::{announce, same_command};
+use super::mount::{announce, metrics_of, same_command};
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
@@ -44,9 +44,10 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
     loop {
         let started = Instant::now();
         let mut daemon = start(context, args)?;
-        let served = serve(context, &mut daemon, |at| {
+        let served = serve(context, &mut daemon, |told| {
             if !std::mem::replace(&mut announced, true) {
-                announce(context.out, &args.spec.to_string(), at, std::process::id())?;
+                let at = Path::new(told["mount"].as_str().unwrap_or_default());
+                announce(context.out, &args.spec.to_string(), at, std::process::id(), metrics_of(told))?;
                 ready::tell();
             }
             Ok(())
@@ -107,7 +108,7 @@ fn start(context: &Context, args: &MountArgs) -> Result<Child> {
 async fn serve(
     context: &Context,
     daemon: &mut Child,
-    ready: impl FnOnce(&Path) -> Result<()>,
+    ready: impl FnOnce(&serde_json::Value) -> Result<()>,
 ) -> Result<Served> {
     let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
     let mut said = BufReader::new(stdout).lines();
@@ -116,7 +117,7 @@ async fn serve(
         line = said.next_line() => if let Some(line) = line? {
             was_ready = true;
             let told: serde_json::Value = serde_json::from_str(&line)?;
-            ready(Path::new(told["mount"].as_str().unwrap_or_default()))?;
+            ready(&told)?;
         },
         () = context.stop.cancelled() => {}
     }

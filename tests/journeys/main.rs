@@ -14,3 +14,4 @@ mod rooms;
 mod supervised;
 mod up;
 mod upkeep;
+mod watching;

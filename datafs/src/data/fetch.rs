@@ -389,6 +389,7 @@ async fn fetch(store: &RemoteStore, index: &Index, id: ObjectId, frames: Range<u
             .get_range(&path, stored.clone())
             .await
             .map_err(|error| if error.is_not_found() { ObjectError::Missing { id } } else { error })?;
+        metrics::STORE_READ_BYTES.inc_by(bytes.len() as u64);
         if bytes.len() as u64 != stored.end - stored.start {
             let reason = "the object in the store is cut short".into();
             return Err(ObjectError::Corrupt { id, byte: index.data(frames.start).start, reason });

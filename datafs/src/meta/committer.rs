@@ -19,6 +19,7 @@ use super::shared_page;
 use super::sqlite::Snapshot;
 use crate::error::{Error, Result};
 use crate::failpoint;
+use crate::metrics;
 
 /// Time that a process keeps the turn, at least, while others want it.
 const SLICE_MIN: Duration = Duration::from_millis(2);
@@ -177,6 +178,8 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         shared.fail(&error);
         return;
     }
+    metrics::COMMITS.inc();
+    metrics::COMMIT_NANOS.inc_by(begin.elapsed().as_nanos() as u64);
     {
         let mut state = shared.state.lock();
         state.full = None;
@@ -187,6 +190,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         shared.progress.notify_all();
     }
     let layer = frozen.layer.read();
+    metrics::COMMITTED_RECORDS.inc_by(layer.len() as u64);
     let mut records = layer.newest().peekable();
     while records.peek().is_some() {
         let mut cache = shared.cache.lock();

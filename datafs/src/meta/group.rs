@@ -38,6 +38,7 @@ use super::sqlite::{Snapshot, Sqlite};
 use super::turn::Turn;
 use crate::error::{Error, Result};
 use crate::failpoint;
+use crate::metrics;
 
 /// An operation is committed this long after it was answered, plus the time that the commit takes;
 /// later where its prerequisites say so.
@@ -613,6 +614,7 @@ impl Shared {
             state.current.careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
         }
         state.version += 1;
+        metrics::TRANSACTIONS.inc();
         {
             let mut layer = state.current.layer.write();
             for (key, value) in changes {
@@ -662,6 +664,7 @@ impl Shared {
             self.fail(&error);
             return Err(error);
         }
+        metrics::METADATA_SYNCS.inc();
         self.turn.synced(committed);
         failpoint::hit("group-synced");
         Ok(())

@@ -13,6 +13,7 @@ use super::layer::{Layer, Value};
 use super::prerequisites::Prerequisites;
 use super::sqlite::Snapshot;
 use crate::error::Result;
+use crate::metrics;
 
 /// Uncommitted records that a scan looks at in one go, while writers wait.
 const UNCOMMITTED_PAGE: usize = 1_024;
@@ -45,12 +46,15 @@ impl View<'_> {
     fn get(&self, key: &[u8]) -> Result<Value> {
         for layer in self.layers.iter().flatten() {
             if let Some(value) = layer.read().get(key, self.version) {
+                metrics::RECORD_CACHE_HITS.inc();
                 return Ok(value);
             }
         }
         if let Some(value) = self.shared.cache.lock().get(key, self.epoch) {
+            metrics::RECORD_CACHE_HITS.inc();
             return Ok(value);
         }
+        metrics::RECORD_CACHE_MISSES.inc();
         let value = self.snapshot()?.get(key)?.map(Arc::from);
         self.shared.cache.lock().learn(key, &value, self.epoch);
         Ok(value)

@@ -21,6 +21,7 @@ use super::extended::is_privileged;
 use super::handles::Handle;
 use super::lock_request::is_flock;
 use super::locks::Wish;
+use super::outcome;
 use crate::error::Error;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
@@ -86,7 +87,6 @@ impl Filesystem for Adapter {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let mut found = self.handles.view.lookup(parent, name);
@@ -105,7 +105,6 @@ impl Filesystem for Adapter {
     }
 
     fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
-        let _answered = self.pace.request();
         let node = self.node(ino);
         let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
@@ -132,7 +131,6 @@ impl Filesystem for Adapter {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _answered = self.pace.request();
         let node = self.node(ino);
         let set = SetAttr {
             mode: mode.map(|m| m & 0o7777),
@@ -151,7 +149,6 @@ impl Filesystem for Adapter {
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.handles.view.readlink(node) {
             Ok(target) => reply.data(target.as_bytes()),
@@ -169,7 +166,6 @@ impl Filesystem for Adapter {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = match kind_of_mode(mode) {
@@ -191,7 +187,6 @@ impl Filesystem for Adapter {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request));
@@ -199,19 +194,16 @@ impl Filesystem for Adapter {
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         self.empty("unlink", parent, self.handles.view.unlink(parent, name), reply);
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         self.empty("rmdir", parent, self.handles.view.rmdir(parent, name), reply);
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
@@ -228,7 +220,6 @@ impl Filesystem for Adapter {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _answered = self.pace.request();
         let (parent, new_parent) = (self.node(parent), self.node(new_parent));
         let view = &self.handles.view;
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
@@ -249,28 +240,26 @@ impl Filesystem for Adapter {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
-        let _answered = self.pace.request();
         let (node, parent) = (self.node(ino), self.node(new_parent));
         let moment = self.coherence.moment();
         self.entry("link", parent, moment, self.handles.view.link(node, parent, new_name), reply);
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let _answered = self.pace.request();
         if self.without_messages {
             // Never asked again: the kernel opens, and keeps pages, by itself from now on.
-            return reply.error(Errno::ENOSYS);
+            return reply.error(outcome::refusal(Errno::ENOSYS));
         }
         let node = self.node(ino);
         let executes = is_execution(flags.0);
         let flags = open_flags(flags.0);
         // The kernel finds out by itself only when it opens the file for writing.
         if flags.truncate && self.handles.is_executed(node) {
-            return reply.error(Errno::ETXTBSY);
+            return reply.error(outcome::failure(Errno::ETXTBSY));
         }
         let opened = self.catch_up(node).and_then(|()| self.open_file(request, node, flags));
         let (file, attr, kept) = match opened {
-            Ok((_, _, Kept::Stale)) => return reply.error(Errno::ESTALE),
+            Ok((_, _, Kept::Stale)) => return reply.error(outcome::refusal(Errno::ESTALE)),
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_on("open", node, &error)),
         };
@@ -278,6 +267,9 @@ impl Filesystem for Adapter {
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, kept == Kept::Pages);
         // A file that is only read has nothing to tell when it is closed, but for locks to be given up.
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write && !self.locks.has(node));
+        if kept == Kept::Pages {
+            outcome::kernel_serves();
+        }
         let handle = Handle { file, node, writes: flags.write, executes, data_version: attr.data_version };
         let (number, backing) = self
             .handles
@@ -285,6 +277,7 @@ impl Filesystem for Adapter {
         match backing {
             Some(backing) => {
                 metrics::PASSTHROUGH_OPENS.inc();
+                outcome::kernel_serves();
                 answer.remove(FopenFlags::FOPEN_KEEP_CACHE);
                 reply.opened_passthrough(FileHandle(number), answer, &backing);
             }
@@ -302,7 +295,6 @@ impl Filesystem for Adapter {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let _answered = self.pace.request();
         let parent = self.node(parent);
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
@@ -334,7 +326,6 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _answered = self.pace.request();
         self.read_bytes(ino, fh.0, offset, size, reply);
     }
 
@@ -350,10 +341,12 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _answered = self.pace.request();
         let privileged = !write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         match self.write_bytes(fh.0, offset, data, privileged) {
-            Ok(written) => reply.written(written),
+            Ok(written) => {
+                outcome::moved(written as usize);
+                reply.written(written);
+            }
             Err(error) => reply.error(self.failed("write", self.node(ino), &error)),
         }
     }
@@ -366,11 +359,9 @@ impl Filesystem for Adapter {
         lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        let _answered = self.pace.request();
         if self.without_messages {
-            return reply.error(Errno::ENOSYS);
+            return reply.error(outcome::refusal(Errno::ENOSYS));
         }
-        let _answered = self.pace.request();
         let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
         self.locks.flushed(&self.handles, self.node(ino), fh.0, lock_owner.0);
         self.empty("flush", self.node(ino), flushed, reply);
@@ -386,7 +377,6 @@ impl Filesystem for Adapter {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        let _answered = self.pace.request();
         self.locks.released(&self.handles, self.node(ino), fh.0, lock_owner.map(|owner| owner.0));
         let node = self.node(ino);
         if node.is_live()
@@ -404,9 +394,8 @@ impl Filesystem for Adapter {
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let _answered = self.pace.request();
         if self.without_messages {
-            return reply.error(Errno::ENOSYS);
+            return reply.error(outcome::refusal(Errno::ENOSYS));
         }
         let node = self.node(ino);
         let answer = if node.is_live() {
@@ -437,7 +426,6 @@ impl Filesystem for Adapter {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
-        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.fill_directory(node, fh.0, offset, &mut reply) {
             Ok(()) => reply.ok(),
@@ -484,7 +472,6 @@ impl Filesystem for Adapter {
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
-        let _answered = self.pace.request();
         let node = self.node(ino);
         match self.fill_directory_plus(node, fh.0, offset, &mut reply) {
             Ok(()) => reply.ok(),
@@ -506,12 +493,10 @@ impl Filesystem for Adapter {
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        let _answered = self.pace.request();
         self.get_xattr(self.node(ino), name, size, reply);
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _answered = self.pace.request();
         self.list_xattrs(request, self.node(ino), size, reply);
     }
 
@@ -615,7 +600,7 @@ impl Filesystem for Adapter {
         _out_size: u32,
         reply: ReplyIoctl,
     ) {
-        reply.error(Errno::ENOTTY);
+        reply.error(outcome::refusal(Errno::ENOTTY));
     }
 
     fn poll(
@@ -629,10 +614,10 @@ impl Filesystem for Adapter {
         reply: ReplyPoll,
     ) {
         // The kernel then takes files for always ready.
-        reply.error(Errno::ENOSYS);
+        reply.error(outcome::refusal(Errno::ENOSYS));
     }
 
     fn bmap(&self, _request: &Request, _ino: INodeNo, _block_bytes: u32, _index: u64, reply: ReplyBmap) {
-        reply.error(Errno::ENOSYS);
+        reply.error(outcome::refusal(Errno::ENOSYS));
     }
 }

@@ -14,7 +14,7 @@ use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
 use super::locks::Locks;
 use super::opening::Open;
-use super::pace::Pace;
+use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, Node, ReadBuffer};
 use crate::metrics;
@@ -42,7 +42,6 @@ pub(super) struct Adapter {
     pub(super) locks: Arc<Locks>,
     pub(super) coherence: Arc<Coherence>,
     pub(super) inodes: Inodes,
-    pub(super) pace: Pace,
     pub(super) passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
     pub(super) without_messages: bool,
@@ -54,12 +53,11 @@ impl Adapter {
         locks: Arc<Locks>,
         coherence: Arc<Coherence>,
         way: Open,
-        pace: Pace,
     ) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
         let passthrough = way == Open::Passthrough;
-        Adapter { handles, locks, coherence, inodes, pace, passthrough, without_messages }
+        Adapter { handles, locks, coherence, inodes, passthrough, without_messages }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
@@ -86,8 +84,9 @@ impl Adapter {
     pub(super) fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
         let errno = errno(error);
         if errno == Errno::ENOENT {
-            return errno;
+            return outcome::refusal(errno);
         }
+        outcome::failure(errno);
         metrics::MOUNT_ERRORS.inc();
         if errno == Errno::EIO || errno == Errno::ENOSPC {
             let cause = std::error::Error::source(error).map(ToString::to_string);
@@ -100,7 +99,11 @@ impl Adapter {
     /// [`Adapter::failed`] of a request that names a node the kernel has looked up before: when it is
     /// gone, the kernel looks the path up again and finds what has replaced it.
     pub(super) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
-        if error.is_not_found() { Errno::ESTALE } else { self.failed(operation, node, error) }
+        if error.is_not_found() {
+            outcome::refusal(Errno::ESTALE)
+        } else {
+            self.failed(operation, node, error)
+        }
     }
 
     pub(super) fn entry(
@@ -166,7 +169,10 @@ impl Adapter {
                 self.handles.get(number).and_then(|handle| handle.file.read_into(offset, len, buffer))
             };
             match read {
-                Ok(()) => reply.data(buffer.filled()),
+                Ok(()) => {
+                    outcome::moved(buffer.filled().len());
+                    reply.data(buffer.filled());
+                }
                 Err(error) => reply.error(self.failed_on("read", self.node(ino), &error)),
             }
         });

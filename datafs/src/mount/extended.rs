@@ -7,6 +7,7 @@ use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, Reply
 
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, NOT_AT_ALL, lifetime_of};
 use super::coherence::Kept;
+use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::acl::is_acl;
 use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
@@ -40,7 +41,7 @@ impl Adapter {
             0 => SetXattr::Any,
             libc::XATTR_CREATE => SetXattr::Create,
             libc::XATTR_REPLACE => SetXattr::Replace,
-            _ => return reply.error(Errno::EINVAL),
+            _ => return reply.error(outcome::refusal(Errno::EINVAL)),
         };
         self.empty("setxattr", node, self.handles.view.xattr_set(node, name, value, how), reply);
     }
@@ -48,8 +49,8 @@ impl Adapter {
     pub(super) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
         match self.handles.view.xattr_get(node, name) {
             Ok(value) => answer_xattr(&value, size, reply),
-            Err(Error::NoAttribute { .. }) => reply.error(Errno::ENODATA),
-            Err(Error::Unsupported(_)) => reply.error(Errno::EOPNOTSUPP),
+            Err(Error::NoAttribute { .. }) => reply.error(outcome::refusal(Errno::ENODATA)),
+            Err(Error::Unsupported(_)) => reply.error(outcome::refusal(Errno::EOPNOTSUPP)),
             Err(error) => reply.error(self.failed("getxattr", node, &error)),
         }
     }
@@ -97,15 +98,15 @@ impl Adapter {
     }
 
     pub(super) fn seek(&self, node: Node, offset: i64, whence: i32, reply: ReplyLseek) {
-        let Ok(from) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
+        let Ok(from) = u64::try_from(offset) else { return reply.error(outcome::refusal(Errno::ENXIO)) };
         let found = match whence {
             libc::SEEK_DATA => self.handles.view.seek_data(node, from),
             libc::SEEK_HOLE => self.handles.view.seek_hole(node, from),
-            _ => return reply.error(Errno::EINVAL),
+            _ => return reply.error(outcome::refusal(Errno::EINVAL)),
         };
         match found.map(|found| found.and_then(|at| i64::try_from(at).ok())) {
             Ok(Some(at)) => reply.offset(at),
-            Ok(None) => reply.error(Errno::ENXIO),
+            Ok(None) => reply.error(outcome::refusal(Errno::ENXIO)),
             Err(error) => reply.error(self.failed("lseek", node, &error)),
         }
     }
@@ -126,7 +127,10 @@ impl Adapter {
         };
         match copy() {
             // At most COPY_BYTES_MAX.
-            Ok((copied, _)) => reply.written(copied as u32),
+            Ok((copied, _)) => {
+                outcome::moved(copied as usize);
+                reply.written(copied as u32);
+            }
             Err(error) => reply.error(self.failed("copy_file_range", self.handles.view.root(), &error)),
         }
     }
@@ -218,7 +222,7 @@ fn answer_xattr(bytes: &[u8], size: u32, reply: ReplyXattr) {
     let len = bytes.len() as u32;
     match size {
         0 => reply.size(len),
-        size if size < len => reply.error(Errno::ERANGE),
+        size if size < len => reply.error(outcome::refusal(Errno::ERANGE)),
         _ => reply.data(bytes),
     }
 }

@@ -84,6 +84,11 @@ impl Handles {
         (number, backing)
     }
 
+    /// Files that are open.
+    pub(super) fn count(&self) -> usize {
+        self.open.read().len()
+    }
+
     pub(super) fn get(&self, number: u64) -> Result<Arc<Handle>> {
         self.open.read().get(&number).cloned().ok_or(Error::BadHandle("anything"))
     }

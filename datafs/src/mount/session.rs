@@ -13,12 +13,15 @@ use parking_lot::{Condvar, Mutex};
 use super::MountOptions;
 use super::answer::Adapter;
 use super::coherence::Coherence;
+use super::control::Control;
 use super::convert::Inodes;
 use super::handles::Handles;
 use super::locks::Locks;
 use super::opening::{self, Open, Opening};
 use super::pace::Pace;
 use super::point::{self, Attach};
+use super::stats::{self, MountStats};
+use super::watched::{Watch, Watched};
 use crate::error::{Error, Result};
 use crate::view::View;
 
@@ -35,6 +38,9 @@ pub struct Mount {
     handles: Arc<Handles>,
     locks: Arc<Locks>,
     coherence: Arc<Coherence>,
+    watch: Arc<Watch>,
+    /// Others may ask; None where the home does not allow for it.
+    control: Option<Control>,
     opening: Opening,
     ended: Arc<Ended>,
     thread: Option<JoinHandle<io::Result<()>>>,
@@ -90,7 +96,8 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
     let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
-    let served = serve(device_fd, &handles, (&locks, &coherence), options, opening.way, &at);
+    let watch = Arc::new(Watch::new(&source, &at, &handles));
+    let served = serve(device_fd, &handles, (&locks, &coherence), options, (opening.way, &watch), &at);
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
@@ -106,7 +113,22 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         opening = opening::without_passthrough(opening);
     }
     tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
-    Ok(Mount { at, device, handles, locks, coherence, opening, ended, thread: Some(thread) })
+    watch.attached(&opening.to_string(), &device);
+    stats::export(&watch);
+    let home = &handles.view.shared.home;
+    let control = Control::start(home, &watch)
+        .inspect_err(
+            |error| tracing::warn!(%error, home = %home.display(), "a mount tells nobody what it does"),
+        )
+        .ok();
+    let trace = options.trace.as_ref().map(|trace| watch.trace.start(trace, watch.device()));
+    let mount =
+        Mount { at, device, handles, locks, coherence, watch, control, opening, ended, thread: Some(thread) };
+    match trace {
+        // Dropping the mount takes it off.
+        Some(Err(error)) => Err(error),
+        _ => Ok(mount),
+    }
 }
 
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
@@ -116,7 +138,7 @@ fn serve(
     handles: &Arc<Handles>,
     (locks, coherence): (&Arc<Locks>, &Arc<Coherence>),
     options: &MountOptions,
-    way: Open,
+    (way, watch): (Open, &Arc<Watch>),
     at: &Path,
 ) -> io::Result<Served> {
     let mut config = fuser::Config::default();
@@ -125,9 +147,10 @@ fn serve(
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
     let pace = Pace::new(File::from(device.try_clone()?));
-    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way, pace);
+    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
+    let watched = Watched { adapter, watch: Arc::clone(watch), pace };
     let own_device = File::from(device.try_clone()?);
-    let session = Session::from_fd(adapter, device, acl, config)?;
+    let session = Session::from_fd(watched, device, acl, config)?;
     if !handles.view.is_snapshot() {
         locks.start(handles)?;
         let wake = Arc::clone(locks);
@@ -160,6 +183,11 @@ impl Mount {
     /// How it opens files, and why; for people to be told once.
     pub fn opening(&self) -> &Opening {
         &self.opening
+    }
+
+    /// What it has done so far. Other processes ask through [`super::served`].
+    pub fn stats(&self) -> MountStats {
+        self.watch.stats()
     }
 
     /// Unmounts and waits until everything that was written is committed. While files are open the
@@ -233,6 +261,8 @@ impl Mount {
     fn collect(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let served = thread.join();
+        self.control = None;
+        self.watch.trace.stop();
         self.locks.stop();
         self.coherence.stop();
         let flushed = self.handles.flush_all();

@@ -6,6 +6,7 @@ use super::Shared;
 use super::pool::block_on;
 use super::schema;
 use crate::error::Result;
+use crate::metrics;
 
 /// Flushes so far, and who waits.
 #[derive(Debug, Default)]
@@ -46,6 +47,7 @@ impl Shared {
             });
             state = self.flush.state.lock();
             if result.is_ok() {
+                metrics::METADATA_SYNCS.inc();
                 state.finished = state.finished.max(this);
             }
             drop(state);

@@ -19,6 +19,7 @@ use super::rows::{Reads, Rows, Value};
 use super::txn::Txn;
 use crate::error::{Error, Result};
 use crate::meta::engine::Order;
+use crate::metrics;
 
 /// Bytes of a batch beyond which it takes no more transactions.
 const BATCH_BYTES_MAX: usize = 4 << 20;
@@ -88,6 +89,7 @@ impl State {
             forming.writes.insert(key, value);
         }
         forming.prerequisites.append(txn.prerequisites);
+        metrics::TRANSACTIONS.inc();
         Arc::clone(&forming.outcome)
     }
 }
@@ -174,7 +176,11 @@ impl Shared {
                 let since = state.rows.clock();
                 drop(state);
                 let mut landing = Landing { shared: self, batch: &batch, since, outcome: None };
+                let begun = Instant::now();
                 landing.outcome = Some(self.send(&batch));
+                metrics::COMMITS.inc();
+                metrics::COMMIT_NANOS.inc_by(begun.elapsed().as_nanos() as u64);
+                metrics::COMMITTED_RECORDS.inc_by(batch.writes.len() as u64);
                 drop(landing);
                 state = self.state.lock();
                 continue;

@@ -11,6 +11,7 @@ use super::rows::{Reads, Value};
 use crate::error::Result;
 use crate::meta::engine::{Order, Pair, Prerequisite, ReadTxn, WriteTxn};
 use crate::meta::prerequisites::Prerequisites;
+use crate::metrics;
 
 /// Keys and ranges read, and pairs to write, by one run of a body.
 pub(super) struct Txn<'a> {
@@ -90,7 +91,10 @@ impl<'a> Txn<'a> {
                 Some(_) => None,
             };
             match remembered {
-                Some(value) => drop(self.reads.keys.insert(key.to_vec(), value)),
+                Some(value) => {
+                    metrics::RECORD_CACHE_HITS.inc();
+                    self.reads.keys.insert(key.to_vec(), value);
+                }
                 None => missing.push(*key),
             }
         }
@@ -98,6 +102,7 @@ impl<'a> Txn<'a> {
             return Ok(());
         }
         self.asked = true;
+        metrics::RECORD_CACHE_MISSES.inc_by(missing.len() as u64);
         let values = self.shared.fetch(&missing, self.moment)?;
         for (key, value) in missing.into_iter().zip(values) {
             self.reads.keys.insert(key.to_vec(), value);

@@ -1,0 +1,245 @@
+//! The adapter with statistics and a trace around each request, and a look for the next one after it.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Instant, SystemTime};
+
+use fuser::{
+    AccessFlags, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, INodeNo, IoctlFlags, KernelConfig,
+    LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier, RenameFlags, ReplyAttr, ReplyBmap,
+    ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl,
+    ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow,
+    WriteFlags,
+};
+
+use super::answer::Adapter;
+use super::handles::Handles;
+use super::outcome;
+use super::pace::Pace;
+use super::stats::{MountStats, Op, Stats};
+use super::trace::{self, Trace};
+use crate::metrics;
+
+/// What can be seen of one mount from outside.
+#[derive(Debug)]
+pub(super) struct Watch {
+    volume: String,
+    path: PathBuf,
+    opening: OnceLock<String>,
+    device: OnceLock<Device>,
+    since: (SystemTime, Instant),
+    handles: Arc<Handles>,
+    pub(super) stats: Stats,
+    pub(super) trace: Trace,
+}
+
+/// The device of a mount.
+#[derive(Debug)]
+struct Device {
+    number: Option<u64>,
+    /// Where the kernel says how many requests wait.
+    waiting: PathBuf,
+}
+
+impl Watch {
+    pub(super) fn new(volume: &str, path: &Path, handles: &Arc<Handles>) -> Watch {
+        Watch {
+            volume: volume.to_owned(),
+            path: path.to_owned(),
+            opening: OnceLock::new(),
+            device: OnceLock::new(),
+            since: (SystemTime::now(), Instant::now()),
+            handles: Arc::clone(handles),
+            stats: Stats::default(),
+            trace: Trace::default(),
+        }
+    }
+
+    /// Takes note of what is known once the mount is served: how it opens files, and its device as
+    /// `major:minor`.
+    pub(super) fn attached(&self, opening: &str, device: &str) {
+        let connection = device.split(':').next_back().unwrap_or_default();
+        let waiting = Path::new("/sys/fs/fuse/connections").join(connection).join("waiting");
+        let number = std::fs::metadata(&self.path).ok().map(|root| root.dev());
+        self.device.get_or_init(|| Device { number, waiting });
+        self.opening.get_or_init(|| opening.to_owned());
+    }
+
+    /// The number of its device, as files on it show.
+    pub(super) fn device(&self) -> Option<u64> {
+        self.device.get()?.number
+    }
+
+    pub(super) fn stats(&self) -> MountStats {
+        let waiting = self.device.get().and_then(|device| std::fs::read_to_string(&device.waiting).ok());
+        MountStats {
+            pid: std::process::id(),
+            volume: self.volume.clone(),
+            path: self.path.clone(),
+            opening: self.opening.get().cloned().unwrap_or_default(),
+            since: self.since.0,
+            uptime_s: self.since.1.elapsed().as_secs_f64(),
+            operations: self.stats.operations(),
+            kernel_served_opens: self.stats.kernel_served_opens(),
+            open_files: self.handles.count() as u64,
+            waiting: waiting.and_then(|text| text.trim().parse().ok()),
+            process: metrics::snapshot(),
+            trace: self.trace.stats(),
+        }
+    }
+}
+
+/// The adapter, watched.
+#[derive(Debug)]
+pub(super) struct Watched {
+    pub(super) adapter: Adapter,
+    pub(super) watch: Arc<Watch>,
+    pub(super) pace: Pace,
+}
+
+/// A request of a kind for an inode.
+fn asked<'a>(op: Op, request: &Request, ino: INodeNo) -> trace::Request<'a> {
+    trace::Request { op, pid: request.pid(), ino: ino.0, name: None, to: None, range: None }
+}
+
+/// A request of a kind for a name in a directory.
+fn named<'a>(op: Op, request: &Request, parent: INodeNo, name: &'a OsStr) -> trace::Request<'a> {
+    trace::Request { name: Some(name), ..asked(op, request, parent) }
+}
+
+/// A request of a kind for a part of a file.
+fn ranged<'a>(op: Op, request: &Request, ino: INodeNo, offset: u64, size: u64) -> trace::Request<'a> {
+    trace::Request { range: Some((offset, size)), ..asked(op, request, ino) }
+}
+
+impl Watched {
+    fn watch(&self, request: trace::Request<'_>, answer: impl FnOnce(&Adapter)) {
+        // When all is noted the next request is looked for; the kernel has many to forget at once.
+        let _answered = (request.op != Op::Forget).then(|| self.pace.request());
+        self.watch.stats.begin(request.op);
+        outcome::reset();
+        let begun = Instant::now();
+        answer(&self.adapter);
+        let took = begun.elapsed();
+        let outcome = outcome::get();
+        self.watch.stats.end(request.op, took.as_nanos() as u64, outcome);
+        if self.watch.trace.is_on() {
+            self.watch.trace.note(&request, outcome, took);
+        }
+    }
+}
+
+/// Hands a request on, watched: its kind, the method with its arguments, what a line tells of it.
+macro_rules! watched {
+    ($($method:ident($request:ident, $($arg:ident: $kind:ty),*) $described:expr;)*) => {$(
+        fn $method(&self, $request: &Request, $($arg: $kind),*) {
+            self.watch($described, |adapter| adapter.$method($request, $($arg),*));
+        }
+    )*};
+}
+
+/// All of them: one that the adapter learns to answer must not be refused here. (`batch_forget` cannot be
+/// named outside of the library, which hands each of its nodes to `forget`.)
+impl Filesystem for Watched {
+    fn init(&mut self, request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        self.adapter.init(request, config)
+    }
+
+    fn destroy(&mut self) {
+        self.adapter.destroy();
+    }
+
+    fn forget(&self, request: &Request, ino: INodeNo, lookups: u64) {
+        self.watch(asked(Op::Forget, request, ino), |adapter| adapter.forget(request, ino, lookups));
+    }
+
+    watched! {
+        lookup(r, parent: INodeNo, name: &OsStr, reply: ReplyEntry) named(Op::Lookup, r, parent, name);
+        getattr(r, ino: INodeNo, fh: Option<FileHandle>, reply: ReplyAttr) asked(Op::Getattr, r, ino);
+        setattr(
+            r, ino: INodeNo, mode: Option<u32>, uid: Option<u32>, gid: Option<u32>, size: Option<u64>,
+            atime: Option<TimeOrNow>, mtime: Option<TimeOrNow>, ctime: Option<SystemTime>,
+            fh: Option<FileHandle>, crtime: Option<SystemTime>, chgtime: Option<SystemTime>,
+            bkuptime: Option<SystemTime>, flags: Option<BsdFileFlags>, reply: ReplyAttr
+        ) trace::Request { range: size.map(|size| (0, size)), ..asked(Op::Setattr, r, ino) };
+        access(r, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) asked(Op::Access, r, ino);
+        readlink(r, ino: INodeNo, reply: ReplyData) asked(Op::Readlink, r, ino);
+        mknod(r, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry)
+            named(Op::Mknod, r, parent, name);
+        mkdir(r, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry)
+            named(Op::Mkdir, r, parent, name);
+        unlink(r, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) named(Op::Unlink, r, parent, name);
+        rmdir(r, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) named(Op::Rmdir, r, parent, name);
+        symlink(r, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry)
+            named(Op::Symlink, r, parent, name);
+        rename(
+            r, parent: INodeNo, name: &OsStr, to: INodeNo, to_name: &OsStr, flags: RenameFlags,
+            reply: ReplyEmpty
+        ) trace::Request { to: Some((to.0, to_name)), ..named(Op::Rename, r, parent, name) };
+        link(r, ino: INodeNo, to: INodeNo, to_name: &OsStr, reply: ReplyEntry)
+            trace::Request { to: Some((to.0, to_name)), ..asked(Op::Link, r, ino) };
+        create(r, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate)
+            named(Op::Create, r, parent, name);
+        open(r, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) asked(Op::Open, r, ino);
+        read(
+            r, ino: INodeNo, fh: FileHandle, offset: u64, size: u32, flags: OpenFlags,
+            owner: Option<LockOwner>, reply: ReplyData
+        ) ranged(Op::Read, r, ino, offset, size.into());
+        write(
+            r, ino: INodeNo, fh: FileHandle, offset: u64, data: &[u8], how: WriteFlags, flags: OpenFlags,
+            owner: Option<LockOwner>, reply: ReplyWrite
+        ) ranged(Op::Write, r, ino, offset, data.len() as u64);
+        flush(r, ino: INodeNo, fh: FileHandle, owner: LockOwner, reply: ReplyEmpty) asked(Op::Flush, r, ino);
+        release(
+            r, ino: INodeNo, fh: FileHandle, flags: OpenFlags, owner: Option<LockOwner>, flush: bool,
+            reply: ReplyEmpty
+        ) asked(Op::Release, r, ino);
+        fsync(r, ino: INodeNo, fh: FileHandle, datasync: bool, reply: ReplyEmpty) asked(Op::Fsync, r, ino);
+        opendir(r, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) asked(Op::Opendir, r, ino);
+        readdir(r, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectory)
+            asked(Op::Readdir, r, ino);
+        readdirplus(r, ino: INodeNo, fh: FileHandle, offset: u64, reply: ReplyDirectoryPlus)
+            asked(Op::Readdirplus, r, ino);
+        releasedir(r, ino: INodeNo, fh: FileHandle, flags: OpenFlags, reply: ReplyEmpty)
+            asked(Op::Releasedir, r, ino);
+        fsyncdir(r, ino: INodeNo, fh: FileHandle, datasync: bool, reply: ReplyEmpty)
+            asked(Op::Fsyncdir, r, ino);
+        statfs(r, ino: INodeNo, reply: ReplyStatfs) asked(Op::Statfs, r, ino);
+        setxattr(
+            r, ino: INodeNo, name: &OsStr, value: &[u8], flags: i32, position: u32, reply: ReplyEmpty
+        ) named(Op::Setxattr, r, ino, name);
+        getxattr(r, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr)
+            named(Op::Getxattr, r, ino, name);
+        listxattr(r, ino: INodeNo, size: u32, reply: ReplyXattr) asked(Op::Listxattr, r, ino);
+        removexattr(r, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) named(Op::Removexattr, r, ino, name);
+        getlk(
+            r, ino: INodeNo, fh: FileHandle, owner: LockOwner, start: u64, end: u64, kind: i32, pid: u32,
+            reply: ReplyLock
+        ) ranged(Op::Getlk, r, ino, start, end.saturating_sub(start).saturating_add(1));
+        setlk(
+            r, ino: INodeNo, fh: FileHandle, owner: LockOwner, start: u64, end: u64, kind: i32, pid: u32,
+            sleep: bool, reply: ReplyEmpty
+        ) ranged(Op::Setlk, r, ino, start, end.saturating_sub(start).saturating_add(1));
+        bmap(r, ino: INodeNo, block_bytes: u32, index: u64, reply: ReplyBmap) asked(Op::Bmap, r, ino);
+        ioctl(
+            r, ino: INodeNo, fh: FileHandle, flags: IoctlFlags, command: u32, input: &[u8],
+            output_bytes: u32, reply: ReplyIoctl
+        ) asked(Op::Ioctl, r, ino);
+        poll(
+            r, ino: INodeNo, fh: FileHandle, notifier: PollNotifier, events: PollEvents, flags: PollFlags,
+            reply: ReplyPoll
+        ) asked(Op::Poll, r, ino);
+        fallocate(
+            r, ino: INodeNo, fh: FileHandle, offset: u64, length: u64, mode: i32, reply: ReplyEmpty
+        ) ranged(Op::Fallocate, r, ino, offset, length);
+        lseek(r, ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek)
+            ranged(Op::Lseek, r, ino, offset as u64, 0);
+        copy_file_range(
+            r, ino: INodeNo, fh: FileHandle, offset: u64, to: INodeNo, to_fh: FileHandle, to_offset: u64,
+            len: u64, flags: CopyFileRangeFlags, reply: ReplyWrite
+        ) ranged(Op::CopyFileRange, r, to, to_offset, len);
+    }
+}
