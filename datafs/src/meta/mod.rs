@@ -16,6 +16,7 @@ mod group;
 pub(crate) mod inode;
 pub(crate) mod keys;
 mod layer;
+mod merge;
 pub(crate) mod metadata;
 mod overlay;
 pub(crate) mod postgres;

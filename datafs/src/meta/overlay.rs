@@ -10,6 +10,7 @@ use parking_lot::RwLock;
 use super::engine::{Order, Pair, Prerequisite, ReadTxn, WriteTxn};
 use super::group::Shared;
 use super::layer::{Layer, Value};
+use super::merge::merge;
 use super::prerequisites::Prerequisites;
 use super::sqlite::Snapshot;
 use crate::error::Result;
@@ -135,45 +136,6 @@ impl View<'_> {
 }
 
 type Source<'a> = Box<dyn Iterator<Item = (&'a [u8], &'a Value)> + 'a>;
-
-/// Puts uncommitted records over committed pairs, both in `order`.
-fn merge(
-    uncommitted: Vec<(Vec<u8>, Value)>,
-    committed: &mut dyn FnMut() -> Result<Option<Pair>>,
-    order: Order,
-    limit: usize,
-    found: &mut Vec<Pair>,
-) -> Result<()> {
-    let mut uncommitted = uncommitted.into_iter().peekable();
-    let mut below = None;
-    let mut ended = false;
-    while found.len() < limit {
-        if below.is_none() && !ended {
-            below = committed()?;
-            ended = below.is_none();
-        }
-        let first = match (uncommitted.peek(), &below) {
-            (None, None) => break,
-            (Some(_), None) => true,
-            (None, Some(_)) => false,
-            (Some((key, _)), Some((committed, _))) => {
-                if key == committed {
-                    below = None;
-                    true
-                } else {
-                    (key < committed) == (order == Order::Ascending)
-                }
-            }
-        };
-        if first {
-            let next = uncommitted.next();
-            found.extend(next.and_then(|(key, value)| Some((key, value?.to_vec()))));
-        } else {
-            found.extend(below.take());
-        }
-    }
-    Ok(())
-}
 
 impl Drop for View<'_> {
     fn drop(&mut self) {

@@ -10,6 +10,7 @@ use super::pool::Lent;
 use super::rows::{Reads, Value};
 use crate::error::Result;
 use crate::meta::engine::{Order, Pair, Prerequisite, ReadTxn, WriteTxn};
+use crate::meta::merge::merge;
 use crate::meta::prerequisites::Prerequisites;
 use crate::metrics;
 
@@ -121,11 +122,14 @@ impl ReadTxn for Txn<'_> {
             return Ok(Vec::new());
         }
         // What was written here hides at most so many pairs of the server's.
-        let own: Vec<(Vec<u8>, Value)> = self
+        let mut own: Vec<(Vec<u8>, Value)> = self
             .writes
             .range::<[u8], _>((Bound::Included(start), Bound::Excluded(end)))
             .map(|(key, value)| (key.clone(), value.clone()))
             .collect();
+        if order == Order::Descending {
+            own.reverse();
+        }
         let hidden = own.iter().filter(|(_, value)| value.is_none()).count();
         let base_limit = limit.saturating_add(hidden);
         if self.writes_follow {
@@ -149,17 +153,10 @@ impl ReadTxn for Txn<'_> {
         if own.is_empty() {
             return Ok(base);
         }
-        let mut merged: BTreeMap<Vec<u8>, Vec<u8>> = base.into_iter().collect();
-        for (key, value) in own {
-            match value {
-                Some(value) => drop(merged.insert(key, value.to_vec())),
-                None => drop(merged.remove(&key)),
-            }
-        }
-        Ok(match order {
-            Order::Ascending => merged.into_iter().take(limit).collect(),
-            Order::Descending => merged.into_iter().rev().take(limit).collect(),
-        })
+        let mut base = base.into_iter();
+        let mut found = Vec::new();
+        merge(own, &mut || Ok(base.next()), order, limit, &mut found)?;
+        Ok(found)
     }
 
     fn prefetch(&mut self, keys: &[Vec<u8>]) -> Result<()> {
