@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -39,7 +39,25 @@ const INO_BATCH: u64 = 1_024;
 /// `spawn_blocking`).
 #[derive(Debug, Clone)]
 pub struct Datafs {
+    // Goes first.
+    pub(crate) in_use: Arc<InUse>,
     pub(crate) shared: Arc<Shared>,
+}
+
+/// Held by everything that users hold. When the last of it goes, everything that was answered is
+/// committed before that returns: the collection may keep the rest alive for a moment, and the process
+/// may end first.
+#[derive(Debug)]
+pub(crate) struct InUse(Weak<Shared>);
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let Some(shared) = self.0.upgrade() else { return };
+        shared.collector.stop();
+        if let Err(error) = shared.meta.settle() {
+            tracing::error!(%error, "closing the volumes lost the last changes");
+        }
+    }
 }
 
 /// What the handles of one [`Datafs`] share.
@@ -101,7 +119,7 @@ impl Datafs {
             inos: Mutex::new(HashMap::new()),
         });
         Collector::start(&shared)?;
-        Ok(Datafs { shared })
+        Ok(Datafs { in_use: Arc::new(InUse(Arc::downgrade(&shared))), shared })
     }
 }
 

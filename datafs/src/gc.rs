@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::data::ObjectId;
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
+use crate::failpoint;
 use crate::fs::lock;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, Pair, WriteTxn};
@@ -195,6 +196,7 @@ impl Shared {
         for id in known.iter().copied().filter(|id| *id != self.session.id()) {
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? {
                 self.clean_up_after(id, report)?;
+                failpoint::hit("gc-session-cleaned");
                 dead.remove()?;
                 report.sessions += 1;
             }
@@ -224,6 +226,7 @@ impl Shared {
             txn.put(&keys::session_in_cleanup(id), &[])?;
             session::remove_row(txn, id)
         })?;
+        failpoint::hit("gc-session-claimed");
         self.clean_up_locks(id)?;
         self.clean_up_objects(id, report)
     }
@@ -248,6 +251,7 @@ impl Shared {
             })?;
             if !known {
                 self.pool.delete(object)?;
+                failpoint::hit("gc-session-object-deleted");
                 report.objects += 1;
             }
         }
@@ -278,7 +282,10 @@ impl Shared {
             for number in self.meta.view(|txn| snapshot::deleting(txn, id))? {
                 let free =
                     || self.meta.transact(Durability::Relaxed, |txn| snapshot::free_batch(txn, id, number));
-                while !free()? {}
+                while !free()? {
+                    failpoint::hit("gc-snapshot-batch");
+                }
+                failpoint::hit("gc-snapshot-freed");
                 report.snapshots += 1;
             }
         }
@@ -312,6 +319,7 @@ impl Shared {
                 })
             };
             while !batch()? {}
+            failpoint::hit("gc-volume-part");
         }
         self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
     }
@@ -336,11 +344,12 @@ impl Shared {
         for batch in due.chunks(BATCH) {
             for few in batch.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
                 self.pool.delete_all(few)?;
-                crate::failpoint::hit("gc-object-deleted");
+                failpoint::hit("gc-object-deleted");
             }
             self.meta.transact(Durability::Relaxed, |txn| {
                 batch.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
             })?;
+            failpoint::hit("gc-garbage-forgotten");
             report.objects += batch.len() as u64;
         }
         Ok(())

@@ -21,6 +21,7 @@ use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
+use crate::failpoint;
 use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
@@ -55,7 +56,9 @@ impl Session {
                 Err(e) => return Err(Error::io("create session file", path, e)),
             };
             let Some(lock) = try_lock(file, &path)? else { continue };
+            failpoint::hit("session-locked");
             write_row(meta, id)?;
+            failpoint::hit("session-begun");
             return Ok(Session {
                 id,
                 directory: Some(directory.to_owned()),
@@ -95,6 +98,7 @@ impl Session {
         }
         let gone = meta
             .transact(Durability::Relaxed, |txn| remove_row(txn, self.id))
+            .inspect(|()| failpoint::hit("session-ended"))
             .and_then(|()| self.directory.as_ref().map_or(Ok(()), |folder| remove_file(folder, self.id)));
         if let Err(error) = gone {
             tracing::warn!(%error, "ending the metadata session; the next process cleans up");

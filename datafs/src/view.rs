@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::data::Codec;
-use crate::datafs::Shared;
+use crate::datafs::{Datafs, InUse, Shared};
 use crate::error::{Error, Result};
 use crate::fs::OpenFile;
 use crate::fs::content::INLINE_BYTES_MAX;
@@ -54,6 +54,8 @@ pub struct DirEntry {
 /// become durable with the next durable change or [`View::sync`].
 #[derive(Debug, Clone)]
 pub struct View {
+    // Goes first.
+    _in_use: Arc<InUse>,
     pub(crate) shared: Arc<Shared>,
     spec: Arc<VolumeSpec>,
     pub(crate) volume: u64,
@@ -65,9 +67,18 @@ pub struct View {
 }
 
 impl View {
-    pub(crate) fn new(shared: Arc<Shared>, spec: VolumeSpec, volume: u64, at: At, codec: Codec) -> View {
+    pub(crate) fn new(datafs: &Datafs, spec: VolumeSpec, volume: u64, at: At, codec: Codec) -> View {
+        let shared = Arc::clone(&datafs.shared);
         let writer = shared.session.id();
-        View { shared, spec: Arc::new(spec), volume, at, writer, codec: Arc::new(codec) }
+        View {
+            _in_use: Arc::clone(&datafs.in_use),
+            shared,
+            spec: Arc::new(spec),
+            volume,
+            at,
+            writer,
+            codec: Arc::new(codec),
+        }
     }
 
     /// The same view as a writer of its own.

@@ -240,7 +240,7 @@ impl Datafs {
             Ok((id, at, row))
         })?;
         let codec = self.shared.codec_of(&row)?;
-        Ok(View::new(self.shared.clone(), spec.clone(), id, at, codec))
+        Ok(View::new(self, spec.clone(), id, at, codec))
     }
 
     fn usage(&self, volume: u64) -> Result<Usage> {

@@ -2,8 +2,11 @@
 #![allow(clippy::unwrap_used)]
 
 mod child;
+mod close_to_open;
 mod crash;
 mod group_commit;
+mod hostile;
+mod kills;
 mod mount_journeys;
 mod postgres;
 mod processes;

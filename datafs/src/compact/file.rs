@@ -147,6 +147,7 @@ fn rewrite(
     });
     match committed {
         Ok(true) => {
+            failpoint::hit("compact-file-committed");
             report.bytes += object.object().len;
             object.settle();
             report.extents_before += old.extents.len() as u64;

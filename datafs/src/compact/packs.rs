@@ -134,6 +134,7 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
     });
     match result {
         Ok(Some(Moved { bytes, extents })) => {
+            failpoint::hit("compact-pack-committed");
             report.bytes += bytes;
             report.extents_before += extents;
             report.extents_after += extents;

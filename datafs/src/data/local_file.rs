@@ -37,6 +37,7 @@ pub(super) struct LocalFile {
 impl LocalFile {
     pub(super) fn begin(pool: &ObjectPool, id: ObjectId) -> Result<LocalFile> {
         let (path, file) = pool.create_local(&(id.data_name() + UNFINISHED))?;
+        failpoint::hit("object-begun");
         Ok(LocalFile { pool: pool.clone(), id, path, file: Arc::new(file), len: 0, early: 0, named: false })
     }
 
@@ -106,6 +107,7 @@ impl LocalFile {
         match write() {
             Ok(file) => {
                 rename(&unfinished, &name)?;
+                failpoint::hit("object-sums-named");
                 Ok((name, Arc::new(file)))
             }
             Err(e) => {
@@ -165,8 +167,12 @@ impl Unsynced {
                 .try_for_each(|(path, file)| {
                     file.sync_data().map_err(|e| ObjectError::io("sync object file", path, e))
                 })
-                .and_then(|()| self.pool.make_name_durable(self.id)),
+                .and_then(|()| {
+                    failpoint::hit("object-synced");
+                    self.pool.make_name_durable(self.id)
+                }),
         };
+        failpoint::hit("object-durable");
         *state = if synced.is_ok() { State::Durable } else { State::Lost };
         synced
     }

@@ -215,6 +215,7 @@ impl LocalPack {
         }
         if !synced.named {
             self.pool.make_name_durable(self.id)?;
+            failpoint::hit("pack-durable");
             synced.named = true;
         }
         Ok(())

@@ -25,6 +25,7 @@ use super::tree::{self, Closing};
 use crate::compact::Compact;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::failpoint;
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
@@ -375,6 +376,7 @@ impl Shared {
                 }
                 Ok((done, now))
             })?;
+            failpoint::hit("gc-orphans-freed");
             freed += now;
             rest = &rest[done..];
         }

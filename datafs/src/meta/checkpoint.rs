@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::group::Shared;
+use crate::failpoint;
 
 /// Pages in the log after which it is copied back: 16 MiB.
 const PAGES_MAX: u32 = 4_096;
@@ -60,7 +61,10 @@ pub(super) fn run(shared: &Shared) {
         }
         let checkpoints = &shared.checkpoints;
         checkpoints.due.store(checkpoints.pages.load(Ordering::Acquire) + PAGES_STEP, Ordering::Release);
-        match shared.engine.checkpoint() {
+        failpoint::hit("checkpoint-begun");
+        let copied = shared.engine.checkpoint();
+        failpoint::hit("checkpoint-copied");
+        match copied {
             Ok(()) => checkpoints.rest.store(1, Ordering::Release),
             Err(error) => tracing::debug!(%error, "copying the metadata log back; it is tried again"),
         }
@@ -77,4 +81,5 @@ pub(super) fn finish(shared: &Shared) {
     if let Err(error) = shared.engine.checkpoint() {
         tracing::debug!(%error, "copying the rest of the metadata log back; it is tried again");
     }
+    failpoint::hit("checkpoint-finished");
 }

@@ -299,20 +299,14 @@ impl Group {
     pub(crate) fn sync(&self) -> Result<()> {
         let shared = &self.shared;
         shared.syncs.fetch_add(1, Ordering::Relaxed);
-        let mut state = shared.state.lock();
-        state.check(shared)?;
-        if let Some(place) = &state.full {
-            return Err(Error::NoSpace { place: place.clone() });
-        }
-        let pending = if state.current.opened.is_some() {
-            state.current.awaited = true;
-            shared.work.notify_one();
-            state.next_batch()
-        } else {
-            state.frozen.as_ref().map_or(0, |frozen| frozen.number)
-        };
-        drop(state);
+        let pending = shared.commit_soon()?;
         shared.make_durable(pending)
+    }
+
+    /// Waits until everything that was answered before the call is committed.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let pending = self.shared.commit_soon()?;
+        self.shared.wait_committed(pending)
     }
 
     /// See [`Engine::barrier`].
@@ -641,8 +635,23 @@ impl Shared {
         }
     }
 
-    /// Makes everything durable that is committed once a batch of this process is.
-    fn make_durable(&self, batch: u64) -> Result<()> {
+    /// Has what is pending committed without delay. Returns the number of its last batch, 0 when there
+    /// is none.
+    fn commit_soon(&self) -> Result<u64> {
+        let mut state = self.state.lock();
+        state.check(self)?;
+        if let Some(place) = &state.full {
+            return Err(Error::NoSpace { place: place.clone() });
+        }
+        if state.current.opened.is_none() {
+            return Ok(state.frozen.as_ref().map_or(0, |frozen| frozen.number));
+        }
+        state.current.awaited = true;
+        self.work.notify_one();
+        Ok(state.next_batch())
+    }
+
+    fn wait_committed(&self, batch: u64) -> Result<()> {
         let mut state = self.state.lock();
         while state.committed < batch {
             state.check(self)?;
@@ -650,7 +659,12 @@ impl Shared {
             state.check_store()?;
             self.progress.wait(&mut state);
         }
-        drop(state);
+        Ok(())
+    }
+
+    /// Makes everything durable that is committed once a batch of this process is.
+    fn make_durable(&self, batch: u64) -> Result<()> {
+        self.wait_committed(batch)?;
         let committed = self.turn.finished().max(batch);
         // One at a time: who waits here is mostly served by the one before it.
         let _syncing = self.syncing.lock();

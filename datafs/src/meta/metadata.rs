@@ -93,6 +93,16 @@ impl Metadata {
         }
     }
 
+    /// Waits until everything that this process was answered before the call is committed; that is not
+    /// durable yet, but survives the end of the process.
+    pub(crate) fn settle(&self) -> Result<()> {
+        match &self.0 {
+            // Commits before it answers.
+            Kind::Direct(_) => Ok(()),
+            Kind::Group(group) => group.settle(),
+        }
+    }
+
     /// How often [`Metadata::sync`] was called.
     #[cfg(test)]
     pub(crate) fn syncs(&self) -> u64 {

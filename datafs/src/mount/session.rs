@@ -267,6 +267,7 @@ impl Mount {
         self.coherence.stop();
         let flushed = self.handles.flush_all();
         self.handles.clear();
+        let flushed = flushed.and(self.handles.view.shared.meta.settle());
         match served {
             Ok(Ok(())) => flushed,
             Ok(Err(error)) => Err(point::refused("serve the mount at", &self.at, error)),

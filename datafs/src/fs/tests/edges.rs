@@ -287,3 +287,25 @@ fn a_home_that_stays_locked_is_busy() {
     drop(alone);
     Datafs::open(home.path(), &config).unwrap();
 }
+
+#[test]
+fn the_last_handle_leaves_nothing_uncommitted() {
+    let home = tempfile::tempdir().unwrap();
+    let other = open(home.path());
+    let other_view = volume(&other);
+    for round in 0..20 {
+        let datafs = open(home.path());
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        // As the collection does, which may be cut off by the end of the process.
+        let kept = std::sync::Arc::clone(&datafs.shared);
+        let name = format!("d{round}");
+        view.mkdir(view.root(), name.as_ref(), 0o755, owner()).unwrap();
+        drop((datafs, view));
+        // Nobody is asked to commit.
+        let name = keys::child(crate::fs::types::ROOT_INO, name.as_bytes());
+        let key = keys::live(other_view.volume, &name);
+        let committed = other.shared.meta.view_recent(|txn| Ok(txn.get(&key)?.is_some())).unwrap();
+        assert!(committed, "round {round}");
+        drop(kept);
+    }
+}

@@ -1,0 +1,300 @@
+//! One writer that is killed, at a failpoint or at any moment, through the library or with the process
+//! of its mount; then everybody looks at what is left.
+//!
+//! The rule: the volume is as it was after one of the commits that the operations consist of, none left
+//! out, none half done, and at least as far as the last `fsync`, snapshot or other durable call that had
+//! returned. So a file holds one generation from its first byte to its last, or is empty where a program
+//! had made or cut it and not yet written; a file that is renamed over is never missing and never empty.
+//! Snapshots hold exactly what they were made of, the collection finds all garbage, and the scrub finds
+//! nothing wrong.
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+
+mod failpoints;
+mod reopening;
+mod work;
+
+use std::io::Write as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use millrace_datafs::{Datafs, FsckOptions, Name, VolumeSpec, mount};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use self::work::{Hand, Op, Place, State, Story, config, ops, read_all, snapshot_name};
+use crate::child;
+
+/// Kills of a test run; `MILLRACE_KILLS` asks for more, `MILLRACE_SEED` for others.
+const KILLS: u64 = 16;
+/// Operations, if nobody is killed before.
+const OPS: u64 = 120;
+
+fn volume() -> Name {
+    "v".parse().unwrap()
+}
+
+fn number(variable: &str, otherwise: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
+fn hand(home: &Path, seed: u64, place: Place) -> Hand {
+    let datafs = Datafs::open(home, &config()).unwrap();
+    let view = datafs.view(&VolumeSpec::live(volume())).unwrap();
+    Hand { place, datafs, view, seed, snapshots: Vec::new() }
+}
+
+fn say(word: &str, number: u64) {
+    println!("{word} {number}");
+    std::io::stdout().flush().unwrap();
+}
+
+/// The child that works through the library.
+#[test]
+fn worker() {
+    let Some((home, seed)) = child::task() else { return };
+    let mut hand = hand(&home, seed, Place::Library);
+    for (i, op) in (0..).zip(ops(seed, OPS)) {
+        if hand.act(i, op).unwrap() {
+            say("synced", i);
+        }
+        say("done", i);
+    }
+}
+
+/// The child that serves a mount, until its standard input ends.
+#[test]
+fn server() {
+    let Some((home, _)) = child::task() else { return };
+    let datafs = Datafs::open(&home, &config()).unwrap();
+    let view = datafs.view(&VolumeSpec::live(volume())).unwrap();
+    let mount = mount::mount(view, &mount_point(&home), mount::MountOptions::default()).unwrap();
+    say("mounted", 1);
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
+    mount.unmount().unwrap();
+}
+
+fn mount_point(home: &Path) -> PathBuf {
+    home.join("mnt")
+}
+
+/// When a round ends.
+#[derive(Debug, Clone)]
+enum End {
+    At(String, u64),
+    /// So long after this many operations.
+    After(u64, Duration),
+}
+
+impl End {
+    fn draw(random: &mut StdRng, failpoints: &[String]) -> End {
+        if !cfg!(debug_assertions) || random.random_range(0..3) == 0 {
+            let micros = random.random_range(0..3_000);
+            return End::After(random.random_range(0..OPS / 2), Duration::from_micros(micros));
+        }
+        let name = failpoints[random.random_range(0..failpoints.len())].clone();
+        let passes = if random.random_range(0..5) < 3 { 3 } else { 40 };
+        End::At(name, random.random_range(1..=passes))
+    }
+
+    fn failpoint(&self) -> String {
+        match self {
+            End::At(name, pass) => format!("{name}:{pass}"),
+            End::After(..) => "none".into(),
+        }
+    }
+
+    /// Kills a process from beside, once so much is done.
+    fn kill(&self, child: &Child, done: u64) {
+        if let End::After(count, pause) = *self
+            && done == count
+        {
+            let pid = Pid::from_raw(child.id() as i32);
+            std::thread::spawn(move || {
+                std::thread::sleep(pause);
+                let _ = kill(pid, Signal::SIGKILL);
+            });
+        }
+    }
+}
+
+/// How far a writer came, as it knew.
+#[derive(Debug, Default, Clone, Copy)]
+struct Reached {
+    done: Option<u64>,
+    synced: Option<u64>,
+}
+
+impl Reached {
+    fn note(&mut self, i: u64, synced: bool) {
+        self.done = Some(i);
+        self.synced = if synced { Some(i) } else { self.synced };
+    }
+}
+
+fn through_library(home: &Path, seed: u64, end: &End) -> (Reached, ExitStatus) {
+    let mut command = child::command("kills::worker", home, seed);
+    let mut child = command.env("MILLRACE_FAILPOINT", end.failpoint()).spawn().unwrap();
+    let mut reached = Reached::default();
+    for (word, i) in child::reports(&mut child) {
+        match word.as_str() {
+            "synced" => reached.synced = Some(i),
+            "done" => {
+                reached.done = Some(i);
+                end.kill(&child, i);
+            }
+            _ => {}
+        }
+    }
+    (reached, child.wait().unwrap())
+}
+
+fn through_mount(home: &Path, seed: u64, end: &End) -> (Reached, ExitStatus) {
+    let mut command = child::command("kills::server", home, seed);
+    let command = command.stdin(Stdio::piped()).env("MILLRACE_FAILPOINT", end.failpoint());
+    let mut child = command.spawn().unwrap();
+    let mut reports = child::reports(&mut child);
+    let mut reached = Reached::default();
+    if reports.any(|(word, _)| word == "mounted") {
+        let mut hand = hand(home, seed, Place::Mount(mount_point(home)));
+        for (i, op) in (0..).zip(ops(seed, OPS)) {
+            let Ok(synced) = hand.act(i, op) else { break };
+            reached.note(i, synced);
+            end.kill(&child, i);
+        }
+    }
+    drop(child.stdin.take());
+    let status = child.wait().unwrap();
+    // What a killed process leaves mounted.
+    let _ = mount::umount(&mount_point(home));
+    (reached, status)
+}
+
+/// One after the other: which snapshots there must be, and which there may be.
+fn snapshots_after(ops: &[Op], reached: Reached) -> (Vec<u64>, Vec<u64>) {
+    let (mut must, mut may) = (Vec::new(), Vec::new());
+    let count = reached.done.map_or(0, |done| done + 1);
+    for (i, op) in (0..=count).zip(ops) {
+        let in_flight = i == count;
+        match op {
+            Op::Snapshot if in_flight => may.push(i),
+            Op::Snapshot => must.push(i),
+            Op::DropSnapshot if must.len() > 1 => {
+                let dropped = must.remove(0);
+                may.extend(in_flight.then_some(dropped));
+            }
+            _ => {}
+        }
+    }
+    (must, may)
+}
+
+/// Looks at everything. Returns what is there.
+fn verify(datafs: &Datafs, seed: u64, first: &State, reached: Reached, what: &str) -> State {
+    let ops = ops(seed, OPS);
+    let story = Story::new(first.clone(), &ops);
+    let view = datafs.view(&VolumeSpec::live(volume())).unwrap();
+    let actual = read_all(&view);
+    let least = reached.synced.map_or(0, |i| story.ends[i as usize]);
+    let most = reached.done.map_or(0, |done| done as usize + 1).min(ops.len() - 1);
+    let most = story.ends[most];
+    if !story.states[least..=most].contains(&actual) {
+        let elsewhere = story.states.iter().position(|state| *state == actual);
+        let lens: Vec<_> = actual.iter().map(|(name, bytes)| (name, bytes.len(), bytes.first())).collect();
+        panic!("{what}: none of the states {least} to {most} ({elsewhere:?} instead): {lens:?}");
+    }
+    let (must, may) = snapshots_after(&ops, reached);
+    let prefix = snapshot_name(seed, 0).replace("-0", "-");
+    let there: Vec<String> =
+        datafs.snapshot_list(&volume()).unwrap().into_iter().map(|info| info.name.to_string()).collect();
+    for i in &must {
+        assert!(there.contains(&snapshot_name(seed, *i)), "{what}: snapshot {i} is lost");
+    }
+    for name in there.iter().filter(|name| name.starts_with(&prefix)) {
+        let i: u64 = name[prefix.len()..].parse().unwrap();
+        assert!(must.contains(&i) || may.contains(&i), "{what}: snapshot {i} is there");
+        let at = datafs.view(&VolumeSpec::at(volume(), name.parse().unwrap())).unwrap();
+        assert!(read_all(&at) == story.states[story.ends[i as usize]], "{what}: snapshot {i} has changed");
+    }
+    actual
+}
+
+fn kills_leave_everything_whole(count: u64) {
+    let dir = tempfile::tempdir().unwrap();
+    let home = dir.path();
+    let mounts = mount::can_mount().inspect_err(|reason| eprintln!("without mounts: {reason}")).is_ok();
+    Datafs::open(home, &config()).unwrap().volume_create(&volume()).unwrap();
+    let (mut killed, mut longest, mut seed) = ([0, 0], Duration::ZERO, number("MILLRACE_SEED", 1));
+    let failpoints = failpoints::all();
+    let mut before = State::new();
+    while killed.iter().sum::<u64>() < count {
+        let end = End::draw(&mut StdRng::seed_from_u64(seed), &failpoints);
+        let mounted = mounts && seed % 2 == 1;
+        let what = format!("seed {seed}, {end:?}, {}", if mounted { "mount" } else { "library" });
+        // Somebody else may have the volume open all the time.
+        let bystander = (seed % 3 == 0).then(|| Datafs::open(home, &config()).unwrap());
+        let run = if mounted { through_mount } else { through_library };
+        let (reached, status) = run(home, seed, &end);
+        assert!(status.success() || status.signal() == Some(9), "{what}: failed by itself");
+        let was_killed = status.signal().is_some();
+        killed[usize::from(mounted)] += u64::from(was_killed);
+        let reached = if was_killed { reached } else { Reached { synced: reached.done, ..reached } };
+        if let Some(bystander) = bystander {
+            verify(&bystander, seed, &before, reached, &format!("{what}, seen by another"));
+        }
+        let begin = Instant::now();
+        let datafs = Datafs::open(home, &config()).unwrap();
+        datafs.view(&VolumeSpec::live(volume())).unwrap().list("").unwrap();
+        longest = longest.max(begin.elapsed());
+        let after = verify(&datafs, seed, &before, reached, &what);
+        datafs.gc().unwrap();
+        assert!(verify(&datafs, seed, &before, reached, &what) == after, "{what}: the collection changed it");
+        let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+        assert!(report.is_sound(), "{what}: {:#?}", report.found);
+        // Of older rounds, one snapshot in four stays.
+        for info in datafs.snapshot_list(&volume()).unwrap() {
+            if info.id % 4 > 0 {
+                datafs.snapshot_delete(&volume(), &info.name).unwrap();
+            }
+        }
+        before = after;
+        seed += 1;
+        if seed.is_multiple_of(50) {
+            println!("{killed:?} kills (library, mounts), reopening took at most {longest:?}");
+        }
+    }
+    println!("{killed:?} kills (library, mounts), reopening took at most {longest:?}");
+    assert_nothing_is_left(home);
+}
+
+/// Nothing of all that is left once the volume is gone.
+fn assert_nothing_is_left(home: &Path) {
+    let datafs = Datafs::open(home, &config()).unwrap();
+    datafs.volume_delete(&volume()).unwrap();
+    datafs.gc().unwrap();
+    let mut left = Vec::new();
+    for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+            left.push(file.unwrap().file_name().into_string().unwrap());
+        }
+    }
+    // Half-written files have names of their own and go by age.
+    left.retain(|name| !name.contains('#'));
+    assert!(left.is_empty(), "{left:?}");
+    let sessions = std::fs::read_dir(home.join("datafs/meta.sqlite-sessions")).unwrap().count();
+    assert_eq!(sessions, 1);
+}
+
+#[test]
+fn writers_and_mounts_that_are_killed_leave_a_state_that_was() {
+    kills_leave_everything_whole(number("MILLRACE_KILLS", KILLS));
+}
+
+#[test]
+#[ignore = "takes a quarter of an hour: cargo test -p millrace-datafs --test datafs a_thousand_kills -- --ignored --nocapture"]
+fn a_thousand_kills_leave_a_state_that_was() {
+    kills_leave_everything_whole(number("MILLRACE_KILLS", 1_000));
+}
