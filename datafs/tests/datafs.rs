@@ -1,6 +1,7 @@
 //! Integration tests of the crate, one binary.
 #![allow(clippy::unwrap_used)]
 
+mod buckets;
 mod child;
 mod close_to_open;
 mod crash;
@@ -10,5 +11,7 @@ mod kills;
 mod mount_journeys;
 mod postgres;
 mod processes;
+#[path = "support/s3_server.rs"]
+mod s3_server;
 mod trouble;
 mod writes;

@@ -35,10 +35,10 @@ fn a_newer_format_is_refused() {
 }
 
 /// A file system of a few mebibytes; `None` where mounting is not permitted.
-struct SmallDisk(tempfile::TempDir);
+pub(crate) struct SmallDisk(pub(crate) tempfile::TempDir);
 
 impl SmallDisk {
-    fn new(mib: u32) -> Option<SmallDisk> {
+    pub(crate) fn new(mib: u32) -> Option<SmallDisk> {
         let dir = tempfile::tempdir().unwrap();
         let options = format!("size={mib}m");
         let mounted = nix::mount::mount(

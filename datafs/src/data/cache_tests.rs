@@ -180,6 +180,36 @@ fn the_cache_keeps_its_bounds_and_readers_their_files() {
 }
 
 #[test]
+fn pools_that_share_a_small_cache_keep_it_within_bounds() {
+    let (server, dir) = (S3Server::start(), tempfile::tempdir().unwrap());
+    let max = 8 * MIB as u64;
+    let config = Config { cache_bytes_max: max, ..cached(&server, dir.path()) };
+    let bytes = pattern(2 * MIB);
+    let writer = pool_with(&config, SESSION);
+    let ids: Vec<_> = (0..8).map(|_| writer.put(&bytes).unwrap().id).collect();
+    // Locks of the cache are between open files: pools are to each other as processes are.
+    let pools: Vec<_> = (1..5).map(|i| pool_with(&config, SESSION + i)).collect();
+    std::thread::scope(|scope| {
+        for (i, pool) in pools.iter().enumerate() {
+            let (ids, bytes) = (&ids, &bytes);
+            scope.spawn(move || {
+                for k in 0..24 {
+                    let id = ids[(k * (2 * i + 1) + i) % ids.len()];
+                    assert!(read_all(pool, id, bytes.len()) == *bytes);
+                }
+            });
+        }
+    });
+    for pool in &pools {
+        pool.settle_cache();
+        warm(pool, ids[0]);
+    }
+    // Each looks after so many bytes of its own.
+    let look = 4 * (SEGMENT_BYTES + max / 16);
+    assert!(disk_bytes(dir.path()) <= max + look, "{}", disk_bytes(dir.path()));
+}
+
+#[test]
 fn readers_share_requests_and_a_sequential_one_reads_ahead() {
     let server = S3Server::start();
     let config = config(&server, "p");

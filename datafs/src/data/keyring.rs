@@ -87,10 +87,11 @@ impl VolumeKey {
     pub(crate) fn check(&self) -> [u8; CHECK_BYTES] {
         let mut check = [0; CHECK_BYTES];
         let key = hkdf::Salt::new(hkdf::HKDF_SHA256, &[]).extract(&self.secret);
-        // Only lengths beyond 255 hashes fail.
-        if let Ok(derived) = key.expand(&[FOR_CHECK], Length(CHECK_BYTES)) {
-            let _ = derived.fill(&mut check);
-        }
+        let derived = key.expand(&[FOR_CHECK], Length(CHECK_BYTES));
+        // Only lengths beyond 255 hashes fail, or those that the buffer does not have. A check of zeroes
+        // would match that of any other key.
+        let filled = derived.and_then(|derived| derived.fill(&mut check));
+        assert!(filled.is_ok(), "{CHECK_BYTES} bytes can be derived from any key");
         check
     }
 

@@ -34,7 +34,12 @@ pub(super) fn pattern(len: usize) -> Vec<u8> {
 #[test]
 fn what_is_written_to_a_bucket_is_read_back_listed_and_deleted() {
     let server = S3Server::start();
-    let pool = pool_with(&config(&server, "some/prefix"), SESSION);
+    round_trip(&server, &config(&server, "some/prefix"));
+}
+
+/// Objects of all sizes below `some/prefix`: written, read, listed, deleted.
+fn round_trip(server: &S3Server, config: &Config) {
+    let pool = pool_with(config, SESSION);
     let mut ids = Vec::new();
     for len in [0, 1, 70_000, FRAMED_BYTES_MAX, FRAMED_BYTES_MAX + 1, PART_BYTES + 7, 21 * MIB + 3] {
         let bytes = pattern(len);

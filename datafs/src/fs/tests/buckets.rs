@@ -49,6 +49,49 @@ fn check(view: &View, names: impl Iterator<Item = usize>) {
     names.for_each(|i| assert!(view.read_file(&format!("d/{i}")).unwrap() == contents(i), "{i}"));
 }
 
+#[test]
+fn all_tools_work_on_postgres_with_an_encrypted_bucket() {
+    on_postgres::on_postgres(|_| {
+        let (server, home) = (S3Server::start(), tempfile::tempdir().unwrap());
+        let mut config = cloud(&server, home.path());
+        on_postgres::put_into(&mut config, home.path());
+        let datafs = Datafs::open(home.path(), &config).unwrap();
+        datafs.volume_create_with(&"v".parse().unwrap(), &options("zstd", Some("main"))).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        view.create_dir_all("d").unwrap();
+        std::thread::scope(|scope| {
+            for first in (0..60).step_by(10) {
+                let view = &view;
+                scope.spawn(move || write(view, first..first + 10));
+            }
+        });
+        view.write_file("large", &vec![1; 3 << 20]).unwrap();
+        sound(&datafs);
+        (0..60).step_by(2).for_each(|i| view.remove_file(&format!("d/{i}")).unwrap());
+        view.remove_file("large").unwrap();
+        // Packs of any kind are emptied into others.
+        let all = Compact { live_percent_min: 1_000, ..Compact::default() };
+        let report = datafs.compact(None, &all).unwrap();
+        assert!(report.packs > 0 && report.conflicts == 0, "{report:?}");
+        let gone = datafs.gc().unwrap().objects;
+        assert!(gone > report.packs, "{gone}");
+        check(&view, (1..60).step_by(2));
+        sound(&datafs);
+        // What a process leaves that dies.
+        let dead = Datafs::open(home.path(), &config).unwrap();
+        let mut staged = dead.view(&"v".parse().unwrap()).unwrap().stage().unwrap();
+        staged.append(&[3; 10_000]).unwrap();
+        let before = objects_on(&server);
+        let staged = staged.finish().unwrap();
+        assert_eq!(objects_on(&server), before + 1);
+        drop(staged);
+        drop(dead);
+        datafs.gc().unwrap();
+        assert_eq!(objects_on(&server), before);
+        sound(&datafs);
+    });
+}
+
 fn objects_on(server: &S3Server) -> usize {
     server.names("p/objects").len()
 }
@@ -207,4 +250,53 @@ fn a_store_that_is_away_takes_nothing_and_comes_back() {
 #[ignore = "takes five minutes: cargo test -p millrace-datafs --lib store_that_is_away_for_five -- --ignored"]
 fn a_store_that_is_away_for_five_minutes_takes_nothing() {
     store_away(Config::default().store_timeout_ms, Duration::from_secs(300));
+}
+
+/// Files of 8 KiB per second through the library on a bucket of this machine, one thread.
+#[test]
+#[ignore = "prints figures: cargo test --release -p millrace-datafs --lib small_files_per_second_on_a_bucket -- --ignored --nocapture"]
+#[allow(clippy::print_stderr)]
+fn small_files_per_second_on_a_bucket() {
+    const FILES: usize = 4_000;
+    let (server, home) = (S3Server::start(), tempfile::tempdir().unwrap());
+    let config = Config { pack_linger_ms: 50, ..cloud(&server, home.path()) };
+    let datafs = Datafs::open(home.path(), &config).unwrap();
+    let view = volume(&datafs);
+    view.create_dir_all("d").unwrap();
+    let folder = view.stat("d").unwrap().node;
+    let bytes = pattern(8 << 10);
+    let write = |names: std::ops::Range<usize>, sync: bool| {
+        let (begun, puts, files) = (Instant::now(), server.faults.count("put"), names.len());
+        for i in names {
+            let name = i.to_string();
+            let (_, file) =
+                view.create(folder, name.as_ref(), 0o644, owner(), OpenFlags::READ_WRITE).unwrap();
+            file.write_at(0, &bytes).unwrap();
+            if sync { file.fsync().unwrap() } else { file.flush().unwrap() }
+        }
+        datafs.shared.meta.sync().unwrap();
+        let puts = server.faults.count("put") - puts;
+        let what = if sync { "fsynced" } else { "closed" };
+        eprintln!("{what}: {:.0} files/s, {puts} puts", files as f64 / begun.elapsed().as_secs_f64());
+    };
+    write(0..400, true);
+    write(400..400 + FILES, false);
+    for (what, step, cache_bytes_max) in
+        [("in order", 1, 1 << 30), ("shuffled", 1_237, 1 << 30), ("shuffled, no cache", 1_237, 0)]
+    {
+        let cache_dir = what.replace(", ", "-").into();
+        let other =
+            Datafs::open(home.path(), &Config { cache_dir, cache_bytes_max, ..config.clone() }).unwrap();
+        let view = other.view(&"v".parse().unwrap()).unwrap();
+        let (begun, gets) = (Instant::now(), server.faults.count("get"));
+        for i in 0..FILES {
+            assert!(view.read_file(&format!("d/{}", 400 + i * step % FILES)).unwrap() == bytes);
+        }
+        let gets = server.faults.count("get") - gets;
+        eprintln!("cold, {what}: {:.0} files/s, {gets} gets", FILES as f64 / begun.elapsed().as_secs_f64());
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }

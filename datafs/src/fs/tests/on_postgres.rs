@@ -36,7 +36,7 @@ fn schema_of(home: &Path) -> String {
 }
 
 /// Runs tests with metadata on PostgreSQL, where it is installed.
-fn on_postgres(run: impl FnOnce(&Server)) {
+pub(super) fn on_postgres(run: impl FnOnce(&Server)) {
     let Some(server) = Server::shared() else { return };
     SERVER.set(Some(Arc::clone(&server)));
     run(&server);
