@@ -8,6 +8,7 @@ mod contents;
 mod extended;
 mod lifecycle;
 mod locking;
+mod on_postgres;
 mod opening;
 mod sharing;
 mod unlinked;
@@ -18,8 +19,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use millrace_datafs::Datafs;
 use millrace_datafs::mount::{self, Mount, MountOptions};
-use millrace_datafs::{Config, Datafs};
 use tempfile::TempDir;
 
 /// A home with one volume, `data`, and a place to mount it.
@@ -36,13 +37,13 @@ impl Home {
             return None;
         }
         let dir = tempfile::tempdir().unwrap();
-        let datafs = Datafs::open(&dir.path().join("home"), &Config::default()).unwrap();
+        let datafs = Datafs::open(&dir.path().join("home"), &on_postgres::config()).unwrap();
         datafs.volume_create(&"data".parse().unwrap()).unwrap();
         Some(Home { dir, datafs })
     }
 
     fn again(&self) -> Datafs {
-        Datafs::open(&self.dir.path().join("home"), &Config::default()).unwrap()
+        Datafs::open(&self.dir.path().join("home"), &on_postgres::config()).unwrap()
     }
 
     fn mount(&self, spec: &str) -> Mount {

@@ -20,6 +20,7 @@ mod flush;
 mod follow;
 mod group;
 mod pool;
+mod replay;
 mod rows;
 mod schema;
 pub(crate) mod target;
@@ -91,6 +92,8 @@ pub(crate) struct Shared {
     /// Held, if it is to be had soon, by who joins a batch, and by who lost against others while its
     /// body runs again.
     turn: Mutex<()>,
+    /// Held by who finds out that the server has begun a new life, until all is well again.
+    meeting: Mutex<()>,
     flush: Flush,
 }
 
@@ -121,8 +124,10 @@ impl Postgres {
             state: Mutex::new(State::new(Rows::new(options.cache_bytes_max))),
             landed: Condvar::new(),
             turn: Mutex::new(()),
+            meeting: Mutex::new(()),
             flush: Flush::default(),
         });
+        let _ = shared.pool.owner.set(Arc::downgrade(&shared));
         shared.prepare()?;
         shared.register().map_err(|fault| shared.error(fault))?;
         let follower = Follower::start(&shared)?;
@@ -313,6 +318,7 @@ impl Shared {
                 let state = self.state.lock();
                 (state.rows.clock(), state.rows.horizon(), if state.own_too { 0 } else { self.client })
             };
+            let life = Some(link.life);
             let (mut pairs, mut commits, mut horizon) = (Vec::new(), Vec::new(), 0);
             for row in call(link, xid, client, until)? {
                 match columns(&row)? {
@@ -325,10 +331,16 @@ impl Shared {
             // In a transaction of its own the answer is as old as the transaction.
             if moment.is_none() {
                 let mut state = self.state.lock();
+                if state.kept.life() != life {
+                    return Err(Fault::Lost("the server has crashed".into()));
+                }
                 // Its own changes are in the answer already, those of later answers are not.
                 let changed = state.rows.changed_since(since);
                 state.rows.follow(commits, horizon, Instant::now());
-                remember(&mut state.rows, changed.as_ref(), &pairs);
+                // Without a position nobody says what has changed until another answer sets it.
+                if xid != i64::MAX {
+                    remember(&mut state.rows, changed.as_ref(), &pairs);
+                }
             }
             Ok(pairs)
         };
@@ -411,10 +423,12 @@ impl From<Fault> for PrepareError {
 
 impl Engine for Postgres {
     fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.shared.check_lost()?;
         self.shared.view(true, &mut |txn| body(txn))
     }
 
     fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.shared.check_lost()?;
         self.shared.view(false, &mut |txn| body(txn))
     }
 
@@ -423,18 +437,22 @@ impl Engine for Postgres {
         durability: Durability,
         body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
     ) -> Result<()> {
+        self.shared.check_lost()?;
         self.shared.commit(&mut |txn| body(txn))?;
         match durability {
             Durability::Relaxed => Ok(()),
-            Durability::Durable => self.shared.flush(),
+            Durability::Durable => self.sync(),
         }
     }
 
     fn sync(&self) -> Result<()> {
-        self.shared.flush()
+        self.shared.flush()?;
+        // What was lost meanwhile was not flushed.
+        self.shared.check_lost()
     }
 
     fn barrier(&self) -> Result<()> {
+        self.shared.check_lost()?;
         self.shared.poll(self.shared.pool.deadline()).map_err(|fault| self.shared.error(fault))
     }
 

@@ -18,7 +18,7 @@ fn two_mounts(test: impl FnOnce(&Path, &Path)) {
 }
 
 #[test]
-fn an_open_is_never_stale() {
+pub(super) fn an_open_is_never_stale() {
     two_mounts(|one, two| {
         for round in 0..200 {
             let text = format!("round {round}");
@@ -52,7 +52,7 @@ fn an_open_is_never_stale() {
 }
 
 #[test]
-fn a_name_that_was_missing_is_found_once_it_is_there() {
+pub(super) fn a_name_that_was_missing_is_found_once_it_is_there() {
     two_mounts(|one, two| {
         for round in 0..50 {
             let name = round.to_string();
@@ -65,7 +65,7 @@ fn a_name_that_was_missing_is_found_once_it_is_there() {
 }
 
 #[test]
-fn what_others_do_is_soon_seen_without_opening() {
+pub(super) fn what_others_do_is_soon_seen_without_opening() {
     two_mounts(|one, two| {
         fs::write(one.join("f"), b"x").unwrap();
         fs::create_dir(one.join("d")).unwrap();
@@ -85,7 +85,7 @@ fn what_others_do_is_soon_seen_without_opening() {
 }
 
 #[test]
-fn a_reader_with_an_open_file_sees_it_grow() {
+pub(super) fn a_reader_with_an_open_file_sees_it_grow() {
     two_mounts(|one, two| {
         let mut writer = File::create(one.join("log")).unwrap();
         writer.write_all(b"one\n").unwrap();
@@ -104,7 +104,7 @@ fn a_reader_with_an_open_file_sees_it_grow() {
 }
 
 #[test]
-fn what_the_library_publishes_beside_a_mount_is_seen_through_it() {
+pub(super) fn what_the_library_publishes_beside_a_mount_is_seen_through_it() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
     let view = home.datafs.view(&"data".parse().unwrap()).unwrap();

@@ -62,7 +62,7 @@ fn counter() {
 }
 
 #[test]
-fn who_locks_sees_what_the_last_holder_wrote_on_another_mount() {
+pub(super) fn who_locks_sees_what_the_last_holder_wrote_on_another_mount() {
     let Some(home) = Home::new() else { return };
     let other = home.again();
     let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];
@@ -113,7 +113,7 @@ fn keeper() {
 }
 
 #[test]
-fn a_database_is_written_alternately_from_two_mounts() {
+pub(super) fn a_database_is_written_alternately_from_two_mounts() {
     let Some(home) = Home::new() else { return };
     let other = home.again();
     let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::{Home, errno, mount_of, names, pattern};
 
 #[test]
-fn what_was_synced_is_there_for_everybody() {
+pub(super) fn what_was_synced_is_there_for_everybody() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
     let path = mount.path().join("log");
@@ -91,7 +91,7 @@ fn a_mounted_snapshot_is_read_only_and_stays() {
 }
 
 #[test]
-fn two_mounts_of_one_volume_see_each_others_closed_files() {
+pub(super) fn two_mounts_of_one_volume_see_each_others_closed_files() {
     let Some(home) = Home::new() else { return };
     let first = home.mount("data");
     let other = home.again();

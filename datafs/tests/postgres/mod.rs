@@ -2,8 +2,10 @@
 //! away and comes back. Each test starts servers of its own, where PostgreSQL is installed.
 #![allow(clippy::unwrap_used)]
 
+mod coherence;
 mod figures;
-mod server;
+mod processes;
+pub(crate) mod server;
 mod tls;
 
 use millrace_datafs::{Config, Datafs};

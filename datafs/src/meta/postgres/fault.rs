@@ -56,8 +56,9 @@ impl Fault {
             SqlState::T_R_DEADLOCK_DETECTED,
             SqlState::LOCK_NOT_AVAILABLE,
             SqlState::QUERY_CANCELED,
-            // A standby that is being promoted.
+            // A standby that is being promoted: it writes nothing, and has no unlogged tables.
             SqlState::READ_ONLY_SQL_TRANSACTION,
+            SqlState::FEATURE_NOT_SUPPORTED,
         ];
         if repeat.contains(code) {
             return Fault::TakenBack(text);

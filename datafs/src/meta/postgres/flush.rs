@@ -1,8 +1,11 @@
 //! Durability: one flush of the server's log for all who wait for one.
 
+use std::time::Instant;
+
 use parking_lot::{Condvar, Mutex};
 
 use super::Shared;
+use super::fault::Fault;
 use super::pool::block_on;
 use super::schema;
 use crate::error::Result;
@@ -26,6 +29,11 @@ struct State {
 impl Shared {
     /// Makes everything durable that was committed before the call.
     pub(super) fn flush(&self) -> Result<()> {
+        self.flush_by(self.pool.deadline()).map_err(|fault| self.error(fault))
+    }
+
+    /// [`Shared::flush`], given up at `deadline`.
+    pub(super) fn flush_by(&self, deadline: Instant) -> std::result::Result<(), Fault> {
         let mut state = self.flush.state.lock();
         // One that is under way may have begun before what is to be flushed was there.
         let needed = state.started + 1;
@@ -41,10 +49,14 @@ impl Shared {
             state.started += 1;
             let this = state.started;
             drop(state);
+            let newest = self.state.lock().kept.last();
             let running = Running(&self.flush);
-            let result = self.pool.repeat(self.pool.deadline(), |link, until| {
-                block_on(link.client.batch_execute(schema::flush()), until)
-            });
+            let result = self
+                .pool
+                .repeat(deadline, |link, until| block_on(link.client.batch_execute(schema::flush()), until));
+            if result.is_ok() {
+                self.state.lock().kept.flushed(newest);
+            }
             state = self.flush.state.lock();
             if result.is_ok() {
                 metrics::METADATA_SYNCS.inc();
@@ -52,7 +64,7 @@ impl Shared {
             }
             drop(state);
             drop(running);
-            result.map_err(|fault| self.error(fault))?;
+            result?;
             state = self.flush.state.lock();
         }
     }

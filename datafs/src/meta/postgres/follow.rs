@@ -21,6 +21,8 @@ use crate::meta::changes::{ChangeListener, Changed, Subscription};
 const ASK_EVERY: Duration = Duration::from_secs(3);
 /// Records that wait for slow listeners; with more, they are told that anything may have changed.
 const UNTOLD_MAX: usize = 16_384;
+/// How often the log is flushed when nobody else has it flushed, so that few commits are kept.
+const FLUSH_EVERY: Duration = Duration::from_secs(1);
 /// How often old commits are thrown away.
 const TRIM_EVERY: Duration = Duration::from_secs(30);
 /// Commits are kept for this long beyond the longest call; longer than an image may lag.
@@ -66,6 +68,7 @@ impl Follower {
             listening: Some(listening),
             horizons: VecDeque::new(),
             renewed: Instant::now(),
+            flushed: Instant::now(),
             trimmed: Instant::now(),
         };
         let thread = std::thread::Builder::new()
@@ -159,6 +162,7 @@ struct Follow {
     /// Horizons of the last minutes.
     horizons: VecDeque<(Instant, i64)>,
     renewed: Instant,
+    flushed: Instant,
     trimmed: Instant,
 }
 
@@ -232,6 +236,12 @@ impl Follow {
                 shared.register()?;
             }
             self.renewed = Instant::now();
+        }
+        if self.flushed.elapsed() > FLUSH_EVERY {
+            self.flushed = Instant::now();
+            if !shared.state.lock().kept.is_empty() {
+                shared.flush_by(soon)?;
+            }
         }
         if self.trimmed.elapsed() > TRIM_EVERY {
             self.trimmed = Instant::now();

@@ -15,6 +15,7 @@ use super::Shared;
 use super::batch::{Batch, Outcome};
 use super::fault::Fault;
 use super::pool::{Lent, Link, Pause, block_on};
+use super::replay::Kept;
 use super::rows::{Reads, Rows, Value};
 use super::txn::Txn;
 use crate::error::{Error, Result};
@@ -38,11 +39,19 @@ pub(super) struct State {
     pub(super) failures: u64,
     /// Own commits whose outcome is unknown may be told as if they were those of others.
     pub(super) own_too: bool,
+    pub(super) kept: Kept,
 }
 
 impl State {
     pub(super) fn new(rows: Rows) -> State {
-        State { rows, forming: Batch::new(1), flying: None, failures: 0, own_too: false }
+        State {
+            rows,
+            forming: Batch::new(1),
+            flying: None,
+            failures: 0,
+            own_too: false,
+            kept: Kept::default(),
+        }
     }
 
     /// What this process is about to make of a key.
@@ -190,7 +199,7 @@ impl Shared {
     }
 
     /// Commits a batch, whatever happens to connections on the way.
-    fn send(&self, batch: &Batch) -> Outcome {
+    fn send(&self, batch: &Arc<Batch>) -> Outcome {
         if let Err(error) = batch.prerequisites.run() {
             return Outcome::Failed(match error {
                 Error::NoSpace { .. } => Fault::NoSpace,
@@ -201,13 +210,27 @@ impl Shared {
             });
         }
         let deadline = self.pool.deadline();
+        if self.state.lock().kept.is_full()
+            && let Err(error) = self.flush()
+        {
+            tracing::warn!(%error, "flushing the metadata server's log before more is committed");
+        }
         let mut pause = Pause::default();
         loop {
             let number = self.next_commit();
             let fault = match self.pool.take(deadline) {
                 Err(fault) => fault,
-                Ok(lent) => match lent.call(deadline, |link, until| self.apply(link, until, batch, number)) {
-                    Ok(0) => return Outcome::Landed,
+                Ok(lent) => match lent
+                    .call(deadline, |link, until| Ok((self.apply(link, until, batch, number)?, link.life)))
+                {
+                    Ok((0, life)) if self.state.lock().kept.keep(batch, number, life) => {
+                        return Outcome::Landed;
+                    }
+                    Ok((0, _)) => match self.settle(batch, number, deadline) {
+                        Ok(true) => return Outcome::Landed,
+                        Ok(false) => Fault::Lost("the server has crashed".into()),
+                        Err(fault) => return self.unknown(fault),
+                    },
                     Ok(_) => {
                         // What was read is remembered wrongly, whoever is to blame.
                         self.state.lock().rows.forget_all(batch.reads.keys().map(Vec::as_slice));
@@ -216,7 +239,7 @@ impl Shared {
                             Err(fault) => Outcome::Failed(fault),
                         };
                     }
-                    Err(Fault::Lost(text)) => match self.settle(number, deadline) {
+                    Err(Fault::Lost(text)) => match self.settle(batch, number, deadline) {
                         Ok(true) => return Outcome::Landed,
                         Ok(false) => Fault::Lost(text),
                         Err(fault) => return self.unknown(fault),
@@ -231,12 +254,18 @@ impl Shared {
     }
 
     /// Whether a commit without an answer took place. If not, it never will.
-    fn settle(&self, number: i64, deadline: Instant) -> Result<bool, Fault> {
+    fn settle(&self, batch: &Arc<Batch>, number: i64, deadline: Instant) -> Result<bool, Fault> {
         let client = self.client;
-        self.pool.repeat(deadline, |link, until| {
-            let rows = block_on(link.client.query(&link.settle, &[&client, &number]), until)?;
-            Ok(rows.is_empty())
-        })
+        loop {
+            let (landed, life) = self.pool.repeat(deadline, |link, until| {
+                let rows = block_on(link.client.query(&link.settle, &[&client, &number]), until)?;
+                Ok((rows.is_empty(), link.life))
+            })?;
+            // In a life that has ended meanwhile it says nothing.
+            if !landed || self.state.lock().kept.keep(batch, number, life) {
+                return Ok(landed);
+            }
+        }
     }
 
     /// Nobody knows whether a batch is committed: what is remembered may be wrong, also later.
@@ -255,7 +284,13 @@ impl Shared {
         Fault::TakenBack(String::new()).into_error(self.place(), self.pool.wait())
     }
 
-    fn apply(&self, link: &Link, until: Instant, batch: &Batch, number: i64) -> Result<i32, Fault> {
+    pub(super) fn apply(
+        &self,
+        link: &Link,
+        until: Instant,
+        batch: &Batch,
+        number: i64,
+    ) -> Result<i32, Fault> {
         let (locks, exclusive) = batch.locks(self.pool.target().schema());
         let (read_keys, read_values): (Vec<&[u8]>, Vec<Option<&[u8]>>) =
             batch.reads.iter().map(|(key, value)| (key.as_slice(), value.as_deref())).unzip();

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Runtime};
 use tokio_postgres::{Client, Row, Statement};
 
+use super::Shared;
 use super::fault::Fault;
 use super::schema;
 use super::target::Target;
@@ -30,6 +31,8 @@ pub(super) struct Link {
     pub(super) scan_descending: Statement,
     pub(super) apply: Statement,
     pub(super) settle: Statement,
+    /// The server's life that it is of.
+    pub(super) life: i64,
 }
 
 /// The threads that drive the connections; what waits for them does so elsewhere.
@@ -78,6 +81,8 @@ pub(super) struct Pool {
     links_max: usize,
     state: Mutex<State>,
     freed: Condvar,
+    /// Who is told of fresh connections before they are used.
+    pub(super) owner: OnceLock<Weak<Shared>>,
     #[cfg(test)]
     faults: Option<Arc<crate::meta::faulty::Faults>>,
 }
@@ -98,6 +103,7 @@ impl Pool {
             links_max: links_max.max(1),
             state: Mutex::default(),
             freed: Condvar::new(),
+            owner: OnceLock::new(),
             #[cfg(test)]
             faults: crate::meta::faulty::at(crate::meta::faulty::Place::Inside),
         }
@@ -161,7 +167,11 @@ impl Pool {
         let [fetch, scan, scan_descending, apply, settle] = block_on(statements, deadline + GRACE)?
             .try_into()
             .map_err(|_| Fault::Refused("a statement got lost".into()))?;
-        Ok(Link { client, fetch, scan, scan_descending, apply, settle })
+        let mut link = Link { client, fetch, scan, scan_descending, apply, settle, life: 0 };
+        let owner = self.owner.get().and_then(Weak::upgrade);
+        let owner = owner.ok_or_else(|| Fault::Refused("the engine is closed".into()))?;
+        link.life = owner.meet(&link, deadline + GRACE)?;
+        Ok(link)
     }
 
     /// A connection that may meet an empty database.

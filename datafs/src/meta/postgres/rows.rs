@@ -277,6 +277,12 @@ impl Rows {
         self.news = Some(Changed::Anything);
     }
 
+    /// The server is another one: also the order of commits begins anew.
+    pub(super) fn begin_anew(&mut self) {
+        self.start_over();
+        self.position = Position { horizon: i64::MAX, after: HashSet::new(), asked: None };
+    }
+
     /// What others have changed since the last call.
     pub(super) fn take_news(&mut self) -> Option<Changed> {
         self.news.take()

@@ -3,7 +3,7 @@
 //! `kv` is the map. `commits` has a row for each commit of the last minutes: its number, by which a
 //! client finds out what became of a commit whose answer it never got, and the keys that it touched,
 //! by which the others find out what they may no longer remember. `clients` has a row for each open
-//! process, renewed while it lives.
+//! process, renewed while it lives. `life` has one row, which a crash of the server takes away.
 
 use crate::meta::keys;
 use crate::meta::sqlite::FORMAT_VERSION;
@@ -37,8 +37,22 @@ pub(super) fn settings(lock_wait_ms: u64) -> String {
 pub(super) fn probe(schema: &str) -> String {
     format!(
         "SELECT current_setting('server_version_num')::int4, to_regclass('{schema}.kv') IS NOT NULL, \
+         to_regclass('{schema}.life') IS NOT NULL AND \
          to_regprocedure('{schema}.apply_1(int8, int8, int8[], bool[], bytea[], bytea[], bytea[], bytea[], bool[], int8[], bytea[], bytea[], bytea[], bytea[])') IS NOT NULL"
     )
+}
+
+/// Begins the server's life unless it has begun: the table is empty after a crash.
+pub(super) fn begin_life(schema: &str) -> String {
+    format!(
+        "INSERT INTO {schema}.life (id) SELECT (random() * 9e18)::int8 \
+         WHERE NOT EXISTS (SELECT FROM {schema}.life) ON CONFLICT DO NOTHING"
+    )
+}
+
+/// The server's life and its age in milliseconds.
+pub(super) fn life(schema: &str) -> String {
+    format!("SELECT id, (extract(epoch FROM clock_timestamp() - born) * 1000)::int8 FROM {schema}.life")
 }
 
 /// The format record; the table exists.
@@ -61,6 +75,8 @@ pub(super) fn create(schema: &str, lock: i64) -> String {
          CREATE INDEX IF NOT EXISTS commits_xid ON {schema}.commits (xid); \
          CREATE TABLE IF NOT EXISTS {schema}.clients (client int8 PRIMARY KEY, lease_ms int8 NOT NULL, \
            seen timestamptz NOT NULL DEFAULT now()); \
+         CREATE UNLOGGED TABLE IF NOT EXISTS {schema}.life (one bool PRIMARY KEY DEFAULT true, \
+           id int8 NOT NULL, born timestamptz NOT NULL DEFAULT clock_timestamp()); \
          {function}; \
          INSERT INTO {schema}.kv (k, v) VALUES ('\\x{key}', '\\x{value}') ON CONFLICT (k) DO NOTHING; \
          COMMIT"

@@ -129,3 +129,43 @@ fn commits_of_unknown_outcome_are_applied_once_at_most() {
     };
     assert_eq!(seen, pairs);
 }
+
+/// Commits that were answered and not flushed are lost with the server, and come back with the
+/// processes that made them, also when they rest on each other.
+#[test]
+fn what_a_crashed_server_has_lost_is_committed_again() {
+    // What nobody flushes stays in the server's memory.
+    let Some(server) = Server::start(&["fsync=off", "wal_writer_delay=10000"]) else { return };
+    let schema = server.new_schema();
+    let engines =
+        [open(&server, &schema), open(&server, &schema)].map(|engine| Box::new(engine) as Box<dyn Engine>);
+    let mut expected = 0u64;
+    for round in 0..3u64 {
+        for step in 0..30u64 {
+            let engine = &engines[(step % 2) as usize];
+            engine
+                .transact(Durability::Relaxed, |txn| {
+                    let next = number(txn.get(b"x")?) + 1;
+                    txn.put(b"x", &next.to_be_bytes())?;
+                    txn.put(&[b"x".as_slice(), &next.to_be_bytes()].concat(), &round.to_be_bytes())
+                })
+                .unwrap();
+            expected += 1;
+        }
+        server.kill();
+        server.resume();
+        for engine in &engines {
+            engine.barrier().unwrap();
+        }
+        let seen = engines
+            .each_ref()
+            .map(|engine| engine.view(|txn| txn.scan(b"x", b"y", Order::Ascending, usize::MAX)).unwrap());
+        assert_eq!(seen[0], seen[1]);
+        assert_eq!(seen[0].len() as u64, expected + 1);
+        assert_eq!(number(Some(seen[0][0].1.clone())), expected);
+        for engine in &engines {
+            assert_eq!(number(engine.view(|txn| txn.get(b"x")).unwrap()), expected);
+        }
+    }
+    engines[0].sync().unwrap();
+}
