@@ -32,6 +32,7 @@ mod local_data;
 mod local_file;
 mod object;
 mod pack;
+mod pack_ahead;
 mod pack_reader;
 mod pack_writer;
 mod pool;

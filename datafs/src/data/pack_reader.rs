@@ -17,6 +17,7 @@ use super::checksum::FRAME_BYTES;
 use super::error::{ObjectError, Result};
 use super::object::ObjectId;
 use super::pack::{HEADER_BYTES, Piece};
+use super::pack_ahead::{Budget, Strides};
 use super::pack_writer::LocalPack;
 use crate::metrics;
 
@@ -32,6 +33,7 @@ pub(super) struct OpenPack {
     path: PathBuf,
     file: File,
     index: Mutex<Index>,
+    asked: Strides,
 }
 
 /// The pieces that were walked over so far.
@@ -50,7 +52,8 @@ impl OpenPack {
             _ => ObjectError::io("open pack", &path, e),
         })?;
         metrics::OBJECTS_OPENED.inc();
-        Ok(OpenPack { id, path, file, index: Mutex::new(Index::default()) })
+        let (index, asked) = (Mutex::new(Index::default()), Strides::default());
+        Ok(OpenPack { id, path, file, index, asked })
     }
 
     /// Fills `buffer` with the bytes from `offset` on. `start` is where the piece's data begins, as far
@@ -161,6 +164,7 @@ pub(super) struct OpenPacks {
     open: Mutex<HashMap<ObjectId, Slot>>,
     /// Those that this process appends to.
     growing: Mutex<Vec<(ObjectId, Weak<LocalPack>)>>,
+    ahead: Budget,
 }
 
 #[derive(Debug)]
@@ -171,7 +175,7 @@ struct Slot {
 
 impl OpenPacks {
     pub(super) fn new(root: PathBuf) -> OpenPacks {
-        OpenPacks { root, open: Mutex::new(HashMap::new()), growing: Mutex::default() }
+        OpenPacks { root, open: Mutex::default(), growing: Mutex::default(), ahead: Budget::default() }
     }
 
     /// Notes a pack that this process appends to.
@@ -206,6 +210,14 @@ impl OpenPacks {
         }
         open.insert(id, Slot { pack: Arc::clone(&pack), used: now });
         Ok(pack)
+    }
+
+    /// Reads from a pack, see [`OpenPack::read_into`].
+    pub(super) fn read_into(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.write_out(id, offset.saturating_add(buffer.len() as u64))?;
+        let pack = self.get(id)?;
+        pack.asked.ask(&self.ahead, &pack.file, &pack.path, offset, buffer.len() as u64);
+        pack.read_into(start, offset, buffer)
     }
 
     pub(super) fn forget(&self, id: ObjectId) {

@@ -190,10 +190,7 @@ impl ObjectPool {
     /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object.
     pub(crate) fn read_part(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
         match id.layout() {
-            Layout::Pack => {
-                self.shared.packs.write_out(id, offset.saturating_add(buffer.len() as u64))?;
-                self.shared.packs.get(id)?.read_into(start, offset, buffer)
-            }
+            Layout::Pack => self.shared.packs.read_into(id, start, offset, buffer),
             Layout::Gathered if self.shared.pending.read_into(id, offset, buffer)? => Ok(()),
             _ => {
                 let object = self.shared.open.get(self, id)?;

@@ -4,6 +4,7 @@
 //! up to the file's size, is zeroes. So a small file costs no object, and growing it rewrites nothing.
 
 use super::dirty::slice;
+use super::types::FileKind;
 use crate::data::{Extent, ObjectError, ObjectId, ObjectPool};
 use crate::error::{Error, Result};
 use crate::meta::engine::Order;
@@ -51,6 +52,34 @@ impl Layout {
             Ok(())
         })?;
         Ok(layout)
+    }
+
+    /// Looks up a whole file, with its inode, in one scan where it is not scattered: for a snapshot, in
+    /// which each record looked up costs two.
+    pub(crate) fn find_whole(records: &mut dyn Records, ino: u64) -> Result<(Inode, Layout)> {
+        let (start, end) = (keys::attributes(ino), keys::after_prefix(&keys::extents(ino)));
+        let found = records.scan(&start, &end, Order::Ascending, PAGE)?;
+        let mut rest = found.iter();
+        let inode = match rest.next() {
+            Some((record, value)) if *record == start => Inode::decode(value)?,
+            _ => return Err(Error::not_found(format!("inode {ino}"))),
+        };
+        // A directory has entries among them, and is not read.
+        if found.len() == PAGE || inode.kind != FileKind::File {
+            let layout = Layout::find(records, ino, &inode, 0, u64::MAX)?;
+            return Ok((inode, layout));
+        }
+        let mut layout = Layout { size: inode.size, head: Vec::new(), extents: Vec::new() };
+        for (record, value) in rest {
+            match keys::node_of(record) {
+                Some((_, keys::NodeTag::Head)) => layout.head.clone_from(value),
+                Some((_, keys::NodeTag::Extent)) => {
+                    layout.extents.extend(slice(&parse(record, value)?, 0, inode.size));
+                }
+                _ => {}
+            }
+        }
+        Ok((inode, layout))
     }
 
     /// How many extents it has.

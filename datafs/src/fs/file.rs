@@ -20,6 +20,7 @@ use crate::failpoint;
 use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::references::References;
+use crate::meta::versioned::Reader;
 use crate::view::View;
 
 /// Reads that start over because an object was replaced and collected under them.
@@ -71,13 +72,7 @@ impl View {
         }
         let file = OpenFile::register(self, node, flags);
         let inode = self.read(node, |reader| tree::inode(reader, node.ino))?;
-        match inode.kind {
-            FileKind::File => {}
-            FileKind::Directory => {
-                return Err(Error::IsADirectory { what: format!("inode {}", node.ino) });
-            }
-            _ => return Err(Error::Invalid(format!("inode {} is no regular file", node.ino))),
-        }
+        check_file(node, inode.kind)?;
         if let Some(open) = &file.live {
             if inode.nlink > 0 {
                 open.has_name();
@@ -94,6 +89,16 @@ impl View {
 }
 
 impl OpenFile {
+    /// [`View::open`] of a file of a snapshot for reading. Where it is, is looked up along.
+    pub(crate) fn of_snapshot(view: &View, node: Node) -> Result<OpenFile> {
+        let file = OpenFile::register(view, node, OpenFlags::READ);
+        let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, node.ino);
+        let (inode, whole) = view.read(node, find)?;
+        check_file(node, inode.kind)?;
+        let _ = file.fixed.set(kept(whole));
+        Ok(file)
+    }
+
     /// A handle that counts in the open table; whether there is such a file is the caller's business.
     pub(super) fn register(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
         OpenFile {
@@ -218,8 +223,9 @@ impl OpenFile {
     /// Where the bytes of a file that cannot change are, unless it is too scattered to keep that.
     fn fixed(&self) -> Result<Option<&Layout>> {
         if self.fixed.get().is_none() {
-            let whole = self.layout(0, u64::MAX)?;
-            let _ = self.fixed.set((whole.extents().len() <= CACHED_EXTENTS_MAX).then_some(whole));
+            let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, self.node.ino);
+            let (_, whole) = self.view.read(self.node, find)?;
+            let _ = self.fixed.set(kept(whole));
         }
         Ok(self.fixed.get().and_then(Option::as_ref))
     }
@@ -327,6 +333,19 @@ impl OpenFile {
         }
         self.live.as_deref().ok_or_else(|| Error::ReadOnly { what: "a snapshot".into() })
     }
+}
+
+fn check_file(node: Node, kind: FileKind) -> Result<()> {
+    match kind {
+        FileKind::File => Ok(()),
+        FileKind::Directory => Err(Error::IsADirectory { what: format!("inode {}", node.ino) }),
+        _ => Err(Error::Invalid(format!("inode {} is no regular file", node.ino))),
+    }
+}
+
+/// A layout that is kept in memory, if it is not too large for that.
+fn kept(layout: Layout) -> Option<Layout> {
+    (layout.extents().len() <= CACHED_EXTENTS_MAX).then_some(layout)
 }
 
 impl Drop for OpenFile {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::error::Result;
-use crate::fs::{Node, OpenFile, OpenFlags};
+use crate::fs::{Node, OpenFile};
 use crate::view::View;
 
 /// Files whose place in the store is remembered: with one extent each, less than 2 MiB.
@@ -31,7 +31,7 @@ impl Stateless {
         if let Some(file) = self.files.lock().by_node.get(&node) {
             return Ok(Arc::clone(file));
         }
-        let file = Arc::new(view.open(node, OpenFlags::READ)?);
+        let file = Arc::new(OpenFile::of_snapshot(view, node)?);
         let mut files = self.files.lock();
         if files.by_node.insert(node, Arc::clone(&file)).is_none() {
             files.order.push_back(node);
