@@ -19,6 +19,7 @@
 //! does not know it).
 
 mod adapter;
+mod ahead;
 mod answer;
 mod coherence;
 mod control;

@@ -13,7 +13,7 @@ use crate::fs::OpenFile;
 use crate::fs::content::INLINE_BYTES_MAX;
 use crate::fs::path::{components, split_last};
 use crate::fs::types::{Attr, Node, OpenFlags, ROOT_INO, SNAPSHOTS_INO};
-use crate::meta::engine::{Durability, Order};
+use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer};
 use crate::name::VolumeSpec;
@@ -273,7 +273,15 @@ impl View {
         mut body: impl FnMut(&mut Reader<'_>) -> Result<T>,
     ) -> Result<T> {
         let at = self.at_of(node)?;
-        self.shared.meta.view(|txn| body(&mut Reader::open(txn, self.volume, at)?))
+        let mut body = |txn: &mut dyn ReadTxn| body(&mut Reader::open(txn, self.volume, at)?);
+        if at != At::Live {
+            // It does not change, so nobody is waited for; unless it is too new to be seen without.
+            match self.shared.meta.view_recent(&mut body) {
+                Err(Error::Stale { .. }) => {}
+                read => return read,
+            }
+        }
+        self.shared.meta.view(body)
     }
 
     /// Runs `body` in a write transaction of the live tree.

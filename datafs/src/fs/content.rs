@@ -7,7 +7,7 @@ use super::dirty::slice;
 use super::types::FileKind;
 use crate::data::{Extent, ObjectError, ObjectId, ObjectPool};
 use crate::error::{Error, Result};
-use crate::meta::engine::Order;
+use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Inode, decode_extent, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
@@ -69,17 +69,29 @@ impl Layout {
             let layout = Layout::find(records, ino, &inode, 0, u64::MAX)?;
             return Ok((inode, layout));
         }
-        let mut layout = Layout { size: inode.size, head: Vec::new(), extents: Vec::new() };
-        for (record, value) in rest {
-            match keys::node_of(record) {
-                Some((_, keys::NodeTag::Head)) => layout.head.clone_from(value),
-                Some((_, keys::NodeTag::Extent)) => {
-                    layout.extents.extend(slice(&parse(record, value)?, 0, inode.size));
-                }
+        let (mut head, mut extents) = (&[][..], Vec::new());
+        for pair in rest {
+            match keys::node_of(&pair.0) {
+                Some((_, keys::NodeTag::Head)) => head = &pair.1,
+                Some((_, keys::NodeTag::Extent)) => extents.push(pair),
                 _ => {}
             }
         }
+        let layout = Layout::of_records(inode.size, head, extents)?;
         Ok((inode, layout))
+    }
+
+    /// The layout of a whole file, of its head and the records of its extents, in order.
+    pub(crate) fn of_records<'a>(
+        size: u64,
+        head: &[u8],
+        extents: impl IntoIterator<Item = &'a Pair>,
+    ) -> Result<Layout> {
+        let mut layout = Layout { size, head: head.to_vec(), extents: Vec::new() };
+        for (record, value) in extents {
+            layout.extents.extend(slice(&parse(record, value)?, 0, size));
+        }
+        Ok(layout)
     }
 
     /// How many extents it has.

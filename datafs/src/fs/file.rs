@@ -89,14 +89,19 @@ impl View {
 }
 
 impl OpenFile {
+    /// [`View::open`] of a file of a snapshot for reading, of which everything is known.
+    pub(crate) fn known(view: &View, node: Node, layout: Layout) -> OpenFile {
+        let file = OpenFile::register(view, node, OpenFlags::READ);
+        let _ = file.fixed.set(kept(layout));
+        file
+    }
+
     /// [`View::open`] of a file of a snapshot for reading. Where it is, is looked up along.
     pub(crate) fn of_snapshot(view: &View, node: Node) -> Result<OpenFile> {
-        let file = OpenFile::register(view, node, OpenFlags::READ);
         let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, node.ino);
         let (inode, whole) = view.read(node, find)?;
         check_file(node, inode.kind)?;
-        let _ = file.fixed.set(kept(whole));
-        Ok(file)
+        Ok(OpenFile::known(view, node, whole))
     }
 
     /// A handle that counts in the open table; whether there is such a file is the caller's business.
@@ -237,6 +242,7 @@ impl OpenFile {
         match layout.read(&self.view.shared.pool, offset, into) {
             // Either the snapshot was deleted, which this says, or the object is lost.
             Err(ObjectError::Missing { id }) => {
+                self.view.catch_up()?;
                 self.layout(0, 0)?;
                 Err(ObjectError::Missing { id }.into())
             }

@@ -28,6 +28,7 @@ pub(crate) mod path;
 mod rename;
 pub(crate) mod tree;
 pub(crate) mod types;
+mod whole_directory;
 pub(crate) mod xattr;
 
 pub use allocate::Allocate;
@@ -35,6 +36,7 @@ pub use file::OpenFile;
 pub(crate) use file::ReadBuffer;
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
+pub(crate) use whole_directory::Found;
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 
 #[cfg(test)]

@@ -57,7 +57,6 @@ impl Metadata {
 
     /// [`Metadata::view`], which may miss what other processes were answered within the last few
     /// milliseconds, and never waits for them. What this process was answered it sees.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for reads that may lag"))]
     pub(crate) fn view_recent<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut outcome = Outcome::default();
         let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));

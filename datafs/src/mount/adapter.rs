@@ -89,6 +89,10 @@ impl Filesystem for Adapter {
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
+        if self.without_messages {
+            let found = self.handles.lookup_stateless(parent, name);
+            return self.entry("lookup", parent, moment, found, reply);
+        }
         let mut found = self.handles.view.lookup(parent, name);
         if found.as_ref().is_err_and(Error::is_not_found) && parent.is_live() {
             // Whoever was told that it is there is right, wherever he was told.

@@ -1,15 +1,17 @@
 //! The open files of one mount, and what the kernel may keep cached of each.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fuser::BackingId;
 use parking_lot::{Mutex, RwLock};
 
+use super::ahead::Ahead;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
-use crate::fs::{Node, OpenFile};
+use crate::fs::{Attr, Node, OpenFile};
 use crate::view::View;
 
 /// What the kernel sends for "no handle".
@@ -39,6 +41,8 @@ pub(super) struct Handles {
     ends: Mutex<HashMap<u64, u64>>,
     /// Files that are read without being opened here.
     stateless: Stateless,
+    /// What such files are, before the kernel asks.
+    ahead: Ahead,
     /// Whether the kernel takes files from us.
     passthrough: AtomicBool,
 }
@@ -60,6 +64,7 @@ impl Handles {
             nodes: Mutex::default(),
             ends: Mutex::default(),
             stateless: Stateless::default(),
+            ahead: Ahead::default(),
             passthrough: AtomicBool::new(false),
         }
     }
@@ -160,6 +165,7 @@ impl Handles {
         self.nodes.lock().clear();
         self.ends.lock().clear();
         self.stateless.clear();
+        self.ahead.clear();
     }
 
     /// A file of a snapshot that the kernel reads without having opened it here.
@@ -168,6 +174,17 @@ impl Handles {
             return Err(Error::BadHandle("anything"));
         }
         self.stateless.get(&self.view, node)
+    }
+
+    /// An entry of a directory of a snapshot, with whose file the kernel is going to do the same.
+    pub(super) fn lookup_stateless(&self, parent: Node, name: &OsStr) -> Result<Attr> {
+        let Some(found) = self.ahead.take(&self.view, parent, name) else {
+            return self.view.lookup(parent, name);
+        };
+        if let Some(layout) = found.layout {
+            self.stateless.put(Arc::new(OpenFile::known(&self.view, found.attr.node, layout)));
+        }
+        Ok(found.attr)
     }
 
     pub(super) fn set_passthrough(&self, granted: bool) {

@@ -32,8 +32,15 @@ impl Stateless {
             return Ok(Arc::clone(file));
         }
         let file = Arc::new(OpenFile::of_snapshot(view, node)?);
+        self.put(Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// Remembers a file.
+    pub(super) fn put(&self, file: Arc<OpenFile>) {
+        let node = file.node();
         let mut files = self.files.lock();
-        if files.by_node.insert(node, Arc::clone(&file)).is_none() {
+        if files.by_node.insert(node, file).is_none() {
             files.order.push_back(node);
             if files.order.len() > FILES_MAX
                 && let Some(oldest) = files.order.pop_front()
@@ -41,7 +48,6 @@ impl Stateless {
                 files.by_node.remove(&oldest);
             }
         }
-        Ok(file)
     }
 
     pub(super) fn clear(&self) {
