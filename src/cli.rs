@@ -228,6 +228,17 @@ pub(crate) enum VolumeCommand {
         /// The volume
         name: Name,
     },
+    /// Encrypt what is written to an encrypted volume from now on with another key
+    #[command(
+        name = "set-key",
+        after_help = "KEY is the name of a key in [datafs.encryption_keys]. What is there already keeps the key that it was\nwritten with, so that one must stay in the configuration for as long as any of it is wanted. Mounts\nand services that have the volume open go on with the old key: start them anew.\n\nExample:\n  millrace volume set-key logs main-2027"
+    )]
+    SetKey {
+        /// The volume
+        name: Name,
+        /// Name of the key
+        key: String,
+    },
     /// Delete a volume, its snapshots and its files for good
     #[command(after_help = "Example:\n  millrace volume delete digits --yes")]
     Delete {

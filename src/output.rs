@@ -76,7 +76,8 @@ impl Output {
     }
 
     /// A progress bar on standard error, shown only to people and only once work takes over a
-    /// second. `total` of None draws a spinner.
+    /// second. `total` of None draws a spinner, an
+    /// empty `unit` one that counts nothing.
     pub(crate) fn progress(self, what: &str, unit: &str, total: Option<u64>) -> ProgressBar {
         if self.json || !std::io::stderr().is_terminal() {
             return ProgressBar::hidden();
@@ -85,7 +86,9 @@ impl Output {
             Some(total) => ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden()),
             None => ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()),
         };
-        let template = if total.is_some() {
+        let template = if unit.is_empty() {
+            "{msg:<12} {spinner} {elapsed}".to_owned()
+        } else if total.is_some() {
             format!("{{msg:<12}} {{bar:30}} {{human_pos}}/{{human_len}} {unit}  {{rate}}  eta {{eta}}")
         } else {
             format!("{{msg:<12}} {{spinner}} {{human_pos}} {unit}  {{rate}}  {{elapsed}}")

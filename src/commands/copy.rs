@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::{CopyOptions, Datafs, Endpoint, VolumeSpec};
@@ -18,11 +17,10 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
     let (from, to) = (endpoint(&datafs, &args.from)?, endpoint(&datafs, &args.to)?);
     let options = CopyOptions { recursive: args.recursive, parallel: usize::from(args.parallel) };
     let bar = context.out.progress("copying", "files", Some(0));
-    let copied = AtomicU64::new(0);
     let report = datafs.copy(&from, &to, &options, &|progress| {
         bar.set_length(progress.found);
         bar.set_position(progress.done);
-        copied.store(progress.bytes, Ordering::Relaxed);
+        bar.set_message(format!("copying {}", bytes(progress.bytes)));
         !context.stop.is_cancelled()
     });
     bar.finish_and_clear();

@@ -26,7 +26,9 @@ pub(crate) fn run(context: &Context, args: &FsckArgs) -> Result<()> {
             bar.set_position(progress.done);
         }
     })?;
-    drop(bar);
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
     show(context, &report)?;
     let (found, repaired) = (count(report.problems), count(report.repaired));
     if report.is_damaged() {
@@ -78,7 +80,11 @@ fn show(context: &Context, report: &FsckReport) -> Result<()> {
 
 /// Runs `millrace gc`.
 pub(crate) fn gc(context: &Context) -> Result<()> {
-    let report = context.datafs()?.gc()?;
+    let datafs = context.datafs()?;
+    let bar = context.out.progress("collecting", "", None);
+    let report = datafs.gc();
+    bar.finish_and_clear();
+    let report = report?;
     let row = |name: &str, value: u64| vec![name.to_owned(), count(value)];
     context.out.table(
         &report,
@@ -96,7 +102,7 @@ pub(crate) fn gc(context: &Context) -> Result<()> {
 /// Runs `millrace compact`.
 pub(crate) fn compact(context: &Context, volume: Option<&Name>) -> Result<()> {
     let datafs = context.datafs()?;
-    let bar = context.out.progress("compacting", "steps", None);
+    let bar = context.out.progress("compacting", "", None);
     let report = datafs.compact(volume, &Compact::default());
     bar.finish_and_clear();
     let report = report?;

@@ -1,4 +1,4 @@
-//! `millrace volume create|list|show|delete`.
+//! `millrace volume create|list|show|set-key|delete`.
 
 use anyhow::Result;
 use millrace_datafs::{Usage, VolumeInfo, VolumeOptions};
@@ -26,6 +26,10 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
             }
             show(context, &[info])?;
             super::snapshot::show(context, &snapshots)
+        }
+        VolumeCommand::SetKey { name, key } => {
+            datafs.volume_set_key(&name, &key)?;
+            show(context, &[datafs.volume_show(&name)?])
         }
         VolumeCommand::Delete { name, yes } => {
             if !yes {

@@ -1,6 +1,6 @@
 //! An operator looks after volumes: checks, repairs, collects, copies.
 
-use crate::support::{Home, failure};
+use crate::support::{Home, failure, until};
 
 fn landed(home: &Home) {
     let lines: String = (0..500).map(|i| format!("{{\"id\":{i},\"x\":[0.5,{i}]}}\n")).collect();
@@ -66,4 +66,87 @@ fn trees_are_copied_in_and_out_and_again() {
     let (code, line) = home.fails(["cp", "v:/missing", "x"]);
     assert!(code == 3 && line.contains("missing"), "{line}");
     assert_eq!(home.fails(["cp", "bad name:/x", "y"]).0, 2);
+}
+
+/// Runs `cp` until some files are there, kills it, and runs it again.
+fn killed_and_run_again(home: &Home, from: &str, to: &str, there: &dyn Fn() -> Vec<String>) {
+    let mut copy = home.start(["cp", "-r", from, to, "--parallel", "2", "--json"]);
+    until("some files are there", || there().len() >= 30 || !copy.is_running());
+    if copy.is_running() {
+        copy.signal(nix::sys::signal::Signal::SIGKILL);
+    }
+    copy.wait();
+    let whole = there().iter().filter(|name| !name.starts_with('.')).count() as u64;
+    assert!(whole >= 20, "{whole}");
+    let report = home.json(["cp", "-r", from, to]);
+    let (files, unchanged) = (report["files"].as_u64().unwrap(), report["unchanged"].as_u64().unwrap());
+    assert_eq!(files + unchanged, FILES, "{report}");
+    // Only the rest.
+    assert!(unchanged >= whole, "{whole} were there: {report}");
+    assert_eq!(report["bytes"], files * FILE_BYTES, "{report}");
+    // What the killed one had begun has become a file, or is gone.
+    let names = there();
+    assert_eq!(names.len() as u64, FILES, "{:?}", names.iter().find(|name| name.starts_with('.')));
+}
+
+const FILES: u64 = 1_500;
+const FILE_BYTES: u64 = 9_000;
+
+#[test]
+fn a_killed_copy_goes_on_where_it_was() {
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let folder = |name: &str| home.dir.path().join(name);
+    std::fs::create_dir(folder("source")).unwrap();
+    for i in 0..FILES {
+        std::fs::write(folder("source").join(i.to_string()), vec![i as u8; FILE_BYTES as usize]).unwrap();
+    }
+    let datafs = millrace_datafs::Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let in_volume = || match view.list("copy") {
+        Ok(entries) => entries.into_iter().map(|entry| entry.name).collect(),
+        Err(_) => Vec::new(),
+    };
+    killed_and_run_again(&home, "source", "v:/copy", &in_volume);
+    let in_folder = || match std::fs::read_dir(folder("back")) {
+        Ok(entries) => entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect(),
+        Err(_) => Vec::new(),
+    };
+    killed_and_run_again(&home, "v:/copy", "back", &in_folder);
+    for i in 0..FILES {
+        let copy = std::fs::read(folder("back").join(i.to_string())).unwrap();
+        assert!(copy == vec![i as u8; FILE_BYTES as usize], "{i}");
+    }
+    drop((view, datafs));
+    home.ok(["gc"]);
+    assert_eq!(home.json(["fsck", "--scrub"])["problems"], 0);
+}
+
+#[test]
+fn the_key_of_an_encrypted_volume_is_changed() {
+    let home = Home::new();
+    for (name, byte) in [("old", 1_u8), ("new", 2)] {
+        home.file(&format!("{name}.key"), vec![byte; 32]);
+    }
+    let at = |name: &str| home.dir.path().join(format!("{name}.key")).display().to_string();
+    let config = format!(
+        "[datafs.encryption_keys]\nold = {{ file = \"{}\" }}\nnew = {{ file = \"{}\" }}\n",
+        at("old"),
+        at("new")
+    );
+    home.file("millrace.toml", config);
+    home.ok(["volume", "create", "v", "--encrypt", "old"]);
+    home.ok(["volume", "create", "plain"]);
+    home.file("before", "written with the old key");
+    home.file("after", "written with the new key");
+    home.ok(["cp", "before", "v:/before"]);
+    assert!(home.ok(["volume", "set-key", "v", "new"]).contains("new"));
+    home.ok(["cp", "after", "v:/after"]);
+    home.ok(["cp", "v:/before", "back"]);
+    assert_eq!(std::fs::read(home.dir.path().join("back")).unwrap(), b"written with the old key");
+    let (code, line) = home.fails(["volume", "set-key", "v", "other"]);
+    assert!(code == 2 && line.contains("other"), "{code}: {line}");
+    let (code, line) = home.fails(["volume", "set-key", "plain", "new"]);
+    assert!(code == 2 && line.contains("not encrypted"), "{code}: {line}");
+    assert_eq!(home.fails(["volume", "set-key", "missing", "new"]).0, 3);
 }

@@ -36,6 +36,17 @@ fn fail(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error
     }
 }
 
+/// Removes what has not become a file. What cannot be removed takes room until the copy is run again, so
+/// it is said.
+fn remove_partial(path: &Path) {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, path = %path.display(), "an unfinished copy is left behind");
+        }
+        _ => {}
+    }
+}
+
 fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
     let kind = match metadata.file_type() {
         kind if kind.is_file() => Kind::File,
@@ -187,7 +198,7 @@ impl Target for LocalTree {
             return Ok(());
         }
         let partial = path.with_file_name(partial_name(&path));
-        fs::remove_file(&partial).ok();
+        remove_partial(&partial);
         std::os::unix::fs::symlink(target, &partial)
             .and_then(|()| fs::rename(&partial, &path))
             .map_err(fail("make symbolic link", &path))
@@ -202,7 +213,7 @@ impl Target for LocalTree {
             return Ok(());
         }
         let partial = path.with_file_name(partial_name(&path));
-        fs::remove_file(&partial).ok();
+        remove_partial(&partial);
         fs::hard_link(existing, &partial)
             .and_then(|()| fs::rename(&partial, &path))
             .map_err(fail("make link", &path))
@@ -239,7 +250,7 @@ impl WriteFile for NewFile {
         };
         let completed = complete().map_err(fail("complete", &self.path));
         if completed.is_err() {
-            fs::remove_file(&partial).ok();
+            remove_partial(&partial);
         }
         completed
     }
@@ -248,7 +259,7 @@ impl WriteFile for NewFile {
 impl Drop for NewFile {
     fn drop(&mut self) {
         if let Some(partial) = &self.partial {
-            fs::remove_file(partial).ok();
+            remove_partial(partial);
         }
     }
 }

@@ -70,6 +70,18 @@ impl VolumeTree {
         self.view.lookup(parent, &name)
     }
 
+    /// Removes what has not become a file. What cannot be removed takes room until the copy is run again,
+    /// so it is said.
+    fn remove_partial(&self, parent: Node, partial: &OsStr) {
+        match self.view.unlink(parent, partial) {
+            Err(error) if !error.is_not_found() => {
+                let name = partial.to_string_lossy();
+                tracing::warn!(%error, volume = %self.view.spec(), %name, "an unfinished copy is left behind");
+            }
+            _ => {}
+        }
+    }
+
     /// Puts what is at the partial name under its final one.
     fn settle(&self, parent: Node, partial: &OsStr, name: &OsStr) -> Result<()> {
         self.view.rename(parent, partial, parent, name, false)
@@ -227,7 +239,7 @@ impl Target for VolumeTree {
             return Ok(());
         }
         let partial = partial_name(path);
-        self.view.unlink(parent, &partial).ok();
+        self.remove_partial(parent, &partial);
         self.view.symlink(parent, &partial, &target, owner())?;
         self.settle(parent, &partial, &name)
     }
@@ -239,7 +251,7 @@ impl Target for VolumeTree {
             return Ok(());
         }
         let partial = partial_name(path);
-        self.view.unlink(parent, &partial).ok();
+        self.remove_partial(parent, &partial);
         self.view.link(node, parent, &partial)?;
         self.settle(parent, &partial, &name)
     }
@@ -290,10 +302,8 @@ impl WriteFile for NewFile<'_> {
 
 impl Drop for NewFile<'_> {
     fn drop(&mut self) {
-        if !self.settled
-            && let Err(error) = self.tree.view.unlink(self.parent, &self.partial)
-        {
-            tracing::debug!(%error, "removing a file that was not copied to its end");
+        if !self.settled {
+            self.tree.remove_partial(self.parent, &self.partial);
         }
     }
 }
