@@ -27,6 +27,7 @@ mod convert;
 mod extended;
 mod fusermount;
 mod handles;
+mod known;
 mod lock_request;
 mod locks;
 mod opening;

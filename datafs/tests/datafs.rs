@@ -13,5 +13,6 @@ mod postgres;
 mod processes;
 #[path = "support/s3_server.rs"]
 mod s3_server;
+mod scale;
 mod trouble;
 mod writes;

@@ -72,8 +72,8 @@ impl View {
             }
             let page = children(reader, node.ino, cursor, room)?;
             if attrs {
-                let inodes = page.iter().map(|(_, value)| Ok(keys::attributes(Dentry::decode(value)?.ino)));
-                reader.prefetch(&inodes.collect::<Result<Vec<_>>>()?)?;
+                let inos = page.iter().filter_map(|(_, value)| Some(Dentry::decode(value).ok()?.ino));
+                reader.prefetch(&mut inos.map(keys::attributes))?;
             }
             entries.reserve(page.len());
             let is_last = page.len() < room;

@@ -116,7 +116,12 @@ impl OpenTable {
 
     /// The inode if it is open.
     pub(crate) fn get(&self, volume: u64, ino: u64) -> Option<Arc<OpenInode>> {
-        self.lock().0.get(&(volume, ino)).map(|entry| Arc::clone(&entry.inode))
+        let table = self.lock();
+        if table.0.is_empty() {
+            // Asked for each entry of a listing.
+            return None;
+        }
+        table.0.get(&(volume, ino)).map(|entry| Arc::clone(&entry.inode))
     }
 
     /// Counts one more handle.

@@ -78,7 +78,8 @@ pub(crate) fn child(records: &mut dyn Records, parent: u64, name: &OsStr) -> Res
 
 /// Has what a change of an entry reads brought in one go: the directory and the entry.
 pub(crate) fn prefetch_entry(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
-    records.prefetch(&[keys::attributes(parent), keys::child(parent, name.as_bytes())])
+    let wanted = || keys::child(parent, name.as_bytes());
+    records.prefetch(&mut std::iter::once(keys::attributes(parent)).chain(std::iter::once_with(wanted)))
 }
 
 /// An entry of a directory that must be there.

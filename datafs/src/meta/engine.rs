@@ -35,6 +35,11 @@ pub(crate) trait ReadTxn {
     /// At most `limit` pairs with `start <= key < end`, in `order`.
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
 
+    /// Whether the engine is so far away that [`ReadTxn::prefetch`] does anything.
+    fn prefetches(&self) -> bool {
+        false
+    }
+
     /// Says which keys are read next, so that an engine far away brings them in one round trip.
     fn prefetch(&mut self, keys: &[Vec<u8>]) -> Result<()> {
         let _ = keys;

@@ -109,6 +109,24 @@ pub(crate) fn live(volume: u64, record: &[u8]) -> Vec<u8> {
     table(b'r', &[&volume.to_be_bytes(), record])
 }
 
+/// What a live record's key has before the record key: table and volume.
+pub(crate) const LIVE_PREFIX_BYTES: usize = 9;
+/// Live records' keys up to this length are made without allocating; that is all but those of long names.
+const SHORT_BYTES: usize = 96;
+
+/// Runs `body` with [`live`].
+pub(crate) fn with_live<T>(volume: u64, record: &[u8], body: impl FnOnce(&[u8]) -> T) -> T {
+    let len = LIVE_PREFIX_BYTES + record.len();
+    if len > SHORT_BYTES {
+        return body(&live(volume, record));
+    }
+    let mut key = [0; SHORT_BYTES];
+    key[0] = b'r';
+    key[1..LIVE_PREFIX_BYTES].copy_from_slice(&volume.to_be_bytes());
+    key[LIVE_PREFIX_BYTES..len].copy_from_slice(record);
+    body(&key[..len])
+}
+
 /// How many of its first bytes say what a key belongs together with: whoever reads ranges of keys
 /// reads among those that begin alike, mostly.
 pub(crate) fn scope_len(key: &[u8]) -> usize {
@@ -399,6 +417,16 @@ mod tests {
         assert_eq!(after_prefix(b"ab"), b"ac");
         assert_eq!(after_prefix(&[1, 0xff]), [2]);
         assert_eq!(after_prefix(&[1, 0xff, 0xff]), [2]);
+    }
+
+    #[test]
+    fn a_live_key_is_the_same_either_way() {
+        for len in [0, 10, SHORT_BYTES - LIVE_PREFIX_BYTES, SHORT_BYTES] {
+            let record = vec![7; len];
+            let key = with_live(5, &record, <[u8]>::to_vec);
+            assert_eq!(key, live(5, &record));
+            assert_eq!(live_record(&key), Some((5, record)));
+        }
     }
 
     #[test]

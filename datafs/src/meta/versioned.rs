@@ -122,7 +122,7 @@ pub(crate) trait Records {
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
 
     /// Says which records are read next, so that an engine far away brings them in one round trip.
-    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()>;
+    fn prefetch(&mut self, records: &mut dyn Iterator<Item = Vec<u8>>) -> Result<()>;
 }
 
 /// Reads in one tree of a volume.
@@ -157,9 +157,7 @@ impl<'t> Reader<'t> {
 impl Records for Reader<'_> {
     fn get(&mut self, record: &[u8]) -> Result<Option<Vec<u8>>> {
         match self.at {
-            At::Live => {
-                self.txn.get(&keys::live(self.volume, record))?.map(|v| split(v).map(|(_, v)| v)).transpose()
-            }
+            At::Live => get_live(self.txn, self.volume, record),
             At::Snapshot(snapshot) => self.get_at(record, snapshot),
         }
     }
@@ -173,7 +171,7 @@ impl Records for Reader<'_> {
         }
     }
 
-    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()> {
+    fn prefetch(&mut self, records: &mut dyn Iterator<Item = Vec<u8>>) -> Result<()> {
         match self.at {
             At::Live => prefetch_live(self.txn, self.volume, records),
             // Each is searched for among the versions of history.
@@ -304,11 +302,10 @@ impl<'t> Writer<'t> {
 
 impl Records for Writer<'_> {
     fn get(&mut self, record: &[u8]) -> Result<Option<Vec<u8>>> {
-        let version = self.txn.get(&keys::live(self.volume, record))?;
-        version.map(|v| split(v).map(|(_, v)| v)).transpose()
+        get_live(self.txn.as_read(), self.volume, record)
     }
 
-    fn prefetch(&mut self, records: &[Vec<u8>]) -> Result<()> {
+    fn prefetch(&mut self, records: &mut dyn Iterator<Item = Vec<u8>>) -> Result<()> {
         prefetch_live(self.txn.as_read(), self.volume, records)
     }
 
@@ -341,9 +338,21 @@ fn visible(version: Vec<u8>, snapshot: u64) -> Result<Option<Vec<u8>>> {
     Ok((since <= snapshot).then_some(value))
 }
 
-fn prefetch_live(txn: &mut dyn ReadTxn, volume: u64, records: &[Vec<u8>]) -> Result<()> {
-    let keys: Vec<Vec<u8>> = records.iter().map(|record| keys::live(volume, record)).collect();
+fn prefetch_live(
+    txn: &mut dyn ReadTxn,
+    volume: u64,
+    records: &mut dyn Iterator<Item = Vec<u8>>,
+) -> Result<()> {
+    if !txn.prefetches() {
+        return Ok(());
+    }
+    let keys: Vec<Vec<u8>> = records.map(|record| keys::live(volume, &record)).collect();
     txn.prefetch(&keys)
+}
+
+fn get_live(txn: &mut dyn ReadTxn, volume: u64, record: &[u8]) -> Result<Option<Vec<u8>>> {
+    let version = keys::with_live(volume, record, |key| txn.get(key))?;
+    version.map(|version| split(version).map(|(_, value)| value)).transpose()
 }
 
 fn scan_live(
@@ -355,7 +364,11 @@ fn scan_live(
     limit: usize,
 ) -> Result<Vec<Pair>> {
     let pairs = txn.scan(&keys::live(volume, start), &keys::live(volume, end), order, limit)?;
-    pairs.into_iter().map(|(key, version)| Ok((key[9..].to_vec(), split(version)?.1))).collect()
+    let record = |(mut key, version): Pair| {
+        key.drain(..keys::LIVE_PREFIX_BYTES);
+        Ok((key, split(version)?.1))
+    };
+    pairs.into_iter().map(record).collect()
 }
 
 /// A scan at a snapshot: history and live versions side by side, in pages.

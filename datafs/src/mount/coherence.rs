@@ -8,7 +8,7 @@
 //! A notification may overtake the answer that it should take back, which the kernel then keeps. So
 //! whatever was answered shortly before is taken back once more a little later.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Write as _;
@@ -16,12 +16,13 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use fuser::Notifier;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
+use super::known::{KnownNodes, stamp};
 use crate::error::Result;
 use crate::fs::{Attr, Node};
 use crate::meta::changes::Changed;
@@ -45,8 +46,8 @@ pub(super) struct Coherence {
     inodes: Inodes,
     volume: u64,
     writer: u64,
-    /// Nodes of the live tree that the kernel knows, by inode number.
-    known: Mutex<HashMap<u64, Known>>,
+    /// Nodes of the live tree that the kernel knows.
+    known: Mutex<KnownNodes>,
     /// Whether what is answered now may be kept.
     trusted: AtomicBool,
     /// Counts changes by others: an answer that was read before one must not be kept.
@@ -58,25 +59,6 @@ pub(super) struct Coherence {
     device: OnceLock<File>,
     start: Instant,
     running: Mutex<Option<(Watch, JoinHandle<()>)>>,
-}
-
-/// What the kernel was told of a node.
-#[derive(Debug, Clone, Copy)]
-struct Known {
-    /// Looks-up that it has not forgotten.
-    lookups: u64,
-    names_version: u32,
-    /// Who was told that the names are stale, and may have the file after all: 0 for nobody.
-    told: u32,
-    /// What its pages are of, at the oldest.
-    data_version: u64,
-    /// Whether older ones are surely gone: they go with the answer to an open, which has arrived once
-    /// the file is closed again.
-    pages_settled: bool,
-    /// Change time of the attributes that it was told last.
-    ctime: SystemTime,
-    /// When that was, in milliseconds since the mount.
-    answered_ms: u32,
 }
 
 #[derive(Debug, Default)]
@@ -189,20 +171,14 @@ impl Coherence {
 
     /// The kernel has dropped looks-up of a node.
     pub(super) fn forget(&self, node: Node, lookups: u64) {
-        let mut known = self.known.lock();
-        if let Some(entry) = known.get_mut(&node.ino) {
-            entry.lookups = entry.lookups.saturating_sub(lookups);
-            if entry.lookups == 0 {
-                known.remove(&node.ino);
-            }
-        }
+        self.known.lock().forget(node.ino, lookups);
     }
 
     /// What the kernel has of a file that is opened now by a thread, with these attributes. What it may
     /// not go on using is taken from it.
     pub(super) fn opens(&self, attr: &Attr, thread: u32) -> Kept {
         let mut known = self.known.lock();
-        let Some(entry) = known.get_mut(&attr.node.ino) else { return Kept::Nothing };
+        let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         if entry.names_version != attr.names_version {
             // Who comes back has no other path, as by `/proc/self/fd`.
             if entry.told != thread || thread == 0 {
@@ -214,8 +190,8 @@ impl Coherence {
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;
         let kept = if entry.pages_settled { Kept::Pages } else { Kept::Nothing };
-        let outdated = entry.ctime != attr.ctime;
-        entry.ctime = attr.ctime;
+        let ctime = stamp(attr.ctime);
+        let outdated = std::mem::replace(&mut entry.ctime, ctime) != ctime;
         drop(known);
         if outdated {
             // Attributes alone: that waits for nobody, so it may be said by a thread that serves.
@@ -226,14 +202,14 @@ impl Coherence {
 
     /// A file that was opened with this version of its contents is closed.
     pub(super) fn closes(&self, node: Node, data_version: u64) {
-        if let Some(entry) = self.known.lock().get_mut(&node.ino) {
+        if let Some(entry) = self.known.lock().get_mut(node.ino) {
             entry.pages_settled |= entry.data_version == data_version;
         }
     }
 
     /// A file is new: there are no pages of it.
     pub(super) fn creates(&self, attr: &Attr) {
-        if let Some(entry) = self.known.lock().get_mut(&attr.node.ino) {
+        if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
             (entry.data_version, entry.pages_settled) = (attr.data_version, true);
         }
     }
@@ -247,13 +223,13 @@ impl Coherence {
     /// attributes are taken from it.
     pub(super) fn has_pages(&self, attr: &Attr) -> bool {
         let mut known = self.known.lock();
-        let Some(entry) = known.get_mut(&attr.node.ino) else { return false };
+        let Some(entry) = known.get_mut(attr.node.ino) else { return false };
         if !entry.pages_settled || !self.is_own(entry.data_version, attr) {
             return false;
         }
         entry.data_version = attr.data_version;
-        let outdated = entry.ctime != attr.ctime;
-        entry.ctime = attr.ctime;
+        let ctime = stamp(attr.ctime);
+        let outdated = std::mem::replace(&mut entry.ctime, ctime) != ctime;
         drop(known);
         if outdated {
             self.say(&News::Attributes(attr.node.ino));
@@ -265,9 +241,9 @@ impl Coherence {
     /// it waits for reads that are under way.
     pub(super) fn drops(&self, attr: &Attr) {
         self.say(&News::Contents(attr.node.ino));
-        if let Some(entry) = self.known.lock().get_mut(&attr.node.ino) {
+        if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
             (entry.data_version, entry.pages_settled) = (attr.data_version, true);
-            entry.ctime = attr.ctime;
+            entry.ctime = stamp(attr.ctime);
         }
     }
 
@@ -340,10 +316,18 @@ impl Coherence {
         let of = match news {
             News::Attributes(ino) | News::Contents(ino) | News::Name(ino, _) => *ino,
         };
-        let answered_ms = match self.known.lock().get(&of) {
-            Some(known) => known.answered_ms,
-            // The kernel does not know it. What is answered from now on is what was changed.
-            None => return,
+        let answered_ms = {
+            let known = self.known.lock();
+            match known.get(of) {
+                Some(known) => known.answered_ms,
+                // What the kernel was told of it, it was told to believe for no time.
+                None if known.was_crowded() => {
+                    drop(known);
+                    return self.say(news);
+                }
+                // The kernel does not know it. What is answered from now on is what was changed.
+                None => return,
+            }
         };
         self.say(news);
         // A name is answered without its directory being so.
@@ -365,7 +349,7 @@ impl Coherence {
         {
             tracing::warn!(%error, "the kernel keeps names that may be outdated");
         }
-        let all: Vec<u64> = self.known.lock().keys().copied().collect();
+        let all: Vec<u64> = self.known.lock().inos().collect();
         for ino in all {
             self.say(&News::Attributes(ino));
         }
@@ -388,7 +372,7 @@ impl Coherence {
 /// Answers that are being noted; meanwhile nothing else is.
 pub(super) struct Answering<'a> {
     coherence: &'a Coherence,
-    known: MutexGuard<'a, HashMap<u64, Known>>,
+    known: MutexGuard<'a, KnownNodes>,
     moment: u64,
     answered_ms: u32,
 }
@@ -396,25 +380,11 @@ pub(super) struct Answering<'a> {
 impl Answering<'_> {
     /// See [`Coherence::answers`].
     pub(super) fn note(&mut self, attr: &Attr, lookup: bool) -> bool {
-        let entry = self.known.entry(attr.node.ino).or_insert(Known {
-            lookups: 0,
-            names_version: attr.names_version,
-            told: 0,
-            data_version: 0,
-            pages_settled: false,
-            ctime: attr.ctime,
-            answered_ms: self.answered_ms,
-        });
-        if lookup {
-            entry.lookups += 1;
-            entry.names_version = attr.names_version;
-            entry.told = 0;
-        }
-        entry.ctime = attr.ctime;
-        entry.answered_ms = self.answered_ms;
-        // After it was noted, so that either this sees a change or the change sees the note.
         let coherence = self.coherence;
-        coherence.trusted.load(Ordering::Acquire) && coherence.changes.load(Ordering::SeqCst) == self.moment
+        self.known.note(attr, lookup, self.answered_ms)
+            // After it was noted, so that either this sees a change or the change sees the note.
+            && coherence.trusted.load(Ordering::Acquire)
+            && coherence.changes.load(Ordering::SeqCst) == self.moment
     }
 }
 

@@ -159,6 +159,10 @@ impl ReadTxn for Txn<'_> {
         Ok(found)
     }
 
+    fn prefetches(&self) -> bool {
+        true
+    }
+
     fn prefetch(&mut self, keys: &[Vec<u8>]) -> Result<()> {
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
         self.bring(&keys)
