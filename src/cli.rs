@@ -473,15 +473,9 @@ pub(crate) enum ModelInit {
         /// Widths of the hidden layers
         #[arg(long, value_delimiter = ',', default_value = "128")]
         hidden: Vec<usize>,
-        /// Number of classes
-        #[arg(long)]
-        classes: usize,
-        /// Seed of the weights
-        #[arg(long, default_value_t = 7)]
-        seed: u64,
-        /// Factor on the inputs, part of the graph: 1 over their usual size helps training
-        #[arg(long, default_value_t = 1.0)]
-        scale: f32,
+        /// What all architectures have
+        #[command(flatten)]
+        weights: WeightArgs,
     },
     /// Convolutions with pooling, then a classifier
     #[command(
@@ -499,16 +493,24 @@ pub(crate) enum ModelInit {
         /// Filters of the convolutions
         #[arg(long, value_delimiter = ',', default_value = "8,16")]
         filters: Vec<usize>,
-        /// Number of classes
-        #[arg(long)]
-        classes: usize,
-        /// Seed of the weights
-        #[arg(long, default_value_t = 7)]
-        seed: u64,
-        /// Factor on the inputs, part of the graph: 1 over their usual size helps training
-        #[arg(long, default_value_t = 1.0)]
-        scale: f32,
+        /// What all architectures have
+        #[command(flatten)]
+        weights: WeightArgs,
     },
+}
+
+/// What all architectures of `millrace model init` have.
+#[derive(Debug, Args)]
+pub(crate) struct WeightArgs {
+    /// Number of classes
+    #[arg(long)]
+    pub(crate) classes: usize,
+    /// Seed of the weights
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+    /// Factor on the inputs, part of the graph: 1 over their usual size helps training
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) scale: f32,
 }
 
 /// `millrace train`

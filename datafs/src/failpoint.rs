@@ -27,6 +27,7 @@ mod enabled {
         let Some(wanted) = wanted else { return };
         if wanted.name == name && wanted.left.fetch_sub(1, Ordering::Relaxed) == 1 {
             // As abrupt as SIGKILL: no destructors, no exit handlers, nothing is flushed.
+            // If it fails, the next line does much the same.
             let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }

@@ -48,6 +48,7 @@ impl View {
                     loop {
                         let next = objects.lock().recv();
                         let Ok(object) = next else { return };
+                        // Nobody listens any more once the warmup has failed.
                         let told = |bytes| {
                             let _ = reports.send(Report::Bytes(bytes));
                         };

@@ -9,7 +9,7 @@ use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
 use sha2::{Digest, Sha256};
 
-use crate::cli::{ModelCommand, ModelInit};
+use crate::cli::{ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
@@ -65,10 +65,10 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
 
 fn init(out: Output, kind: ModelInit) -> Result<()> {
     let (file, spec): (PathBuf, ModelSpec) = match kind {
-        ModelInit::Mlp { file, inputs, hidden, classes, seed, scale } => {
+        ModelInit::Mlp { file, inputs, hidden, weights: WeightArgs { classes, seed, scale } } => {
             (file, ModelSpec::Mlp(MlpSpec { inputs, hidden, classes, scale, seed }))
         }
-        ModelInit::Cnn { file, height, width, filters, classes, seed, scale } => (
+        ModelInit::Cnn { file, height, width, filters, weights: WeightArgs { classes, seed, scale } } => (
             file,
             ModelSpec::Cnn(CnnSpec {
                 height,

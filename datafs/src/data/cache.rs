@@ -153,7 +153,8 @@ impl Cache {
     fn try_create(&self, id: ObjectId, frames: u64, frames_bytes: u64, trailer: &Bytes) -> io::Result<()> {
         let path = self.image_path(id);
         fs::create_dir_all(path.parent().unwrap_or(&self.root))?;
-        // What is left of an entry whose map is gone or belongs to another image.
+        // What is left of an entry whose map is gone or belongs to another image; what cannot be removed is
+        // replaced below.
         let _ = fs::remove_file(map_path(&path));
         let image = temporary(&path)?;
         image.1.set_len(frames_bytes)?;
@@ -172,6 +173,7 @@ impl Cache {
             .and_then(|()| fs::rename(&image.0, &path))
             .and_then(|()| fs::rename(&map.0, map_path(&path)));
         if named.is_err() {
+            // What stays is found by its age, see `evict.rs`.
             let _ = fs::remove_file(&image.0);
             let _ = fs::remove_file(&map.0);
         }
@@ -216,6 +218,7 @@ impl Cache {
     /// Forgets an object.
     pub(super) fn discard(&self, id: ObjectId) {
         let path = self.image_path(id);
+        // What stays is verified whenever it is read, and goes when room is needed.
         let _ = fs::remove_file(map_path(&path));
         let _ = fs::remove_file(path);
     }
@@ -296,6 +299,7 @@ impl Entry {
 
     /// Says that a frame is not there after all.
     pub(super) fn forget(&self, frame: u64) {
+        // If it cannot be said, each reader finds out and fetches it again.
         let _ = self.map.write_all_at(&[0], HEADER_BYTES as u64 + frame);
     }
 }
@@ -334,6 +338,7 @@ impl Writer {
         let (temporary, file) = temporary(&path)?;
         let named = file.write_all_at(bytes, 0).and_then(|()| fs::rename(&temporary, &path));
         if named.is_err() {
+            // What stays is found by its age, see `evict.rs`.
             let _ = fs::remove_file(&temporary);
         }
         named
@@ -383,6 +388,7 @@ fn note_use(file: &File) {
     let now = SystemTime::now();
     let noted = file.metadata().and_then(|m| m.modified());
     if noted.is_ok_and(|at| now.duration_since(at).is_ok_and(|age| age > USE_NOTED_EVERY)) {
+        // Then it goes sooner than it would have.
         let _ = file.set_modified(now);
     }
 }

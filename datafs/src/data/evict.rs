@@ -80,11 +80,16 @@ impl Evictor {
             if left <= target {
                 break;
             }
-            // The map first: an image without a map is nothing.
+            // The map first: an image without a map is nothing. One that stays without an image is as little.
             let mut map = object.image.clone().into_os_string();
             map.push(MAP_SUFFIX);
             let _ = fs::remove_file(map);
-            let _ = fs::remove_file(&object.image);
+            if let Err(error) = fs::remove_file(&object.image)
+                && error.kind() != std::io::ErrorKind::NotFound
+            {
+                tracing::warn!(%error, path = %object.image.display(), "the cache cannot be made smaller");
+                continue;
+            }
             left -= object.bytes;
             metrics::CACHE_EVICTED_BYTES.inc_by(object.bytes);
         }
@@ -100,6 +105,7 @@ impl Evictor {
                 let used = data.modified().unwrap_or(SystemTime::UNIX_EPOCH);
                 if name.contains('#') {
                     if now.duration_since(used).is_ok_and(|age| age > UNFINISHED_AGE) {
+                        // Tried again at the next look.
                         let _ = fs::remove_file(&path);
                     }
                     continue;

@@ -111,6 +111,7 @@ impl LocalFile {
                 Ok((name, Arc::new(file)))
             }
             Err(e) => {
+                // What stays is removed with what else the session has not published.
                 let _ = fs::remove_file(&unfinished);
                 Err(ObjectError::io("write checksum file", unfinished, e))
             }

@@ -80,6 +80,7 @@ impl Io {
         // `block_on` panics.
         let (sender, receiver) = mpsc::sync_channel(1);
         let task = self.0.spawn(async move {
+            // Nobody may wait for it any more.
             let _ = sender.send(future.await);
         });
         (Pending(receiver), task.abort_handle())

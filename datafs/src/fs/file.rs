@@ -230,6 +230,7 @@ impl OpenFile {
         if self.fixed.get().is_none() {
             let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, self.node.ino);
             let (_, whole) = self.view.read(self.node, find)?;
+            // Another reader may have been faster, with the same.
             let _ = self.fixed.set(kept(whole));
         }
         Ok(self.fixed.get().and_then(Option::as_ref))

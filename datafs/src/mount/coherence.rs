@@ -117,6 +117,7 @@ impl Coherence {
         woken: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         let names_can_be_forgotten = inc_epoch(&device).is_ok();
+        // Set here alone, once.
         let _ = self.notifier.set(notifier);
         let _ = self.device.set(device);
         let to = Arc::clone(self);

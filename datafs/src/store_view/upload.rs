@@ -80,6 +80,7 @@ impl MultipartUpload for Upload {
         });
         let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
         let finished = async move {
+            // Its end is what counts: nothing is ever sent.
             let _ = receiver.await;
         };
         self.last = Some(finished.boxed().shared());

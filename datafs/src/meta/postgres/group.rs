@@ -369,6 +369,7 @@ impl Drop for Landing<'_> {
             state.failures += 1;
             let next = Batch::new(state.forming.number + 1);
             let forming = std::mem::replace(&mut state.forming, next);
+            // Each batch gets its outcome here alone, so it has none yet.
             let _ = forming.outcome.set(Outcome::Again);
         }
         let _ = self.batch.outcome.set(outcome);

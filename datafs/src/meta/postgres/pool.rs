@@ -57,6 +57,7 @@ impl Threads {
     ) -> Option<T> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         self.0.as_ref()?.spawn(async move {
+            // Who waits does so to the end.
             let _ = sender.send(future.await);
         });
         receiver.recv().ok()
