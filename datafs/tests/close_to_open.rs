@@ -138,14 +138,16 @@ fn name(file: u64) -> String {
 fn check_open(access: &Access, board: &Board, file: u64, refused: &mut u64) {
     let closed = board.closed(file);
     let found = access.read(&name(file), refused);
-    // A generation that was begun since may be found, or parts of it.
+    // A generation that was begun since may be found, or parts of it, and zeroes where a mount found the
+    // file cut while it was read.
     let begun = board.begun(file);
     let stale = match &found {
         None => (begun == closed).then(|| "not found".to_owned()),
         Some(bytes) if begun == closed => (*bytes != content(closed)).then(|| describe(bytes)),
         Some(bytes) => {
             let words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
-            words.into_iter().any(|word| word < closed || word > begun).then(|| describe(bytes))
+            let fits = |word| word == 0 || (closed..=begun).contains(&word);
+            (!words.into_iter().all(fits)).then(|| describe(bytes))
         }
     };
     if let Some(what) = stale {
@@ -198,8 +200,10 @@ fn no_open_is_stale(scene: &Scene) {
     }
     drop(first);
     let (mut checked, mut refused) = (0, 0);
-    for worker in scene.spawn("close_to_open::worker") {
-        let output = worker.wait_with_output().unwrap();
+    // All of them, before one that has failed takes the mounts from the others.
+    let workers = scene.spawn("close_to_open::worker");
+    let outputs: Vec<_> = workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect();
+    for output in outputs {
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "{text}");
         let count = |word: &str| {

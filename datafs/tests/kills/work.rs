@@ -182,13 +182,13 @@ impl Hand {
                 let name = snapshot_name(self.seed, i).parse().unwrap();
                 self.datafs.snapshot_create(&super::volume(), &name).unwrap();
                 self.snapshots.push(i);
-                return Ok(true);
+                return self.is_served().map(|()| true);
             }
             Op::DropSnapshot => {
                 if self.snapshots.len() > 1 {
                     let name = snapshot_name(self.seed, self.snapshots.remove(0)).parse().unwrap();
                     self.datafs.snapshot_delete(&super::volume(), &name).unwrap();
-                    return Ok(true);
+                    return self.is_served().map(|()| true);
                 }
             }
             Op::Collect => drop(self.datafs.gc().unwrap()),
@@ -203,7 +203,17 @@ impl Hand {
                 };
             }
         }
-        Ok(false)
+        self.is_served().map(|()| false)
+    }
+
+    /// What is done beside a mount succeeds without it, and then says nothing about what was done
+    /// through it before.
+    fn is_served(&self) -> io::Result<()> {
+        match &self.place {
+            Place::Library => Ok(()),
+            // Asks the process that serves it, always.
+            Place::Mount(at) => Ok(nix::sys::statvfs::statvfs(at).map(drop)?),
+        }
     }
 }
 
