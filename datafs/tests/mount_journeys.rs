@@ -13,6 +13,7 @@ mod opening;
 mod sharing;
 mod unlinked;
 mod watching;
+mod writers;
 
 use std::fs;
 use std::io;

@@ -52,6 +52,7 @@ impl View {
                 Allocate::Extend | Allocate::KeepSize => {}
                 Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
                     content::zero(writer, ino, offset, end)?;
+                    writer.settle_stored(ino, &mut inode);
                 }
             }
             if matches!(how, Allocate::Extend | Allocate::Zero) {

@@ -54,12 +54,12 @@ impl View {
     /// written to it.
     pub fn setattr(&self, node: Node, set: &SetAttr) -> Result<Attr> {
         let ino = self.writable(node)?;
-        let Some(size) = set.size else { return self.setattr_in(node, set) };
+        let Some(size) = set.size else { return Ok(self.attr_of(node, &self.setattr_in(node, set)?)) };
         if size > FILE_BYTES_MAX {
             return Err(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX });
         }
         match self.shared.open.get(self.volume, ino) {
-            None => self.setattr_in(node, set),
+            None => Ok(self.attr_of(node, &self.setattr_in(node, set)?)),
             Some(open) => {
                 // Held across the change, so that no write slips in between.
                 let mut dirty = open.dirty.lock();
@@ -68,16 +68,16 @@ impl View {
                 if !cut_off {
                     flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
                 }
-                let attr = self.setattr_in(node, set)?;
+                let inode = self.setattr_in(node, set)?;
                 if cut_off {
                     discard(&self.shared, &open, &mut dirty);
                 }
-                Ok(Attr { size, blocks: size.div_ceil(512), ..attr })
+                Ok(self.attr_of(node, &inode))
             }
         }
     }
 
-    fn setattr_in(&self, node: Node, set: &SetAttr) -> Result<Attr> {
+    fn setattr_in(&self, node: Node, set: &SetAttr) -> Result<Inode> {
         let ino = node.ino;
         let inode = self.write(Durability::Relaxed, |writer| {
             let mut inode = tree::inode(writer, ino)?;
@@ -92,6 +92,7 @@ impl View {
                 }
                 if size < inode.size {
                     content::truncate(writer, ino, size)?;
+                    writer.settle_stored(ino, &mut inode);
                 }
                 inode.size = size;
                 inode.mtime = now;
@@ -121,7 +122,7 @@ impl View {
         if set.mtime.is_some() {
             self.mtime_was_set(ino, inode.mtime);
         }
-        Ok(self.attr_of(node, &inode))
+        Ok(inode)
     }
 
     /// An explicit time wins over that of writes that are not flushed yet.

@@ -27,6 +27,8 @@ pub(crate) struct Dirty {
     bytes: usize,
     /// Disjoint extents by file offset, in `open` or in an object of `objects`.
     sealed: BTreeMap<u64, Extent>,
+    /// Their length.
+    sealed_bytes: u64,
     /// The object that is being written.
     open: Option<ObjectWriter>,
     objects: Vec<FreshObject>,
@@ -49,6 +51,11 @@ impl Dirty {
     /// Bytes in memory.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Bytes in memory and in objects; those of the one that lie over the other count twice.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        self.sealed_bytes + self.bytes as u64
     }
 
     /// Pieces in memory, and pieces in objects: each costs memory whatever its length.
@@ -116,7 +123,8 @@ impl Dirty {
         };
         let (object, object_offset) = (writer.id(), writer.len());
         writer.append(data)?;
-        insert(&mut self.sealed, Extent { file_offset, len: data.len() as u64, object, object_offset });
+        let extent = Extent { file_offset, len: data.len() as u64, object, object_offset };
+        self.sealed_bytes += insert(&mut self.sealed, extent);
         Ok(())
     }
 
@@ -230,7 +238,8 @@ impl Dirty {
             let id = object.object().id;
             self.take(object)?;
             for (file_offset, len, object_offset) in extents {
-                insert(&mut self.sealed, Extent { file_offset, len, object: id, object_offset });
+                let extent = Extent { file_offset, len, object: id, object_offset };
+                self.sealed_bytes += insert(&mut self.sealed, extent);
             }
             self.runs.clear();
             self.bytes = 0;
@@ -281,6 +290,7 @@ impl Dirty {
             }
         }
         self.sealed.clear();
+        self.sealed_bytes = 0;
         self.runs.clear();
         self.sequence = Sequence::default();
         std::mem::take(&mut self.bytes)
@@ -294,13 +304,15 @@ impl Dirty {
     }
 }
 
-/// Puts an extent over those that it overlaps.
-fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) {
+/// Puts an extent over those that it overlaps. Returns by how many bytes they are longer together.
+fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) -> u64 {
     let (start, end) = (new.file_offset, new.end());
     let first = extents.range(..start).next_back().map_or(start, |(at, _)| *at);
     let overlapped: Vec<Extent> =
         extents.range(first..end).map(|(_, e)| *e).filter(|e| e.end() > start).collect();
+    let mut added = new.len;
     for old in overlapped {
+        added -= slice(&old, start, end).map_or(0, |part| part.len);
         extents.remove(&old.file_offset);
         for part in [slice(&old, old.file_offset, start), slice(&old, end, old.end())] {
             part.map(|part| extents.insert(part.file_offset, part));
@@ -313,9 +325,10 @@ fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) {
         && last.object_offset + last.len == new.object_offset
     {
         last.len += new.len;
-        return;
+        return added;
     }
     extents.insert(start, new);
+    added
 }
 
 /// The part of an extent that lies in a range.

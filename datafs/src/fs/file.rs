@@ -307,7 +307,9 @@ impl OpenFile {
         let own = self.view.writer();
         let writer = if unflushed.is_none_or(|unflushed| unflushed.writer == own) { own } else { 0 };
         let end = end.max(known_end);
-        open.set_unflushed(Some(Unflushed { end, writer, mtime, drop_privileges, append_base }));
+        let stored_bytes = dirty.stored_bytes();
+        let unflushed = Unflushed { end, stored_bytes, writer, mtime, drop_privileges, append_base };
+        open.set_unflushed(Some(unflushed));
         Ok(data.len())
     }
 
@@ -511,6 +513,7 @@ fn commit(
             }
         }
         content::write_extents(writer, ino, &extents)?;
+        writer.settle_stored(ino, &mut inode);
         if unflushed.drop_privileges {
             inode.mode = without_privileges(inode.mode);
         }

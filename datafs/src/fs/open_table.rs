@@ -32,6 +32,8 @@ pub(crate) struct OpenInode {
 pub(crate) struct Unflushed {
     /// The file ends here or later.
     pub(crate) end: u64,
+    /// Bytes that may not have been stored before.
+    pub(crate) stored_bytes: u64,
     /// Who wrote, 0 when it was more than one: see [`crate::watch`].
     pub(crate) writer: u64,
     /// Time of the last write.
@@ -83,7 +85,8 @@ impl OpenInode {
     pub(crate) fn overlay(&self, attr: &mut Attr) {
         if let Some(unflushed) = self.unflushed() {
             attr.size = attr.size.max(unflushed.end);
-            attr.blocks = attr.size.div_ceil(512);
+            let stored = (attr.blocks * 512).saturating_add(unflushed.stored_bytes);
+            attr.blocks = stored.min(attr.size).div_ceil(512);
             attr.mtime = unflushed.mtime.to_system();
             attr.ctime = attr.ctime.max(attr.mtime);
             if unflushed.drop_privileges {

@@ -82,7 +82,8 @@ pub struct Attr {
     pub nlink: u32,
     /// Bytes: the length of a file or of a link's target, 0 for everything else.
     pub size: u64,
-    /// 512-byte blocks, counted from the size (holes are not deducted).
+    /// 512-byte blocks of a file that are stored: holes are deducted. What is written and not flushed
+    /// counts in full, also where it replaces what was stored.
     pub blocks: u64,
     /// Device number of a device node, else 0.
     pub rdev: u32,

@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::codec::{Decoder, Encoder};
+use super::keys;
 use crate::data::{Extent, ObjectId};
 use crate::error::Result;
 use crate::fs::types::{Attr, FileKind, Node};
@@ -88,6 +89,8 @@ pub(crate) struct Inode {
     pub(crate) writer_since: u64,
     /// Counts the names of a file that went away or moved.
     pub(crate) names_version: u32,
+    /// Bytes of a file that are stored: the others are holes. Kept by [`Writer`](super::versioned::Writer).
+    pub(crate) stored_bytes: u64,
 }
 
 fn kind_to_byte(kind: FileKind) -> u8 {
@@ -135,6 +138,7 @@ impl Inode {
             writer: 0,
             writer_since: 0,
             names_version: 0,
+            stored_bytes: 0,
         }
     }
 
@@ -169,7 +173,12 @@ impl Inode {
         for time in [self.atime, self.mtime, self.ctime] {
             to = time.encode(to);
         }
-        to.u64(self.data_version).u64(self.writer).u64(self.writer_since).u32(self.names_version).finish()
+        to.u64(self.data_version)
+            .u64(self.writer)
+            .u64(self.writer_since)
+            .u32(self.names_version)
+            .u64(self.stored_bytes)
+            .finish()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Inode> {
@@ -190,6 +199,7 @@ impl Inode {
             writer: from.u64()?,
             writer_since: from.u64()?,
             names_version: from.u32()?,
+            stored_bytes: from.u64()?,
         };
         from.finish()?;
         Ok(inode)
@@ -204,7 +214,11 @@ impl Inode {
             gid: self.gid,
             nlink: self.nlink,
             size: self.size,
-            blocks: self.size.div_ceil(512),
+            blocks: match self.kind {
+                // Where the metadata hold bytes of the file, they may be counted twice.
+                FileKind::File => self.stored_bytes.min(self.size).div_ceil(512),
+                _ => self.size.div_ceil(512),
+            },
             rdev: self.rdev,
             atime: self.atime.to_system(),
             mtime: self.mtime.to_system(),
@@ -244,6 +258,11 @@ pub(crate) fn encode_extent(extent: &Extent) -> Vec<u8> {
     value
 }
 
+/// Bytes of a file that a record of its contents stores, by the record's key and value.
+pub(crate) fn stored_bytes(record: &[u8], value: &[u8]) -> Result<u64> {
+    if keys::is_extent(record) { Decoder::new("extent record", value).u64() } else { Ok(value.len() as u64) }
+}
+
 /// The extent of a record key's file offset and a value.
 pub(crate) fn decode_extent(file_offset: u64, value: &[u8]) -> Result<Extent> {
     let mut from = Decoder::new("extent record", value);
@@ -278,6 +297,7 @@ mod tests {
         inode.parent = 3;
         inode.written_by(9);
         inode.lost_name();
+        inode.stored_bytes = 11;
         let bytes = inode.encode();
         assert_eq!(Inode::decode(&bytes).unwrap(), inode);
         assert!(Inode::decode(&bytes[1..]).is_err());

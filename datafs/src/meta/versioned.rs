@@ -10,9 +10,11 @@
 //! The references of objects are counted along, because this is the one place where extents come,
 //! move and go (see `references.rs`).
 
+use std::collections::BTreeMap;
+
 use super::codec::{Decoder, Encoder};
 use super::engine::{Order, Pair, ReadTxn, WriteTxn};
-use super::inode::Timestamp;
+use super::inode::{Inode, Timestamp, stored_bytes};
 use super::keys;
 use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
@@ -187,6 +189,8 @@ pub(crate) struct Writer<'t> {
     epochs: Epochs,
     session: u64,
     references: ReferenceChanges,
+    /// By how many bytes more or less of files are stored.
+    stored: BTreeMap<u64, i64>,
     /// Who makes the changes: see [`crate::watch`].
     writer: u64,
     /// Record keys that were changed, if somebody wants to know.
@@ -204,8 +208,11 @@ impl<'t> Writer<'t> {
     ) -> Result<T> {
         let epochs = Epochs::get(txn.as_read(), volume)?;
         let references = ReferenceChanges::default();
-        let mut writer = Writer { txn, volume, epochs, session, references, writer: session, changed: None };
+        let stored = BTreeMap::new();
+        let mut writer =
+            Writer { txn, volume, epochs, session, references, stored, writer: session, changed: None };
         let result = body(&mut writer)?;
+        writer.note_stored()?;
         let Writer { txn, mut references, .. } = writer;
         references.apply(txn, |txn| check_session(txn, session))?;
         Ok(result)
@@ -255,7 +262,11 @@ impl<'t> Writer<'t> {
         if keys::is_extent(record) {
             self.references.add(value)?;
         }
-        if let Some(old) = self.txn.get(&key)? {
+        let old = self.txn.get(&key)?;
+        if keys::is_contents(record) {
+            self.count_stored(record, Some(value), old.as_deref())?;
+        }
+        if let Some(old) = old {
             self.displace(record, old)?;
         }
         self.put_version(&key, value)
@@ -279,8 +290,41 @@ impl<'t> Writer<'t> {
         self.note(record);
         let key = keys::live(self.volume, record);
         if let Some(old) = self.txn.get(&key)? {
+            if keys::is_contents(record) {
+                self.count_stored(record, None, Some(&old))?;
+            }
             self.displace(record, old)?;
             self.txn.delete(&key)?;
+        }
+        Ok(())
+    }
+
+    /// Counts the bytes of a file that come and go with a record of its contents.
+    fn count_stored(&mut self, record: &[u8], new: Option<&[u8]>, old: Option<&[u8]>) -> Result<()> {
+        let Some(ino) = keys::ino_of(record) else { return Ok(()) };
+        let bytes = |value: Option<&[u8]>| value.map_or(Ok(0), |value| stored_bytes(record, value));
+        let (new, old) = (bytes(new)?, bytes(old.map(|version| version.get(8..).unwrap_or_default()))?);
+        *self.stored.entry(ino).or_default() += new.cast_signed() - old.cast_signed();
+        Ok(())
+    }
+
+    /// Notes in attributes that are going to be put how many bytes of the file are stored by now.
+    pub(crate) fn settle_stored(&mut self, ino: u64, inode: &mut Inode) {
+        let change = self.stored.remove(&ino).unwrap_or_default();
+        inode.stored_bytes = inode.stored_bytes.saturating_add_signed(change);
+    }
+
+    /// Notes how many bytes are stored in the attributes of the files that are still there.
+    fn note_stored(&mut self) -> Result<()> {
+        for (ino, change) in std::mem::take(&mut self.stored) {
+            let record = keys::attributes(ino);
+            if change != 0
+                && let Some(value) = self.get(&record)?
+            {
+                let mut inode = Inode::decode(&value)?;
+                inode.stored_bytes = inode.stored_bytes.saturating_add_signed(change);
+                self.put(&record, &inode.encode())?;
+            }
         }
         Ok(())
     }

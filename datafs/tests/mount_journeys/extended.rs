@@ -101,9 +101,13 @@ fn holes_are_punched_and_found() {
     // Read first, so that the kernel has pages to drop.
     assert_eq!(fs::read(&path).unwrap(), expected);
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let blocks = || file.metadata().unwrap().blocks();
+    assert_eq!(blocks(), 1_954);
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     allocate(&file, punch, 100_000, 300_000).unwrap();
     expected[100_000..400_000].fill(0);
+    assert_eq!(blocks(), 1_368);
+    assert_eq!(fs::metadata(&path).unwrap().blocks(), 1_368);
     let mut read = vec![1; expected.len()];
     file.read_exact_at(&mut read, 0).unwrap();
     assert_eq!(read, expected);
@@ -121,9 +125,19 @@ fn holes_are_punched_and_found() {
     assert_eq!(file.metadata().unwrap().len(), 1_001_000);
     allocate(&file, 0, 0, 2_000_000).unwrap();
     expected.resize(2_000_000, 0);
-    for unsupported in [libc::FALLOC_FL_COLLAPSE_RANGE, libc::FALLOC_FL_INSERT_RANGE] {
-        assert_eq!(errno(allocate(&file, unsupported, 0, 4096)), libc::EOPNOTSUPP);
+    for unsupported in [
+        libc::FALLOC_FL_COLLAPSE_RANGE,
+        libc::FALLOC_FL_INSERT_RANGE,
+        libc::FALLOC_FL_UNSHARE_RANGE,
+        libc::FALLOC_FL_PUNCH_HOLE,
+    ] {
+        assert_eq!(errno(allocate(&file, unsupported, 0, 4096)), libc::EOPNOTSUPP, "{unsupported}");
     }
+    let keep = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+    allocate(&file, keep, 500_000, 2_000_000).unwrap();
+    expected[500_000..].fill(0);
+    assert_eq!(errno(allocate(&file, 0, 0, 0)), libc::EINVAL);
+    assert_eq!(errno(allocate(&file, 0, i64::MAX - 10, 100)), libc::EFBIG);
     assert_eq!(fs::read(&path).unwrap(), expected);
     assert_eq!(errno(allocate(&File::open(&path).unwrap(), 0, 0, 1)), libc::EBADF);
 }

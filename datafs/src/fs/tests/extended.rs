@@ -102,6 +102,50 @@ pub(super) fn extended_attributes_have_rules() {
 }
 
 #[test]
+pub(super) fn blocks_tell_holes() {
+    let (_home, datafs, view) = setup();
+    let f = file(&view, "f");
+    let at = f.node();
+    let blocks = || view.getattr(at).unwrap().blocks;
+    let flushed = || {
+        f.flush().unwrap();
+        blocks()
+    };
+    f.set_len(10_000_000).unwrap();
+    assert_eq!(blocks(), 0);
+    // Not flushed, flushed, and once more over the same.
+    f.write_at(5_000_000, &[1; 512_000]).unwrap();
+    assert_eq!((blocks(), flushed()), (1_000, 1_000));
+    f.write_at(5_000_000, &[2; 512_000]).unwrap();
+    assert_eq!(flushed(), 1_000);
+    f.write_at(5_256_000, &[3; 512_000]).unwrap();
+    assert_eq!(flushed(), 1_500);
+    f.write_at(0, &[4; 1_024]).unwrap();
+    assert_eq!(flushed(), 1_502);
+    assert_eq!(view.allocate(at, 5_000_000, 51_200, Allocate::PunchHole).unwrap().blocks, 1_402);
+    assert_eq!(view.allocate(at, 5_000_000, 51_200, Allocate::Zero).unwrap().blocks, 1_402);
+    assert_eq!(view.allocate(at, 0, 20_000_000, Allocate::Extend).unwrap().blocks, 1_402);
+    datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
+    // A copy stores what it shares.
+    let copy = file(&view, "copy");
+    let mut copied = 0;
+    while copied < 20_000_000 {
+        copied += f.copy_to(copied, &copy, copied, 20_000_000 - copied).unwrap();
+    }
+    copy.flush().unwrap();
+    // The first 4 KiB are moved as bytes, zeroes too.
+    assert_eq!(copy.attr().unwrap().blocks, 1_408);
+    assert_eq!(f.set_len(5_051_200).unwrap().blocks, 2);
+    assert_eq!(f.set_len(100).unwrap().blocks, 1);
+    assert_eq!(f.set_len(0).unwrap().blocks, 0);
+    f.write_at(0, &[5; 10]).unwrap();
+    assert_eq!((blocks(), flushed()), (1, 1));
+    assert_eq!(view.stat(".snapshots/s/f").unwrap().blocks, 1_402);
+    view.write_file("whole", &[6; 5_121]).unwrap();
+    assert_eq!(view.stat("whole").unwrap().blocks, 11);
+}
+
+#[test]
 pub(super) fn ranges_become_holes_and_holes_are_found() {
     let (home, datafs, view) = setup();
     let f = file(&view, "f");
