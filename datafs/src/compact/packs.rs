@@ -142,6 +142,9 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
         }
         Ok(None) => {
             packs.iter().for_each(|pack| shared.packs.give_up(pack));
+            if !shared.pool.is_local() {
+                shared.session.leave_unclean();
+            }
             Ok(false)
         }
         Err(error) => {

@@ -186,7 +186,7 @@ fn pools_that_share_a_small_cache_keep_it_within_bounds() {
     let config = Config { cache_bytes_max: max, ..cached(&server, dir.path()) };
     let bytes = pattern(2 * MIB);
     let writer = pool_with(&config, SESSION);
-    let ids: Vec<_> = (0..8).map(|_| writer.put(&bytes).unwrap().id).collect();
+    let ids: Vec<_> = (0..16).map(|_| writer.put(&bytes).unwrap().id).collect();
     // Locks of the cache are between open files: pools are to each other as processes are.
     let pools: Vec<_> = (1..5).map(|i| pool_with(&config, SESSION + i)).collect();
     std::thread::scope(|scope| {

@@ -394,7 +394,13 @@ pub(super) fn flush_inode(
             }
             // To be placed in another way.
             Ok(false) => match &placed {
-                Placed::Packed(packed) => view.shared.packs.give_up(&packed.pack),
+                Placed::Packed(packed) => {
+                    view.shared.packs.give_up(&packed.pack);
+                    if !view.shared.pool.is_local() {
+                        // It may be on the store, with nothing that points at it.
+                        view.shared.session.leave_unclean();
+                    }
+                }
                 Placed::Inline | Placed::Sealed(_) => inline = false,
             },
             Err(error) => break Err(error),

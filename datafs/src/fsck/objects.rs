@@ -22,6 +22,10 @@ const SCRUB_BYTES: u64 = 4 << 20;
 /// Lists the store.
 pub(super) fn list(shared: &Shared, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
     findings.stage("objects");
+    if !shared.pool.is_local() {
+        // What this process has in memory for a bucket, and the picture points at, is there then.
+        shared.meta.sync()?;
+    }
     let mut failed = None;
     shared.pool.survey(&mut |id, is_data, bytes| {
         let report = findings.report();

@@ -183,6 +183,7 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
     write(&view, 0..20);
     datafs.shared.meta.sync().unwrap();
     view.write_file("large", &vec![9; 3 << 20]).unwrap();
+    datafs.shared.pool.settle_cache();
     server.stop();
     let stopped = Instant::now();
     // Changes of names and small files go on; who wants them on the store is told.
