@@ -25,6 +25,8 @@ mod evict;
 mod extent;
 mod fetch;
 mod gather;
+#[cfg(test)]
+mod gcs_tests;
 mod index;
 mod keyring;
 mod local;
