@@ -2,7 +2,7 @@
 //! moved and how many failed.
 //!
 //! Recording takes no lock: threads write to cells of their own, mostly, and whoever looks adds them up.
-//! Measured: 14 ns a request, and 45 ns for the two looks at the clock.
+//! Measured, processor time on two busy cores: 30 ns a request, and 93 ns for the two looks at the clock.
 
 mod exported;
 mod latency;
