@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 
 /// In a new life, nobody who knows the old one commits anything new for so long: what others have to
 /// commit again may be what it rests on.
-const GRACE: Duration = Duration::from_millis(1_000);
+const GRACE: Duration = Duration::from_millis(2_000);
 /// How long a lost commit waits for what others have to commit again.
-const WAIT: Duration = Duration::from_secs(10);
+const WAIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(20);
 /// Bytes that are kept, beyond which a commit flushes first.
 const KEPT_BYTES_MAX: usize = 64 << 20;
