@@ -57,6 +57,8 @@ impl Datafs {
         let directory = self.shared.sessions_dir.parent().unwrap_or(&self.shared.sessions_dir).to_owned();
         self.shared.meta.barrier()?;
         let picture = scan::take(&self.shared.meta, &directory, &mut findings)?;
+        // Bytes of small files come to the store with the commit, which the picture may be ahead of.
+        self.shared.meta.settle()?;
         let scan::Picture { names, mut objects, volumes, sessions } = picture;
         names::check(names.finish()?, &volumes, &mut findings)?;
         objects::list(&self.shared, &mut objects, &mut findings)?;
