@@ -104,11 +104,14 @@ pub enum Error {
         /// The limit, in the unit of `what`.
         max: u64,
     },
-    /// The disk under the metadata or the objects is full (ENOSPC). Nothing was half-written.
-    #[error("no space left on device at {place}: free some space and retry")]
+    /// The disk under the metadata or the objects is full (ENOSPC), or the quota of who writes there
+    /// (EDQUOT). Nothing was half-written.
+    #[error("{} at {place}: free some space and retry", no_space_words(*.quota))]
     NoSpace {
         /// The full place.
         place: String,
+        /// It is the quota that is used up, not the disk.
+        quota: bool,
     },
     /// An application key no longer has the value that the publish expected (EAGAIN): somebody else
     /// published first. Read it again and decide.
@@ -275,17 +278,23 @@ impl Error {
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
         match source.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace { place: path.display().to_string() },
+            Some(code @ (libc::ENOSPC | libc::EDQUOT)) => {
+                Self::NoSpace { place: path.display().to_string(), quota: code == libc::EDQUOT }
+            }
             Some(libc::EACCES | libc::EPERM | libc::EROFS) => Self::NotWritable { place: path, source },
             _ => Self::Io { operation, path, source },
         }
     }
 }
 
+fn no_space_words(quota: bool) -> &'static str {
+    if quota { "disk quota exceeded" } else { "no space left on device" }
+}
+
 impl From<ObjectError> for Error {
     fn from(error: ObjectError) -> Self {
         match error {
-            ObjectError::NoSpace { place, .. } => Self::NoSpace { place },
+            ObjectError::NoSpace { place, quota, .. } => Self::NoSpace { place, quota },
             ObjectError::Corrupt { id, byte, reason } => {
                 Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
             }

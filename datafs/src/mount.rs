@@ -141,7 +141,8 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::Loop { .. } => Errno::ELOOP,
         Error::TooManyLinks { .. } => Errno::EMLINK,
         Error::TooLarge { .. } => Errno::EFBIG,
-        Error::NoSpace { .. } => Errno::ENOSPC,
+        Error::NoSpace { quota: false, .. } => Errno::ENOSPC,
+        Error::NoSpace { quota: true, .. } => Errno::EDQUOT,
         Error::Conflict { .. } => Errno::EAGAIN,
         Error::Busy { .. } => Errno::EBUSY,
         Error::Stale { .. } => Errno::ESTALE,
@@ -154,5 +155,22 @@ pub(crate) fn errno(error: &Error) -> Errno {
         | Error::Metadata { .. }
         | Error::Failed { .. }
         | Error::Io { .. } => Errno::EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::data::ObjectError;
+
+    #[test]
+    fn a_full_disk_and_a_used_up_quota_are_told_apart() {
+        for (code, expected) in [(libc::ENOSPC, Errno::ENOSPC), (libc::EDQUOT, Errno::EDQUOT)] {
+            let full = || io::Error::from_raw_os_error(code);
+            assert_eq!(errno(&Error::io("write", "a pack", full())), expected);
+            assert_eq!(errno(&ObjectError::io("write", "a pack", full()).into()), expected);
+        }
     }
 }

@@ -36,11 +36,13 @@ pub(crate) enum ObjectError {
         /// There is none of that name; otherwise the one of that name is another.
         missing: bool,
     },
-    /// The store is full.
+    /// The store is full, or what its owner may use of it.
     #[error("no space left in the object store at {place}")]
     NoSpace {
         /// The store.
         place: String,
+        /// The disk has room, the owner's quota has none (EDQUOT).
+        quota: bool,
         /// What the store said.
         #[source]
         source: Box<dyn StdError + Send + Sync>,
@@ -89,8 +91,8 @@ impl ObjectError {
     /// An operating-system error at a path; a full disk becomes [`ObjectError::NoSpace`].
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
-        if is_no_space(&source) {
-            return Self::NoSpace { place: path.display().to_string(), source: source.into() };
+        if let Some(quota) = no_space(&source) {
+            return Self::NoSpace { place: path.display().to_string(), quota, source: source.into() };
         }
         Self::Io { operation, path, source }
     }
@@ -103,8 +105,8 @@ impl ObjectError {
                 Self::Corrupt { id: *id, byte: *byte, reason: reason.clone() }
             }
             Self::Key { id, key, missing } => Self::Key { id: *id, key: key.clone(), missing: *missing },
-            Self::NoSpace { place, source } => {
-                Self::NoSpace { place: place.clone(), source: source.to_string().into() }
+            Self::NoSpace { place, quota, source } => {
+                Self::NoSpace { place: place.clone(), quota: *quota, source: source.to_string().into() }
             }
             Self::Io { operation, path, source } => Self::Io {
                 operation,
@@ -134,8 +136,8 @@ impl ObjectError {
         let source: Box<dyn StdError + Send + Sync> = source.into();
         let mut cause: Option<&(dyn StdError + 'static)> = Some(source.as_ref());
         while let Some(error) = cause {
-            if error.downcast_ref::<io::Error>().is_some_and(is_no_space) {
-                return Self::NoSpace { place: place.to_owned(), source };
+            if let Some(quota) = error.downcast_ref::<io::Error>().and_then(no_space) {
+                return Self::NoSpace { place: place.to_owned(), quota, source };
             }
             cause = error.source();
         }
@@ -156,6 +158,11 @@ fn missing_words(missing: bool) -> &'static str {
     }
 }
 
-fn is_no_space(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
+/// Whether there is no space, and then whether a quota says so.
+pub(crate) fn no_space(error: &io::Error) -> Option<bool> {
+    match error.raw_os_error() {
+        Some(libc::ENOSPC) => Some(false),
+        Some(libc::EDQUOT) => Some(true),
+        _ => None,
+    }
 }

@@ -73,7 +73,7 @@ impl View {
         let size = self.read(node, |reader| Ok(tree::inode(reader, node.ino)?.size))?;
         let space = self.shared.pool.space()?;
         if end.saturating_sub(size) > space.available_bytes {
-            return Err(Error::NoSpace { place: "the object store".into() });
+            return Err(Error::NoSpace { place: "the object store".into(), quota: false });
         }
         Ok(())
     }

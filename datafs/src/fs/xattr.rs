@@ -79,7 +79,10 @@ impl View {
                 (false, _) => {
                     let used: usize = names(writer, ino)?.iter().map(|name| name.len() + 1).sum();
                     if used + name.len() + 1 > XATTR_NAMES_BYTES_MAX {
-                        return Err(Error::NoSpace { place: format!("the attributes of inode {ino}") });
+                        return Err(Error::NoSpace {
+                            place: format!("the attributes of inode {ino}"),
+                            quota: false,
+                        });
                     }
                 }
             }

@@ -154,9 +154,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 shared.progress.notify_all();
                 return;
             }
-            Error::NoSpace { place } if begin.elapsed() < shared.lock_wait && !state.stopping => {
+            Error::NoSpace { place, quota } if begin.elapsed() < shared.lock_wait && !state.stopping => {
                 tracing::warn!(%place, "no space to commit metadata; it is tried again");
-                state.full = Some(place.clone());
+                state.full = Some((place.clone(), *quota));
             }
             Error::Busy { .. } if begin.elapsed() < shared.lock_wait => {}
             // However long it takes: what was answered is not given up while there is hope.

@@ -117,8 +117,8 @@ pub(super) struct State {
     pub(super) stopping: bool,
     /// What has become of the careful transaction.
     pub(super) careful: Option<Result<()>>,
-    /// The place that is full, while a commit is tried again and again.
-    pub(super) full: Option<String>,
+    /// The place that is full, and whether by a quota, while a commit is tried again and again.
+    pub(super) full: Option<(String, bool)>,
     /// The store in the cloud that a commit waits for, and that does not answer.
     pub(super) away: Option<StoreAway>,
     /// Why nothing goes any more.
@@ -375,6 +375,13 @@ impl State {
         self.frozen.as_ref().map_or(self.base, |frozen| frozen.number) + 1
     }
 
+    fn check_space(&self) -> Result<()> {
+        match self.full.clone() {
+            None => Ok(()),
+            Some((place, quota)) => Err(Error::NoSpace { place, quota }),
+        }
+    }
+
     pub(super) fn check(&self, shared: &Shared) -> Result<()> {
         match &self.failed {
             None => Ok(()),
@@ -541,9 +548,7 @@ impl Shared {
             let writing = self.writing.lock();
             let mut state = self.state.lock();
             state.check(self)?;
-            if let Some(place) = &state.full {
-                return Err(Error::NoSpace { place: place.clone() });
-            }
+            state.check_space()?;
             if state.yielding || state.current.full {
                 state.check_store()?;
                 drop(writing);
@@ -640,9 +645,7 @@ impl Shared {
     fn commit_soon(&self) -> Result<u64> {
         let mut state = self.state.lock();
         state.check(self)?;
-        if let Some(place) = &state.full {
-            return Err(Error::NoSpace { place: place.clone() });
-        }
+        state.check_space()?;
         if state.current.opened.is_none() {
             return Ok(state.frozen.as_ref().map_or(0, |frozen| frozen.number));
         }

@@ -471,7 +471,7 @@ fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
             Error::Busy { place, waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX) }
         }
-        Some(ErrorCode::DiskFull) => Error::NoSpace { place },
+        Some(ErrorCode::DiskFull) => Error::NoSpace { place, quota: false },
         Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
             Error::Corrupt { what: format!("metadata {place}"), reason: error.to_string() }
         }

@@ -88,7 +88,7 @@ impl Adapter {
         }
         outcome::failure(errno);
         metrics::MOUNT_ERRORS.inc();
-        if errno == Errno::EIO || errno == Errno::ENOSPC {
+        if [Errno::EIO, Errno::ENOSPC, Errno::EDQUOT].contains(&errno) {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             let volume = self.handles.view.spec();
             tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "mount");

@@ -126,6 +126,8 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
     let mount = home.mount("data");
     fs::write(mount.path().join("file"), pattern(200_000, 1)).unwrap();
     fs::write(mount.path().join("other"), pattern(200_000, 2)).unwrap();
+    // What is closed may be in memory for a moment.
+    File::open(mount.path().join("other")).unwrap().sync_all().unwrap();
     let objects = home.dir.path().join("home/datafs/objects");
     let expected = pattern(200_000, 1);
     let mut damaged = 0;

@@ -84,7 +84,7 @@ impl Fault {
         let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
         let source = match self {
             Fault::TakenBack(_) => return Error::Busy { place, waited_ms },
-            Fault::NoSpace => return Error::NoSpace { place },
+            Fault::NoSpace => return Error::NoSpace { place, quota: false },
             Fault::Store { place, operation, tried_ms, cause } => {
                 return Error::StoreAway { place, operation, tried_ms, source: cause.into() };
             }
