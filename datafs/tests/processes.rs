@@ -20,7 +20,8 @@ fn open(home: &Path) -> (Datafs, View) {
     (datafs, view)
 }
 
-fn counter(view: &View) -> (Option<Vec<u8>>, u64) {
+/// The value of the counter that processes race for, and the number in it.
+pub(crate) fn counter(view: &View) -> (Option<Vec<u8>>, u64) {
     let value = view.key_get("counter").unwrap();
     let number = value.as_ref().map_or(0, |v| u64::from_be_bytes(v.as_slice().try_into().unwrap()));
     (value, number)

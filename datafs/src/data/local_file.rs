@@ -1,7 +1,7 @@
 //! An object of a local store while it is written: a file beside its future name, written in place.
 //!
-//! Nothing is copied on the way: the limit is the file system's own speed. What is finished is asked to be on its way to the disk early, so that little is left for the
-//! sync at the end.
+//! Nothing is copied on the way: the limit is the file system's own speed. The disk is asked to begin
+//! writing early, so that little is left for the sync at the end.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;

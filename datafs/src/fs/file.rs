@@ -92,6 +92,7 @@ impl OpenFile {
     /// [`View::open`] of a file of a snapshot for reading, of which everything is known.
     pub(crate) fn known(view: &View, node: Node, layout: Layout) -> OpenFile {
         let file = OpenFile::register(view, node, OpenFlags::READ);
+        // Nobody else has it yet, so it is empty.
         let _ = file.fixed.set(kept(layout));
         file
     }

@@ -146,6 +146,7 @@ pub(crate) fn attempt(
     body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
 ) -> Result<()> {
     let mut take_back = || {
+        // It fails, as it is made to, and the caller gets an error of its own.
         let _ = engine.write(durability, &mut |txn| {
             body(txn)?;
             Err(busy())

@@ -127,6 +127,7 @@ impl Postgres {
             meeting: Mutex::new(()),
             flush: Flush::default(),
         });
+        // Set here alone, once, before the first connection.
         let _ = shared.pool.owner.set(Arc::downgrade(&shared));
         shared.prepare()?;
         shared.register().map_err(|fault| shared.error(fault))?;

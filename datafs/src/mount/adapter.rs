@@ -43,6 +43,7 @@ fn wanted(request: &Request, owner: LockOwner, (start, end): (u64, u64), kind: i
 
 impl Filesystem for Adapter {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // Both are within the bounds that are checked here.
         let _ = config.set_max_write(WRITE_BYTES_MAX);
         let _ = config.set_max_background(BACKGROUND_MAX);
         if let Err(most) = config.set_max_readahead(WRITE_BYTES_MAX) {

@@ -178,7 +178,7 @@ mod tests {
 
     /// `cargo test --release -p millrace-datafs what_recording_costs -- --ignored --nocapture`
     #[test]
-    #[ignore = "a measurement"]
+    #[ignore = "prints a figure; run it alone: cargo test --release -p millrace-datafs --lib what_recording_costs -- --ignored --nocapture"]
     #[allow(clippy::print_stdout)]
     fn what_recording_costs() {
         let stats = Stats::default();

@@ -12,6 +12,7 @@ use millrace_datafs::{Config, Datafs, Error, OpenFlags, Owner, Publish, View};
 
 use super::server::Server;
 use crate::child;
+use crate::processes::counter;
 
 /// Where a child finds its server.
 pub(super) const URL: &str = "MILLRACE_TEST_META_URL";
@@ -42,12 +43,6 @@ pub(super) fn say(word: &str, number: u64) {
 
 fn content(id: u64, round: u64) -> Vec<u8> {
     (id << 32 | round).to_be_bytes().repeat(1 + (round as usize % 5) * 400)
-}
-
-fn counter(view: &View) -> (Option<Vec<u8>>, u64) {
-    let value = view.key_get("counter").unwrap();
-    let number = value.as_ref().map_or(0, |v| u64::from_be_bytes(v.as_slice().try_into().unwrap()));
-    (value, number)
 }
 
 /// The child: files that it syncs, files that it does not, and tickets that it takes with the others.
