@@ -276,11 +276,12 @@ impl View {
                     self.unlink_in(writer, parent, name, closing)?;
                 }
                 let ino = take(spare)?;
-                let mut inode = new_inode(writer, parent, FileKind::File, 0o644)?;
+                let directory = tree::directory(writer, parent)?;
+                let mut inode = new_inode(&directory, FileKind::File, 0o644);
                 inode.size = staged.len;
                 match &staged.content {
                     Content::Inline(bytes) if bytes.is_empty() => {}
-                    Content::Inline(bytes) => content::write_head(writer, ino, 0, bytes)?,
+                    Content::Inline(bytes) => content::write_head(writer, ino, &inode, 0, bytes)?,
                     Content::Object(object) => {
                         let object = object.object();
                         if object.len > 0 {
@@ -290,11 +291,12 @@ impl View {
                                 object: object.id,
                                 object_offset: 0,
                             };
-                            content::write_extent(writer, ino, &extent)?;
+                            content::write_extent(writer, ino, &inode, &extent)?;
                         }
                     }
                 }
-                tree::add_child(writer, parent, name, ino, &inode)
+                writer.settle(ino, &mut inode);
+                tree::add_child(writer, (parent, directory), name, ino, &inode)
             }
         }
     }
@@ -326,10 +328,9 @@ fn take(spare: &mut Range<u64>) -> Result<u64> {
 
 /// A new inode in a directory, owned by this process (and by the directory's group if that is
 /// set-group-ID).
-fn new_inode(writer: &mut Writer<'_>, parent: u64, kind: FileKind, mode: u32) -> Result<Inode> {
-    let directory = tree::directory(writer, parent)?;
+fn new_inode(directory: &Inode, kind: FileKind, mode: u32) -> Inode {
     let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
-    Ok(tree::child_inode(&directory, kind, mode, crate::fs::Owner { uid, gid }))
+    tree::child_inode(directory, kind, mode, crate::fs::Owner { uid, gid })
 }
 
 /// The directory that components lead to. Symbolic links are not followed.
@@ -359,8 +360,9 @@ pub(crate) fn make_directories(
             None => {
                 tree::check_entry(parent, name)?;
                 let ino = take(spare)?;
-                let inode = new_inode(writer, parent, FileKind::Directory, 0o755)?;
-                tree::add_directory(writer, parent, name, ino, inode)?;
+                let directory = tree::directory(writer, parent)?;
+                let inode = new_inode(&directory, FileKind::Directory, 0o755);
+                tree::add_directory(writer, (parent, directory), name, ino, inode)?;
                 ino
             }
         };

@@ -183,17 +183,21 @@ pub(crate) fn set(
         }
         None => writer.delete(&record)?,
     }
+    writer.settle(ino, &mut inode);
     inode.ctime = Timestamp::now();
     tree::put_inode(writer, ino, &inode)
 }
 
-/// Keeps the list of a node in step with its new mode.
-pub(crate) fn follow_mode(writer: &mut Writer<'_>, ino: u64, mode: u32) -> Result<()> {
+/// Keeps the list of a node in step with its mode, which is new.
+pub(crate) fn follow_mode(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
+    if !writer.has_xattrs(ino, inode) {
+        return Ok(());
+    }
     let record = keys::xattr(ino, ACCESS.as_bytes());
     let Some(value) = writer.get(&record)? else { return Ok(()) };
     match Acl::decode(&value)? {
         Some(mut acl) => {
-            acl.set_mode(mode);
+            acl.set_mode(inode.mode);
             writer.put(&record, &acl.encode())
         }
         None => Ok(()),
@@ -204,15 +208,16 @@ pub(crate) fn follow_mode(writer: &mut Writer<'_>, ino: u64, mode: u32) -> Resul
 /// one on, which then stands in for the mask.
 pub(crate) fn inherit(
     writer: &mut Writer<'_>,
-    parent: u64,
+    (parent, directory): (u64, &Inode),
     ino: u64,
     inode: &mut Inode,
     umask: u32,
 ) -> Result<()> {
-    let default = match writer.get(&keys::xattr(parent, DEFAULT.as_bytes()))? {
-        Some(value) => Acl::decode(&value)?,
-        None => None,
+    let default = match writer.has_xattrs(parent, directory) {
+        true => writer.get(&keys::xattr(parent, DEFAULT.as_bytes()))?,
+        false => None,
     };
+    let default = default.map_or(Ok(None), |value| Acl::decode(&value))?;
     let Some(mut acl) = default else {
         inode.mode &= !(umask & 0o777);
         return Ok(());
@@ -222,10 +227,11 @@ pub(crate) fn inherit(
     }
     acl.narrow(inode.mode);
     inode.mode = inode.mode & !0o777 | acl.mode();
-    if acl.is_mode() {
-        return Ok(());
+    if !acl.is_mode() {
+        writer.put(&keys::xattr(ino, ACCESS.as_bytes()), &acl.encode())?;
     }
-    writer.put(&keys::xattr(ino, ACCESS.as_bytes()), &acl.encode())
+    writer.settle(ino, inode);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -51,8 +51,8 @@ impl View {
             match how {
                 Allocate::Extend | Allocate::KeepSize => {}
                 Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
-                    content::zero(writer, ino, offset, end)?;
-                    writer.settle_stored(ino, &mut inode);
+                    content::zero(writer, ino, &inode, offset, end)?;
+                    writer.settle(ino, &mut inode);
                 }
             }
             if matches!(how, Allocate::Extend | Allocate::Zero) {

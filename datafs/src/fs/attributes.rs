@@ -91,8 +91,8 @@ impl View {
                     _ => return Err(Error::Invalid("only files have a size to set".into())),
                 }
                 if size < inode.size {
-                    content::truncate(writer, ino, size)?;
-                    writer.settle_stored(ino, &mut inode);
+                    content::truncate(writer, ino, &inode, size)?;
+                    writer.settle(ino, &mut inode);
                 }
                 inode.size = size;
                 inode.mtime = now;
@@ -107,7 +107,7 @@ impl View {
             }
             inode.mode = set.mode.map_or(inode.mode, |mode| mode & 0o7777);
             if set.mode.is_some() {
-                acl::follow_mode(writer, ino, inode.mode)?;
+                acl::follow_mode(writer, ino, &inode)?;
             }
             inode.uid = set.uid.unwrap_or(inode.uid);
             inode.gid = set.gid.unwrap_or(inode.gid);

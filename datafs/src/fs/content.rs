@@ -44,6 +44,18 @@ impl Layout {
         if start >= end {
             return Ok(layout);
         }
+        match sole(records, ino, inode.stored_bytes)? {
+            Sole::Nothing => return Ok(layout),
+            Sole::Head(head) => {
+                layout.head = head;
+                return Ok(layout);
+            }
+            Sole::Extent(extent) => {
+                layout.extents.extend(slice(&extent, start, end));
+                return Ok(layout);
+            }
+            Sole::Unknown => {}
+        }
         if start < INLINE_BYTES_MAX as u64 {
             layout.head = records.get(&keys::head(ino))?.unwrap_or_default();
         }
@@ -137,6 +149,51 @@ impl Layout {
     }
 }
 
+/// The contents of a file that has one record of them at most.
+enum Sole {
+    Nothing,
+    Head(Vec<u8>),
+    Extent(Extent),
+    /// It has others.
+    Unknown,
+}
+
+/// Finds the contents of a file of which so many bytes are stored, if they are one record at its
+/// beginning, as those of most files: without a scan, as what it holds is all there is.
+fn sole(records: &mut dyn Records, ino: u64, stored_bytes: u64) -> Result<Sole> {
+    if stored_bytes == 0 {
+        return Ok(Sole::Nothing);
+    }
+    if stored_bytes <= INLINE_BYTES_MAX as u64
+        && let Some(head) = records.get(&keys::head(ino))?
+        && head.len() as u64 == stored_bytes
+    {
+        return Ok(Sole::Head(head));
+    }
+    if let Some(value) = records.get(&keys::extent(ino, 0))? {
+        let extent = decode_extent(0, &value)?;
+        if extent.len == stored_bytes {
+            return Ok(Sole::Extent(extent));
+        }
+    }
+    Ok(Sole::Unknown)
+}
+
+/// The record keys of the contents of a file of which so many bytes are stored; `None` where only a scan
+/// tells.
+pub(crate) fn sole_record(
+    records: &mut dyn Records,
+    ino: u64,
+    stored_bytes: u64,
+) -> Result<Option<Option<Vec<u8>>>> {
+    Ok(match sole(records, ino, stored_bytes)? {
+        Sole::Nothing => Some(None),
+        Sole::Head(_) => Some(Some(keys::head(ino))),
+        Sole::Extent(_) => Some(Some(keys::extent(ino, 0))),
+        Sole::Unknown => None,
+    })
+}
+
 /// Visits the extents that overlap a range, in order.
 fn for_each_extent(
     records: &mut dyn Records,
@@ -196,14 +253,25 @@ fn cut_extents(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Resul
 }
 
 /// Puts an extent over what the file has there. The caller sets the size.
-pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, extent: &Extent) -> Result<()> {
-    write_extents(writer, ino, std::slice::from_ref(extent))
+pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, inode: &Inode, extent: &Extent) -> Result<()> {
+    write_extents(writer, ino, inode, std::slice::from_ref(extent))
 }
 
-/// Puts extents (disjoint, sorted by offset) over what the file has there. The caller sets the size.
-/// Reads what they overlap in pages, whatever their number.
-pub(crate) fn write_extents(writer: &mut Writer<'_>, ino: u64, extents: &[Extent]) -> Result<()> {
+/// Puts extents (disjoint, sorted by offset) over what the file has there; `inode` is what it was before
+/// the transaction. The caller sets the size. Reads what they overlap in pages, whatever their number.
+pub(crate) fn write_extents(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    inode: &Inode,
+    extents: &[Extent],
+) -> Result<()> {
     let [first, ..] = extents else { return Ok(()) };
+    if writer.stored_bytes(ino, inode) == 0 {
+        for extent in extents {
+            writer.put_new(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
+        }
+        return Ok(());
+    }
     let mut later = extents;
     for old in overlapped(writer, ino, extents)? {
         while later.first().is_some_and(|new| new.end() <= old.file_offset) {
@@ -295,10 +363,24 @@ fn overlapped(records: &mut dyn Records, ino: u64, new: &[Extent]) -> Result<Vec
     Ok(found)
 }
 
-/// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`]. The caller sets
-/// the size.
-pub(crate) fn write_head(writer: &mut Writer<'_>, ino: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+/// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`], and `inode` is what
+/// the file was before the transaction. The caller sets the size.
+pub(crate) fn write_head(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    inode: &Inode,
+    offset: u64,
+    bytes: &[u8],
+) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
     let end = offset + bytes.len() as u64;
+    if writer.stored_bytes(ino, inode) == 0 {
+        let mut head = vec![0; offset as usize];
+        head.extend_from_slice(bytes);
+        return writer.put_new(&keys::head(ino), &head);
+    }
     cut_extents(writer, ino, offset, end)?;
     let mut head = writer.get(&keys::head(ino))?.unwrap_or_default();
     if head.len() < end as usize {
@@ -308,8 +390,12 @@ pub(crate) fn write_head(writer: &mut Writer<'_>, ino: u64, offset: u64, bytes: 
     writer.put(&keys::head(ino), &head)
 }
 
-/// Removes everything from `size` on. The caller sets the size.
-pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, size: u64) -> Result<()> {
+/// Removes everything from `size` on; `inode` is what the file was before the transaction. The caller sets
+/// the size.
+pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, inode: &Inode, size: u64) -> Result<()> {
+    if writer.stored_bytes(ino, inode) == 0 {
+        return Ok(());
+    }
     cut_extents(writer, ino, size, u64::MAX)?;
     if let Some(head) = writer.get(&keys::head(ino))?
         && head.len() as u64 > size
@@ -322,8 +408,12 @@ pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, size: u64) -> Result<(
     Ok(())
 }
 
-/// Makes a range read as zeroes, and take no space. The caller sets the size.
-pub(crate) fn zero(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Result<()> {
+/// Makes a range read as zeroes, and take no space; `inode` is what the file was before the transaction.
+/// The caller sets the size.
+pub(crate) fn zero(writer: &mut Writer<'_>, ino: u64, inode: &Inode, start: u64, end: u64) -> Result<()> {
+    if writer.stored_bytes(ino, inode) == 0 {
+        return Ok(());
+    }
     cut_extents(writer, ino, start, end)?;
     let Some(mut head) = writer.get(&keys::head(ino))? else { return Ok(()) };
     if start >= end || start >= head.len() as u64 {

@@ -97,10 +97,10 @@ fn share(target: &OpenFile, copy: Copy) -> Result<u64> {
     view.write(Durability::Relaxed, |writer| {
         let mut inode = tree::inode(writer, copy.to)?;
         let (len, extents) = find_extents(writer, copy)?;
-        content::zero(writer, copy.to, copy.target_offset, copy.target_offset + len)?;
+        content::zero(writer, copy.to, &inode, copy.target_offset, copy.target_offset + len)?;
         for extent in extents {
             let file_offset = extent.file_offset - copy.offset + copy.target_offset;
-            content::write_extent(writer, copy.to, &Extent { file_offset, ..extent })?;
+            content::write_extent(writer, copy.to, &inode, &Extent { file_offset, ..extent })?;
         }
         inode.size = inode.size.max(copy.target_offset + len);
         inode.written_by(writer.writer());

@@ -502,7 +502,7 @@ fn commit(
             Placed::Inline => {
                 for (offset, run) in dirty.runs() {
                     let offset = if moves { moved(offset) } else { offset };
-                    content::write_head(writer, ino, offset, run)?;
+                    content::write_head(writer, ino, &inode, offset, run)?;
                 }
             }
             Placed::Packed(packed) => {
@@ -519,12 +519,12 @@ fn commit(
                 }
             }
         }
-        content::write_extents(writer, ino, &extents)?;
-        writer.settle_stored(ino, &mut inode);
+        content::write_extents(writer, ino, &inode, &extents)?;
         if unflushed.drop_privileges {
             inode.mode = without_privileges(inode.mode);
         }
         drop_capabilities(writer, ino, &inode)?;
+        writer.settle(ino, &mut inode);
         inode.size = inode.size.max(end);
         // What was moved is not where whoever wrote it takes it to be.
         inode.written_by(if moves { 0 } else { unflushed.writer });

@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
-use super::namespace::new_inode;
+use super::namespace::vacant;
 use super::path::PATH_BYTES_MAX;
 use super::tree;
 use super::types::{Attr, FileKind, Node, Owner};
@@ -30,12 +30,10 @@ impl View {
             if inode.nlink == 0 {
                 return Err(Error::not_found(format!("inode {ino}")));
             }
-            // Checks the name; the inode that it makes is not used.
-            let owner = Owner { uid: inode.uid, gid: inode.gid };
-            new_inode(writer, parent_ino, name, inode.kind, inode.mode, owner)?;
+            let directory = vacant(writer, parent_ino, name)?;
             inode.nlink = tree::add_links(inode.nlink, 1)?;
             inode.ctime = Timestamp::now();
-            tree::add_link(writer, parent_ino, name, ino, &inode)?;
+            tree::add_link(writer, (parent_ino, directory), name, ino, &inode)?;
             Ok(inode)
         })?;
         Ok(self.attr_of(node, &inode))
@@ -56,10 +54,11 @@ impl View {
         let parent_ino = self.writable(parent)?;
         let ino = self.spare_inos(1)?.start;
         let inode = self.write(Durability::Relaxed, |writer| {
-            let mut inode = new_inode(writer, parent_ino, name, FileKind::Symlink, 0o777, owner)?;
+            let directory = vacant(writer, parent_ino, name)?;
+            let mut inode = tree::child_inode(&directory, FileKind::Symlink, 0o777, owner);
             inode.size = bytes.len() as u64;
-            writer.put(&keys::target(ino), bytes)?;
-            tree::add_child(writer, parent_ino, name, ino, &inode)?;
+            writer.put_new(&keys::target(ino), bytes)?;
+            tree::add_child(writer, (parent_ino, directory), name, ino, &inode)?;
             Ok(inode)
         })?;
         Ok(inode.attr(Node { snapshot: 0, ino }))

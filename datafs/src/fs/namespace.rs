@@ -267,7 +267,7 @@ pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) 
     if !tree::is_empty(writer, ino)? {
         return Err(Error::NotEmpty { what: tree::display(name) });
     }
-    tree::remove_records(writer, ino, usize::MAX).map(drop)
+    tree::remove_empty(writer, ino, &inode)
 }
 
 /// What is to be made.
@@ -282,25 +282,19 @@ struct New {
 
 /// Makes an inode and its name, which must be free.
 fn add_new(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, new: &New) -> Result<Inode> {
-    let mut inode = new_inode(writer, parent, name, new.kind, new.mode, new.owner)?;
+    let directory = vacant(writer, parent, name)?;
+    let mut inode = tree::child_inode(&directory, new.kind, new.mode, new.owner);
     inode.rdev = new.rdev;
-    acl::inherit(writer, parent, ino, &mut inode, new.umask)?;
+    acl::inherit(writer, (parent, &directory), ino, &mut inode, new.umask)?;
     if new.kind == FileKind::Directory {
-        return tree::add_directory(writer, parent, name, ino, inode);
+        return tree::add_directory(writer, (parent, directory), name, ino, inode);
     }
-    tree::add_child(writer, parent, name, ino, &inode)?;
+    tree::add_child(writer, (parent, directory), name, ino, &inode)?;
     Ok(inode)
 }
 
-/// A new inode for a name that must be free.
-pub(super) fn new_inode(
-    writer: &mut Writer<'_>,
-    parent: u64,
-    name: &OsStr,
-    kind: FileKind,
-    mode: u32,
-    owner: Owner,
-) -> Result<Inode> {
+/// The directory of a name that must be free.
+pub(super) fn vacant(writer: &mut Writer<'_>, parent: u64, name: &OsStr) -> Result<Inode> {
     if parent == ROOT_INO && name == SNAPSHOTS_NAME {
         return Err(Error::Exists { what: SNAPSHOTS_NAME.into() });
     }
@@ -309,5 +303,5 @@ pub(super) fn new_inode(
     if tree::child(writer, parent, name)?.is_some() {
         return Err(Error::Exists { what: tree::display(name) });
     }
-    Ok(tree::child_inode(&directory, kind, mode, owner))
+    Ok(directory)
 }

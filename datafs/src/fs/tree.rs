@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use parking_lot::MutexGuard;
 
+use super::content;
 use super::open_table::{OpenInodes, OpenTable};
 use super::orphan::{Orphan, Orphans};
 use super::types::{FileKind, Owner, ROOT_INO};
@@ -187,7 +188,7 @@ pub(crate) fn drop_link<'a>(
     // Before the table is locked: an engine far away takes its time.
     let (volume, session) = (writer.volume(), writer.session());
     let is_others = inode.kind == FileKind::File && !session::is_alone(writer.txn().as_read(), session)?;
-    let records = if is_others { Vec::new() } else { node_records(writer, ino, REMOVE_NOW_MAX)? };
+    let records = if is_others { Vec::new() } else { records_of(writer, ino, &inode, REMOVE_NOW_MAX)? };
     let orphan = match closing.orphan(open, volume, ino) {
         true => Orphan::held_by(session),
         false if is_others => {
@@ -207,12 +208,36 @@ pub(crate) fn drop_link<'a>(
     writer.txn().put(&keys::orphan(volume, ino), &orphan.encode())
 }
 
+/// Removes the records of an inode that has no entries.
+pub(crate) fn remove_empty(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
+    records_of(writer, ino, inode, usize::MAX)?.iter().try_for_each(|record| writer.delete(record))
+}
+
 /// Removes at most `limit` records of an inode, its attributes among the first. Returns how many there
 /// were: fewer than `limit` when none is left.
 pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<usize> {
     let records = node_records(writer, ino, limit)?;
     records.iter().try_for_each(|record| writer.delete(record))?;
     Ok(records.len())
+}
+
+/// At most `limit` record keys of an inode without entries. What most files are is known without a scan.
+fn records_of(writer: &mut Writer<'_>, ino: u64, inode: &Inode, limit: usize) -> Result<Vec<Vec<u8>>> {
+    let mut records = vec![keys::attributes(ino)];
+    let sole = match inode.kind {
+        _ if writer.has_xattrs(ino, inode) => None,
+        FileKind::File => {
+            let stored_bytes = writer.stored_bytes(ino, inode);
+            content::sole_record(writer, ino, stored_bytes)?
+        }
+        FileKind::Symlink => Some(Some(keys::target(ino))),
+        _ => Some(None),
+    };
+    match sole {
+        Some(sole) => records.extend(sole),
+        None => records = node_records(writer, ino, limit)?,
+    }
+    Ok(records)
 }
 
 /// At most `limit` record keys of an inode.
@@ -240,24 +265,24 @@ pub(crate) fn child_inode(directory: &Inode, kind: FileKind, mode: u32, owner: O
     inode
 }
 
-/// Puts a new directory into its parent.
+/// Puts a new directory into its parent, which was just read, under a name that is free.
 pub(crate) fn add_directory(
     writer: &mut Writer<'_>,
-    parent: u64,
+    parent: (u64, Inode),
     name: &OsStr,
     ino: u64,
     mut inode: Inode,
 ) -> Result<Inode> {
     inode.nlink = 2;
-    inode.parent = parent;
+    inode.parent = parent.0;
     add_child(writer, parent, name, ino, &inode)?;
     Ok(inode)
 }
 
-/// Puts a new inode into its parent, under a name that is free.
+/// Puts a new inode into its parent, which was just read, under a name that is free.
 pub(crate) fn add_child(
     writer: &mut Writer<'_>,
-    parent: u64,
+    parent: (u64, Inode),
     name: &OsStr,
     ino: u64,
     inode: &Inode,
@@ -266,10 +291,10 @@ pub(crate) fn add_child(
     add_name(writer, parent, name, ino, inode)
 }
 
-/// Gives an inode, which was changed before, a name that is free.
+/// Gives an inode, which was changed before, a name that is free in a directory that was just read.
 pub(crate) fn add_link(
     writer: &mut Writer<'_>,
-    parent: u64,
+    parent: (u64, Inode),
     name: &OsStr,
     ino: u64,
     inode: &Inode,
@@ -278,9 +303,15 @@ pub(crate) fn add_link(
     add_name(writer, parent, name, ino, inode)
 }
 
-fn add_name(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, inode: &Inode) -> Result<()> {
-    let mut directory = directory(writer, parent)?;
+fn add_name(
+    writer: &mut Writer<'_>,
+    (parent, mut directory): (u64, Inode),
+    name: &OsStr,
+    ino: u64,
+    inode: &Inode,
+) -> Result<()> {
     touch_directory(&mut directory, i32::from(inode.is_directory()), inode.ctime)?;
-    put_child(writer, parent, name, ino, inode.kind)?;
+    let dentry = Dentry { ino, kind: inode.kind };
+    writer.put_new(&keys::child(parent, name.as_bytes()), &dentry.encode())?;
     put_inode(writer, parent, &directory)
 }

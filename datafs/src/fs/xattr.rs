@@ -87,6 +87,7 @@ impl View {
                 }
             }
             writer.put(&record, value)?;
+            writer.settle(ino, &mut inode);
             inode.ctime = Timestamp::now();
             tree::put_inode(writer, ino, &inode)
         })
@@ -105,12 +106,12 @@ impl View {
         if self.is_snapshots_dir(node) {
             return Err(missing(name));
         }
-        self.read(node, |reader| match reader.get(&keys::xattr(node.ino, name.as_bytes()))? {
-            Some(value) => Ok(value),
-            None => {
-                tree::inode(reader, node.ino)?;
-                Err(missing(name))
+        self.read(node, |reader| {
+            // Most have none, and are asked before each first write.
+            if tree::inode(reader, node.ino)?.xattrs == 0 {
+                return Err(missing(name));
             }
+            reader.get(&keys::xattr(node.ino, name.as_bytes()))?.ok_or_else(|| missing(name))
         })
     }
 
@@ -119,9 +120,9 @@ impl View {
         if self.is_snapshots_dir(node) {
             return Ok(Vec::new());
         }
-        self.read(node, |reader| {
-            tree::inode(reader, node.ino)?;
-            names(reader, node.ino)
+        self.read(node, |reader| match tree::inode(reader, node.ino)?.xattrs {
+            0 => Ok(Vec::new()),
+            _ => names(reader, node.ino),
         })
     }
 
@@ -137,6 +138,7 @@ impl View {
                 return if acl::is_acl(name) { Ok(()) } else { Err(missing(name)) };
             }
             writer.delete(&record)?;
+            writer.settle(ino, &mut inode);
             inode.ctime = Timestamp::now();
             tree::put_inode(writer, ino, &inode)
         })
@@ -151,7 +153,7 @@ pub(crate) fn without_privileges(mode: u32) -> u32 {
 
 /// Takes the capabilities from a program that changes.
 pub(crate) fn drop_capabilities(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
-    if inode.kind == FileKind::File {
+    if inode.kind == FileKind::File && writer.has_xattrs(ino, inode) {
         writer.delete(&keys::xattr(ino, CAPABILITY.as_bytes()))
     } else {
         Ok(())

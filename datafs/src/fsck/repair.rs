@@ -234,7 +234,8 @@ fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
     } else {
         inode.nlink = 1;
     }
-    tree::add_link(writer, folder, name, ino, &inode)?;
+    let directory = tree::directory(writer, folder)?;
+    tree::add_link(writer, (folder, directory), name, ino, &inode)?;
     Ok(true)
 }
 
@@ -247,6 +248,6 @@ fn lost_and_found(writer: &mut Writer<'_>, spare: u64) -> Result<u64> {
     let root = tree::directory(writer, ROOT_INO)?;
     let owner = Owner { uid: root.uid, gid: root.gid };
     let inode = tree::child_inode(&root, FileKind::Directory, 0o700, owner);
-    tree::add_directory(writer, ROOT_INO, name, spare, inode)?;
+    tree::add_directory(writer, (ROOT_INO, root), name, spare, inode)?;
     Ok(spare)
 }

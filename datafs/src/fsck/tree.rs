@@ -105,6 +105,9 @@ struct Current {
     /// End of the last extent.
     extents_end: u64,
     head_len: u64,
+    /// Bytes of its contents, head and extents.
+    stored_bytes: u64,
+    xattrs: u32,
     target_len: Option<u64>,
 }
 
@@ -128,8 +131,16 @@ impl TreeScan {
         let Some((ino, tag)) = keys::node_of(record) else { return Ok(()) };
         if self.now.as_ref().is_none_or(|now| now.ino != ino) {
             self.flush(facts, findings)?;
-            self.now =
-                Some(Current { ino, inode: None, folders: 0, extents_end: 0, head_len: 0, target_len: None });
+            self.now = Some(Current {
+                ino,
+                inode: None,
+                folders: 0,
+                extents_end: 0,
+                head_len: 0,
+                stored_bytes: 0,
+                xattrs: 0,
+                target_len: None,
+            });
         }
         let place = self.place(ino);
         let Some(now) = &mut self.now else { return Ok(()) };
@@ -166,6 +177,7 @@ impl TreeScan {
             }
             keys::NodeTag::Head => {
                 now.head_len = value.len() as u64;
+                now.stored_bytes = now.stored_bytes.saturating_add(now.head_len);
                 if value.len() > INLINE_BYTES_MAX {
                     damaged(format!("{} bytes are kept in the metadata", value.len()));
                 }
@@ -179,12 +191,14 @@ impl TreeScan {
                             findings.problem(ProblemKind::WrongExtents, place, detail, None);
                         }
                         now.extents_end = now.extents_end.max(extent.end());
+                        now.stored_bytes = now.stored_bytes.saturating_add(extent.len);
                     }
                     Some(Err(error)) => damaged(error.to_string()),
                     None => damaged("the key of an extent is damaged".into()),
                 }
             }
             keys::NodeTag::Target => now.target_len = Some(value.len() as u64),
+            keys::NodeTag::Xattr => now.xattrs += 1,
             keys::NodeTag::Other => {}
         }
         Ok(())
@@ -207,6 +221,13 @@ impl TreeScan {
         if (!is_file && stored_end > 0) || stored_end > inode.size.max(u64::from(!is_file)) {
             let detail = format!("data up to byte {stored_end}, its size is {}", inode.size);
             findings.problem(ProblemKind::WrongExtents, self.place(now.ino), detail, None);
+        }
+        if (now.stored_bytes, now.xattrs) != (inode.stored_bytes, inode.xattrs) {
+            let detail = format!(
+                "{} bytes and {} attributes are stored, its record says {} and {}",
+                now.stored_bytes, now.xattrs, inode.stored_bytes, inode.xattrs
+            );
+            findings.problem(ProblemKind::DamagedRecord, self.place(now.ino), detail, None);
         }
         let expected = (inode.kind == FileKind::Symlink).then_some(inode.size);
         if now.target_len != expected {

@@ -89,8 +89,12 @@ pub(crate) struct Inode {
     pub(crate) writer_since: u64,
     /// Counts the names of a file that went away or moved.
     pub(crate) names_version: u32,
-    /// Bytes of a file that are stored: the others are holes. Kept by [`Writer`](super::versioned::Writer).
+    /// Bytes of a file that are stored: the others are holes. It is the sum over the records of its
+    /// contents, none of which is empty: without bytes there are no such records. Kept by
+    /// [`Writer`](super::versioned::Writer).
     pub(crate) stored_bytes: u64,
+    /// How many extended attributes it has, access control lists among them. Kept by `Writer` as well.
+    pub(crate) xattrs: u32,
 }
 
 fn kind_to_byte(kind: FileKind) -> u8 {
@@ -139,6 +143,7 @@ impl Inode {
             writer_since: 0,
             names_version: 0,
             stored_bytes: 0,
+            xattrs: 0,
         }
     }
 
@@ -178,6 +183,7 @@ impl Inode {
             .u64(self.writer_since)
             .u32(self.names_version)
             .u64(self.stored_bytes)
+            .u32(self.xattrs)
             .finish()
     }
 
@@ -200,6 +206,7 @@ impl Inode {
             writer_since: from.u64()?,
             names_version: from.u32()?,
             stored_bytes: from.u64()?,
+            xattrs: from.u32()?,
         };
         from.finish()?;
         Ok(inode)
@@ -298,6 +305,7 @@ mod tests {
         inode.written_by(9);
         inode.lost_name();
         inode.stored_bytes = 11;
+        inode.xattrs = 2;
         let bytes = inode.encode();
         assert_eq!(Inode::decode(&bytes).unwrap(), inode);
         assert!(Inode::decode(&bytes[1..]).is_err());

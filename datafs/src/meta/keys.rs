@@ -262,6 +262,7 @@ pub(crate) enum NodeTag {
     Head,
     Extent,
     Target,
+    Xattr,
     Other,
 }
 
@@ -274,6 +275,7 @@ pub(crate) fn node_of(record: &[u8]) -> Option<(u64, NodeTag)> {
         HEAD => NodeTag::Head,
         EXTENT => NodeTag::Extent,
         TARGET => NodeTag::Target,
+        XATTR => NodeTag::Xattr,
         _ => NodeTag::Other,
     };
     (record[0] == NODE).then_some((ino, tag))
@@ -313,6 +315,11 @@ pub(crate) fn xattrs(ino: u64) -> Vec<u8> {
 pub(crate) fn xattr_name(record: &[u8]) -> Option<&[u8]> {
     let name = record.get(10..record.len().checked_sub(1)?)?;
     (record[0] == NODE && record[9] == XATTR).then_some(name)
+}
+
+/// Whether a record key is that of an extended attribute.
+pub(crate) fn is_xattr(record: &[u8]) -> bool {
+    record.get(9) == Some(&XATTR) && record[0] == NODE
 }
 
 /// Record key: an extent.
@@ -446,6 +453,7 @@ mod tests {
         let key = xattr(7, b"user.aaa");
         assert_eq!(xattr_name(&key), Some(&b"user.aaa"[..]));
         assert!(!is_extent(&key) && !is_attributes(&key) && xattr_name(&attributes(7)).is_none());
+        assert!(is_xattr(&key) && !is_xattr(&attributes(7)) && !is_xattr(&application("0123456789x")));
         assert_eq!(application_name(&application("a/b")), Some("a/b"));
     }
 

@@ -182,6 +182,22 @@ impl Records for Reader<'_> {
     }
 }
 
+/// What attributes say about other records of their inode, as changes of it.
+#[derive(Debug, Default, Clone, Copy)]
+struct Counted {
+    /// Of a file that are stored.
+    bytes: i64,
+    xattrs: i32,
+}
+
+impl Counted {
+    /// Notes the changes in attributes.
+    fn settle(self, inode: &mut Inode) {
+        inode.stored_bytes = inode.stored_bytes.saturating_add_signed(self.bytes);
+        inode.xattrs = inode.xattrs.saturating_add_signed(self.xattrs);
+    }
+}
+
 /// Reads and writes in the live tree of a volume.
 pub(crate) struct Writer<'t> {
     txn: &'t mut dyn WriteTxn,
@@ -189,8 +205,8 @@ pub(crate) struct Writer<'t> {
     epochs: Epochs,
     session: u64,
     references: ReferenceChanges,
-    /// By how many bytes more or less of files are stored.
-    stored: BTreeMap<u64, i64>,
+    /// What came and went of each inode and is not noted in its attributes yet.
+    counted: BTreeMap<u64, Counted>,
     /// Who makes the changes: see [`crate::watch`].
     writer: u64,
     /// Record keys that were changed, if somebody wants to know.
@@ -208,11 +224,11 @@ impl<'t> Writer<'t> {
     ) -> Result<T> {
         let epochs = Epochs::get(txn.as_read(), volume)?;
         let references = ReferenceChanges::default();
-        let stored = BTreeMap::new();
+        let counted = BTreeMap::new();
         let mut writer =
-            Writer { txn, volume, epochs, session, references, stored, writer: session, changed: None };
+            Writer { txn, volume, epochs, session, references, counted, writer: session, changed: None };
         let result = body(&mut writer)?;
-        writer.note_stored()?;
+        writer.note_counted()?;
         let Writer { txn, mut references, .. } = writer;
         references.apply(txn, |txn| check_session(txn, session))?;
         Ok(result)
@@ -263,18 +279,20 @@ impl<'t> Writer<'t> {
             self.references.add(value)?;
         }
         let old = self.txn.get(&key)?;
-        if keys::is_contents(record) {
-            self.count_stored(record, Some(value), old.as_deref())?;
-        }
+        self.count(record, Some(value), old.as_deref())?;
         if let Some(old) = old {
             self.displace(record, old)?;
         }
         self.put_version(&key, value)
     }
 
-    /// Sets a record, no extent, that was never there.
+    /// Sets a record that is not there, as something else that was read has told: nothing is looked up.
     pub(crate) fn put_new(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
         self.note(record);
+        if keys::is_extent(record) {
+            self.references.add(value)?;
+        }
+        self.count(record, Some(value), None)?;
         self.put_version(&keys::live(self.volume, record), value)
     }
 
@@ -290,39 +308,63 @@ impl<'t> Writer<'t> {
         self.note(record);
         let key = keys::live(self.volume, record);
         if let Some(old) = self.txn.get(&key)? {
-            if keys::is_contents(record) {
-                self.count_stored(record, None, Some(&old))?;
-            }
+            self.count(record, None, Some(&old))?;
             self.displace(record, old)?;
             self.txn.delete(&key)?;
         }
         Ok(())
     }
 
-    /// Counts the bytes of a file that come and go with a record of its contents.
-    fn count_stored(&mut self, record: &[u8], new: Option<&[u8]>, old: Option<&[u8]>) -> Result<()> {
-        let Some(ino) = keys::ino_of(record) else { return Ok(()) };
+    /// Counts what comes and goes with a record, where attributes tell of it.
+    fn count(&mut self, record: &[u8], new: Option<&[u8]>, old: Option<&[u8]>) -> Result<()> {
+        let (contents, xattr) = (keys::is_contents(record), keys::is_xattr(record));
+        let Some(ino) = keys::ino_of(record).filter(|_| contents || xattr) else { return Ok(()) };
+        let counted = self.counted.entry(ino).or_default();
+        if xattr {
+            counted.xattrs += i32::from(new.is_some()) - i32::from(old.is_some());
+            return Ok(());
+        }
         let bytes = |value: Option<&[u8]>| value.map_or(Ok(0), |value| stored_bytes(record, value));
         let (new, old) = (bytes(new)?, bytes(old.map(|version| version.get(8..).unwrap_or_default()))?);
-        *self.stored.entry(ino).or_default() += new.cast_signed() - old.cast_signed();
+        counted.bytes += new.cast_signed() - old.cast_signed();
         Ok(())
     }
 
-    /// Notes in attributes that are going to be put how many bytes of the file are stored by now.
-    pub(crate) fn settle_stored(&mut self, ino: u64, inode: &mut Inode) {
-        let change = self.stored.remove(&ino).unwrap_or_default();
-        inode.stored_bytes = inode.stored_bytes.saturating_add_signed(change);
+    /// Attributes of an inode as they were read, with what has come and gone since.
+    fn counted(&self, ino: u64, inode: &Inode) -> (u64, u32) {
+        let mut inode = Inode { ..*inode };
+        if let Some(counted) = self.counted.get(&ino) {
+            counted.settle(&mut inode);
+        }
+        (inode.stored_bytes, inode.xattrs)
     }
 
-    /// Notes how many bytes are stored in the attributes of the files that are still there.
-    fn note_stored(&mut self) -> Result<()> {
-        for (ino, change) in std::mem::take(&mut self.stored) {
+    /// The bytes of a file that are stored by now; `inode` is what its attributes say.
+    pub(crate) fn stored_bytes(&self, ino: u64, inode: &Inode) -> u64 {
+        self.counted(ino, inode).0
+    }
+
+    /// Whether an inode has extended attributes by now; `inode` is what its attributes say.
+    pub(crate) fn has_xattrs(&self, ino: u64, inode: &Inode) -> bool {
+        self.counted(ino, inode).1 > 0
+    }
+
+    /// Notes in attributes that are going to be put what has come and gone by now.
+    pub(crate) fn settle(&mut self, ino: u64, inode: &mut Inode) {
+        if let Some(counted) = self.counted.remove(&ino) {
+            counted.settle(inode);
+        }
+    }
+
+    /// Notes what has come and gone in the attributes of the inodes that are still there.
+    fn note_counted(&mut self) -> Result<()> {
+        for (ino, counted) in std::mem::take(&mut self.counted) {
             let record = keys::attributes(ino);
-            if change != 0
+            if (counted.bytes, counted.xattrs) != (0, 0)
                 && let Some(value) = self.get(&record)?
             {
                 let mut inode = Inode::decode(&value)?;
-                inode.stored_bytes = inode.stored_bytes.saturating_add_signed(change);
+                counted.settle(&mut inode);
                 self.put(&record, &inode.encode())?;
             }
         }
