@@ -95,6 +95,22 @@ impl Dirty {
         Ok(())
     }
 
+    /// Whether a write is going to the open object at once, with nothing in memory.
+    pub(crate) fn streams(&self, offset: u64, len: usize) -> bool {
+        let end = offset.saturating_add(len as u64);
+        self.runs.is_empty() && self.sequence.end == offset && end - self.sequence.start > STREAM_BYTES_MIN
+    }
+
+    /// [`Dirty::write`] of bytes that were promised to be taken, of which [`Dirty::streams`] is true: they
+    /// stay in memory when the object does not take them. The next write tries that first, and reports it.
+    pub(crate) fn stream_taken(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) {
+        if let Err(error) = self.append(pool, codec, offset, data) {
+            tracing::debug!(%error, "a write that was answered is kept in memory");
+            self.keep(offset, data);
+        }
+        self.sequence.end = offset + data.len() as u64;
+    }
+
     /// Takes a write of a sequential writer into the open object, behind what it wrote before.
     fn stream(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
         if !self.runs.is_empty() {

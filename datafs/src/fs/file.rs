@@ -32,6 +32,9 @@ const CACHED_EXTENTS_MAX: usize = 4_096;
 const PIECES_MAX: usize = 65_536;
 /// When all open files together hold too much, only those with more than this move it to an object.
 const SEAL_BYTES_MIN: usize = 1 << 20;
+/// Writes of a sequential writer from this size on are answered before their bytes are written to the
+/// object: the next one is prepared meanwhile.
+const EARLY_BYTES_MIN: usize = 64 << 10;
 
 /// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
 ///
@@ -255,16 +258,25 @@ impl OpenFile {
 
     /// Writes bytes at an offset (with `append`: at the end). Visible in this process at once.
     pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize> {
-        self.write_by(offset, data, true)
+        self.write_by(offset, data, true, &mut || {})
     }
 
     /// [`OpenFile::write_at`] by somebody without privilege: the file loses its set-user-ID and
     /// set-group-ID bits as [`SetAttr::drop_privileges`] says.
     pub fn write_at_unprivileged(&self, offset: u64, data: &[u8]) -> Result<usize> {
-        self.write_by(offset, data, false)
+        self.write_by(offset, data, false, &mut || {})
     }
 
-    fn write_by(&self, offset: u64, data: &[u8], privileged: bool) -> Result<usize> {
+    /// [`OpenFile::write_at`], which calls `taken` early when whoever writes may go on: from then on it
+    /// succeeds. Bytes that could not be moved to an object after that stay in memory; the next write or
+    /// flush tries again, and fails if it has to. Everything else on the file waits for the move.
+    pub(crate) fn write_by(
+        &self,
+        offset: u64,
+        data: &[u8],
+        privileged: bool,
+        taken: &mut dyn FnMut(),
+    ) -> Result<usize> {
         let open = self.live_for_writing()?;
         let shared = &self.view.shared;
         let mut dirty = open.dirty.lock();
@@ -302,15 +314,26 @@ impl OpenFile {
         {
             counted(shared, &mut dirty, |dirty| dirty.spill(&shared.pool, self.view.codec()))?;
         }
-        counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, self.view.codec(), offset, data))?;
         let mtime = Timestamp::now();
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
         let own = self.view.writer();
         let writer = if unflushed.is_none_or(|unflushed| unflushed.writer == own) { own } else { 0 };
         let end = end.max(known_end);
-        let stored_bytes = dirty.stored_bytes();
-        let unflushed = Unflushed { end, stored_bytes, writer, mtime, drop_privileges, append_base };
-        open.set_unflushed(Some(unflushed));
+        let note = |dirty: &Dirty| {
+            let stored_bytes = dirty.stored_bytes();
+            let unflushed = Unflushed { end, stored_bytes, writer, mtime, drop_privileges, append_base };
+            open.set_unflushed(Some(unflushed));
+        };
+        if data.len() >= EARLY_BYTES_MIN && dirty.streams(offset, data.len()) {
+            note(&dirty);
+            taken();
+            counted(shared, &mut dirty, |dirty| {
+                dirty.stream_taken(&shared.pool, self.view.codec(), offset, data)
+            });
+        } else {
+            counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, self.view.codec(), offset, data))?;
+        }
+        note(&dirty);
         Ok(data.len())
     }
 

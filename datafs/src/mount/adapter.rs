@@ -347,13 +347,7 @@ impl Filesystem for Adapter {
         reply: ReplyWrite,
     ) {
         let privileged = !write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
-        match self.write_bytes(fh.0, offset, data, privileged) {
-            Ok(written) => {
-                outcome::moved(written as usize);
-                reply.written(written);
-            }
-            Err(error) => reply.error(self.failed("write", self.node(ino), &error)),
-        }
+        self.write_bytes((ino, fh.0), offset, data, privileged, reply);
     }
 
     fn flush(

@@ -6,7 +6,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fuser::{BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry};
+use fuser::{
+    BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
+};
 
 use super::coherence::Coherence;
 use super::convert::{Inodes, file_type};
@@ -178,14 +180,33 @@ impl Adapter {
         });
     }
 
-    pub(super) fn write_bytes(&self, number: u64, offset: u64, data: &[u8], privileged: bool) -> Result<u32> {
-        let handle = self.handles.get(number)?;
-        let written = match privileged {
-            true => handle.file.write_at(offset, data)?,
-            false => handle.file.write_at_unprivileged(offset, data)?,
-        };
+    /// Writes, and answers as soon as the writer may go on.
+    pub(super) fn write_bytes(
+        &self,
+        (ino, number): (INodeNo, u64),
+        offset: u64,
+        data: &[u8],
+        privileged: bool,
+        reply: ReplyWrite,
+    ) {
+        let mut reply = Some(reply);
         // At most WRITE_BYTES_MAX.
-        Ok(written as u32)
+        let len = data.len() as u32;
+        let mut answer = || {
+            if let Some(reply) = reply.take() {
+                outcome::moved(data.len());
+                reply.written(len);
+            }
+        };
+        let handle = self.handles.get(number);
+        match handle.and_then(|handle| handle.file.write_by(offset, data, privileged, &mut answer)) {
+            Ok(_) => answer(),
+            Err(error) => {
+                if let Some(reply) = reply {
+                    reply.error(self.failed("write", self.node(ino), &error));
+                }
+            }
+        }
     }
 
     pub(super) fn fill_directory(

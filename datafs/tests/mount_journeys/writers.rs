@@ -200,3 +200,42 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
     assert!(view.read_file("more").unwrap() == old);
     mount.unmount().unwrap();
 }
+
+#[test]
+fn what_a_sequential_writer_was_answered_is_kept_while_the_store_is_full() {
+    let Some(home) = Home::new() else { return };
+    let disk = home.dir.path().join("disk");
+    fs::create_dir(&disk).unwrap();
+    let flags = nix::mount::MsFlags::empty();
+    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m")) {
+        eprintln!("skipped: no small disk can be made ({error})");
+        return;
+    }
+    let disk = Disk(disk);
+    let config = Config { store_dir: disk.0.join("objects"), ..Config::default() };
+    let datafs = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
+    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    let mount = mount_of(&datafs, "data", &home.at("full"));
+    let mut file = File::create(mount.path().join("new")).unwrap();
+    let new = pattern(20_000_000, 4);
+    let mut taken = 0;
+    let full = loop {
+        let piece = &new[taken..new.len().min(taken + (1 << 20))];
+        match file.write(piece) {
+            Ok(len) => taken += len,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
+    assert_eq!(errno(file.sync_all()), libc::ENOSPC);
+    assert!(fs::read(mount.path().join("new")).unwrap() == new[..taken]);
+    nix::mount::mount(None::<&str>, &disk.0, None::<&str>, nix::mount::MsFlags::MS_REMOUNT, Some("size=64m"))
+        .unwrap();
+    file.write_all(&new[taken..]).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    mount.unmount().unwrap();
+    let others = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
+    let view = others.view(&"data".parse().unwrap()).unwrap();
+    assert!(view.read_file("new").unwrap() == new);
+}
