@@ -60,8 +60,10 @@ pub struct MountOptions {
     /// need `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
     pub allow_other: bool,
     /// Threads that answer the kernel, 1 to 64. Default 2: one that waits for the disk does not stop
-    /// the others, and more than the machine has cores slow look-ups down.
-    pub threads: usize,
+    /// the others, and more than the machine has cores slow look-ups down. Where the metadata is on a
+    /// server, 16: each waits for answers of the server most of the time, and those who wait together
+    /// share commits.
+    pub threads: Option<usize>,
     /// How files are opened. Default: [`Open::Auto`].
     pub open: Open,
     /// Where each request is written down. Default: nowhere.
@@ -71,7 +73,7 @@ pub struct MountOptions {
 impl Default for MountOptions {
     fn default() -> Self {
         let allow_other = nix::unistd::geteuid().is_root();
-        Self { allow_other, threads: 2, open: Open::Auto, trace: None }
+        Self { allow_other, threads: None, open: Open::Auto, trace: None }
     }
 }
 

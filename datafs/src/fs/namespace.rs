@@ -241,10 +241,10 @@ impl View {
             closing.undo();
             body(writer, &mut closing)
         });
-        if result.is_err() {
-            closing.undo();
+        match result {
+            Ok(_) => closing.committed(&self.shared.orphans),
+            Err(_) => closing.undo(),
         }
-        closing.committed(&self.shared.orphans);
         if closing.collect {
             self.shared.collector.wake();
         }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dirty::Dirty;
 use super::types::Attr;
@@ -98,11 +98,19 @@ impl OpenInode {
 
 /// All of them.
 #[derive(Debug, Default)]
-pub(crate) struct OpenTable(Mutex<OpenInodes>);
+pub(crate) struct OpenTable {
+    inodes: Mutex<OpenInodes>,
+    /// A transaction that took last names has ended.
+    decided: Condvar,
+}
 
-/// The table, locked.
 #[derive(Debug, Default)]
-pub(crate) struct OpenInodes(HashMap<(u64, u64), Entry>);
+struct OpenInodes {
+    open: HashMap<(u64, u64), Entry>,
+    /// Inodes whose last name goes with a transaction under way, or several that are going to find out
+    /// about each other: nobody opens or closes them meanwhile.
+    closing: HashMap<(u64, u64), usize>,
+}
 
 #[derive(Debug)]
 struct Entry {
@@ -111,26 +119,30 @@ struct Entry {
 }
 
 impl OpenTable {
-    /// Locked inside write transactions and for moments; nobody waits for anything while holding it
-    /// outside of one.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, OpenInodes> {
-        self.0.lock()
+    /// The table, once it is known what becomes of an inode.
+    fn lock_decided(&self, key: (u64, u64)) -> MutexGuard<'_, OpenInodes> {
+        let mut table = self.inodes.lock();
+        while table.closing.contains_key(&key) {
+            self.decided.wait(&mut table);
+        }
+        table
     }
 
     /// The inode if it is open.
     pub(crate) fn get(&self, volume: u64, ino: u64) -> Option<Arc<OpenInode>> {
-        let table = self.lock();
-        if table.0.is_empty() {
+        let table = self.inodes.lock();
+        if table.open.is_empty() {
             // Asked for each entry of a listing.
             return None;
         }
-        table.0.get(&(volume, ino)).map(|entry| Arc::clone(&entry.inode))
+        table.open.get(&(volume, ino)).map(|entry| Arc::clone(&entry.inode))
     }
 
-    /// Counts one more handle.
+    /// Counts one more handle. Waits while a transaction takes the last name of the inode, so not to be
+    /// called inside of one; the same holds for [`OpenTable::close`].
     pub(crate) fn open(&self, volume: u64, ino: u64) -> Arc<OpenInode> {
-        let mut table = self.lock();
-        let entry = table.0.entry((volume, ino)).or_insert_with(|| Entry {
+        let mut table = self.lock_decided((volume, ino));
+        let entry = table.open.entry((volume, ino)).or_insert_with(|| Entry {
             inode: Arc::new(OpenInode {
                 volume,
                 ino,
@@ -148,33 +160,113 @@ impl OpenTable {
 
     /// Counts one more handle of each inode that is open.
     pub(crate) fn pin_all(&self) -> Vec<Arc<OpenInode>> {
-        let mut table = self.lock();
+        let mut table = self.inodes.lock();
         let pin = |entry: &mut Entry| {
             entry.handles += 1;
             Arc::clone(&entry.inode)
         };
-        table.0.values_mut().map(pin).collect()
+        table.open.values_mut().map(pin).collect()
     }
 
     /// Counts one handle less. Returns whether that was the last.
     pub(crate) fn close(&self, inode: &OpenInode) -> bool {
-        let mut table = self.lock();
         let key = (inode.volume, inode.ino);
-        let Some(entry) = table.0.get_mut(&key) else { return false };
+        let mut table = self.lock_decided(key);
+        let Some(entry) = table.open.get_mut(&key) else { return false };
         entry.handles -= 1;
         let last = entry.handles == 0;
         if last {
-            table.0.remove(&key);
+            table.open.remove(&key);
         }
         last
     }
+
+    /// [`OpenInode::is_orphan`], once that is decided.
+    pub(crate) fn is_orphan(&self, inode: &OpenInode) -> bool {
+        let _table = self.lock_decided((inode.volume, inode.ino));
+        inode.is_orphan()
+    }
 }
 
-impl OpenInodes {
-    /// Marks an inode whose last name goes, or takes the mark back; false when it is not open.
-    pub(crate) fn set_orphan(&mut self, volume: u64, ino: u64, orphan: bool) -> bool {
-        let Some(entry) = self.0.get(&(volume, ino)) else { return false };
-        entry.inode.orphan.store(orphan, Ordering::Release);
-        true
+/// Inodes whose last names a transaction takes. From the moment in which it decides what becomes of them
+/// until after its commit nobody else opens or closes them; everything else goes on.
+#[derive(Debug, Default)]
+pub(crate) struct LastNames<'a> {
+    table: Option<&'a OpenTable>,
+    inodes: Vec<(u64, u64)>,
+}
+
+impl<'a> LastNames<'a> {
+    /// Adds an inode. Returns whether this process has it open.
+    pub(crate) fn add(&mut self, table: &'a OpenTable, volume: u64, ino: u64) -> bool {
+        self.table = Some(table);
+        self.inodes.push((volume, ino));
+        let mut inodes = table.inodes.lock();
+        *inodes.closing.entry((volume, ino)).or_default() += 1;
+        inodes.open.contains_key(&(volume, ino))
+    }
+
+    /// The transaction was committed: those that are open are orphans.
+    pub(crate) fn gone(&mut self) {
+        self.end(|open, key| {
+            if let Some(entry) = open.get(key) {
+                entry.inode.orphan.store(true, Ordering::Release);
+            }
+        });
+    }
+
+    /// The transaction was taken back.
+    pub(crate) fn stay(&mut self) {
+        self.end(|_, _| {});
+    }
+
+    fn end(&mut self, each: impl Fn(&HashMap<(u64, u64), Entry>, &(u64, u64))) {
+        let Some(table) = self.table.take() else { return };
+        let mut inodes = table.inodes.lock();
+        for key in self.inodes.drain(..) {
+            each(&inodes.open, &key);
+            match inodes.closing.get_mut(&key) {
+                Some(count) if *count > 1 => *count -= 1,
+                _ => drop(inodes.closing.remove(&key)),
+            }
+        }
+        drop(inodes);
+        table.decided.notify_all();
+    }
+}
+
+impl Drop for LastNames<'_> {
+    fn drop(&mut self) {
+        self.stay();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn only_who_wants_the_inode_waits_for_who_takes_its_last_name() {
+        let table = OpenTable::default();
+        let held = table.open(1, 7);
+        let (mut one, mut other) = (LastNames::default(), LastNames::default());
+        assert!(one.add(&table, 1, 7) && !one.add(&table, 1, 8));
+        assert!(other.add(&table, 1, 7));
+        assert!(table.close(&table.open(1, 9)));
+        assert!(table.get(1, 7).is_some() && !held.is_orphan());
+        std::thread::scope(|scope| {
+            let (closed, last) = channel();
+            let (table, held) = (&table, &held);
+            scope.spawn(move || closed.send((table.is_orphan(held), table.close(held))).unwrap());
+            // The one that lost does not take back what the other one has committed.
+            one.gone();
+            assert!(last.try_recv().is_err());
+            drop(other);
+            assert_eq!(last.recv().unwrap(), (true, true));
+        });
+        assert!(table.get(1, 7).is_none() && table.inodes.lock().closing.is_empty());
     }
 }

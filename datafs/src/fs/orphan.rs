@@ -199,7 +199,7 @@ impl Shared {
         self.meta.barrier()?;
         let pinned = Pinned { shared: self, inodes: self.open.pin_all() };
         let own = self.session.id();
-        let unknown: Vec<_> = pinned.inodes.iter().filter(|inode| !inode.is_orphan()).collect();
+        let unknown: Vec<_> = pinned.inodes.iter().filter(|inode| !self.open.is_orphan(inode)).collect();
         for inodes in unknown.chunks(LOOKED_UP_TOGETHER) {
             let wanted: Vec<_> = inodes.iter().map(|inode| keys::orphan(inode.volume, inode.ino)).collect();
             let found = self.meta.view(|txn| {
@@ -223,10 +223,8 @@ impl Shared {
                 }
                 Ok(())
             });
-            if held.is_err() {
-                closing.undo();
-            }
             held?;
+            closing.committed(&self.orphans);
         }
         Ok(())
     }

@@ -3,10 +3,8 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 
-use parking_lot::MutexGuard;
-
 use super::content;
-use super::open_table::{OpenInodes, OpenTable};
+use super::open_table::{LastNames, OpenTable};
 use super::orphan::{Orphan, Orphans};
 use super::types::{FileKind, Owner, ROOT_INO};
 use crate::error::{Error, Result};
@@ -128,13 +126,10 @@ pub(crate) fn add_links(nlink: u32, change: i32) -> Result<u32> {
     nlink.checked_add_signed(change).ok_or_else(|| Error::TooManyLinks { what: "the inode".into() })
 }
 
-/// What a transaction that removes a name holds and has to do after its commit. The open table stays
-/// locked from the moment in which the transaction decides what becomes of an inode until after the
-/// commit, so that nobody opens the inode in between.
+/// What a transaction that removes names holds and has to do after its commit.
 #[derive(Debug, Default)]
 pub(crate) struct Closing<'a> {
-    table: Option<MutexGuard<'a, OpenInodes>>,
-    orphaned: Vec<(u64, u64)>,
+    last_names: LastNames<'a>,
     /// An inode with too many records for one transaction is left to the collector.
     pub(crate) collect: bool,
     /// Others have to be asked whether they have an inode open.
@@ -142,17 +137,14 @@ pub(crate) struct Closing<'a> {
 }
 
 impl<'a> Closing<'a> {
-    /// Marks an inode whose last name goes, or has gone. Returns whether this process has it open.
+    /// Notes an inode whose last name goes, or has gone. Returns whether this process has it open.
     pub(super) fn orphan(&mut self, open: &'a OpenTable, volume: u64, ino: u64) -> bool {
-        let is_open = self.table.get_or_insert_with(|| open.lock()).set_orphan(volume, ino, true);
-        if is_open {
-            self.orphaned.push((volume, ino));
-        }
-        is_open
+        self.last_names.add(open, volume, ino)
     }
 
     /// The transaction was committed.
-    pub(crate) fn committed(&self, orphans: &Orphans) {
+    pub(crate) fn committed(&mut self, orphans: &Orphans) {
+        self.last_names.gone();
         if self.asks {
             orphans.note();
         }
@@ -160,11 +152,7 @@ impl<'a> Closing<'a> {
 
     /// The transaction was taken back: the inodes are no orphans.
     pub(crate) fn undo(&mut self) {
-        if let Some(mut table) = self.table.take() {
-            for (volume, ino) in self.orphaned.drain(..) {
-                table.set_orphan(volume, ino, false);
-            }
-        }
+        self.last_names.stay();
         (self.collect, self.asks) = (false, false);
     }
 }
@@ -185,7 +173,6 @@ pub(crate) fn drop_link<'a>(
     if inode.nlink > 0 {
         return put_inode(writer, ino, &inode);
     }
-    // Before the table is locked: an engine far away takes its time.
     let (volume, session) = (writer.volume(), writer.session());
     let is_others = inode.kind == FileKind::File && !session::is_alone(writer.txn().as_read(), session)?;
     let records = if is_others { Vec::new() } else { records_of(writer, ino, &inode, REMOVE_NOW_MAX)? };
