@@ -59,11 +59,9 @@ pub struct MountOptions {
     /// Lets users other than the one that mounts in, subject to owners and modes. Unprivileged users
     /// need `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
     pub allow_other: bool,
-    /// Threads that answer the kernel, 1 to 64. Default 2: one that waits for the disk does not stop
-    /// the others, and more than the machine has cores slow look-ups down. Where the metadata is on a
-    /// server, 16: each waits for answers of the server most of the time, and those who wait together
-    /// share commits.
-    pub threads: Option<usize>,
+    /// Threads that answer the kernel at once, 1 to 64. Default 8: requests that wait (for a commit, the
+    /// disk, the network) do so beside each other; those that are not needed keep out of the way.
+    pub threads: usize,
     /// How files are opened. Default: [`Open::Auto`].
     pub open: Open,
     /// Where each request is written down. Default: nowhere.
@@ -73,7 +71,7 @@ pub struct MountOptions {
 impl Default for MountOptions {
     fn default() -> Self {
         let allow_other = nix::unistd::geteuid().is_root();
-        Self { allow_other, threads: None, open: Open::Auto, trace: None }
+        Self { allow_other, threads: 8, open: Open::Auto, trace: None }
     }
 }
 

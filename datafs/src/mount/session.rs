@@ -27,10 +27,6 @@ use crate::view::View;
 
 /// How long files that are still open may be used after an unmount before they are cut off.
 const GRACE: Duration = Duration::from_secs(3);
-/// Threads that a mount has unless it is told how many.
-const THREADS: usize = 2;
-/// The same where metadata is on a server.
-const THREADS_OF_SERVER: usize = 16;
 /// Most threads that one mount may have.
 const THREADS_MAX: usize = 64;
 
@@ -85,12 +81,11 @@ impl Drop for SetAtEnd {
 }
 
 pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mount> {
-    let threads = options.threads.unwrap_or(match &view.shared.config.meta_url {
-        None => THREADS,
-        Some(_) => THREADS_OF_SERVER,
-    });
-    if !(1..=THREADS_MAX).contains(&threads) {
-        return Err(Error::Invalid(format!("a mount has 1 to {THREADS_MAX} threads, not {threads}")));
+    if !(1..=THREADS_MAX).contains(&options.threads) {
+        return Err(Error::Invalid(format!(
+            "a mount has 1 to {THREADS_MAX} threads, not {}",
+            options.threads
+        )));
     }
     let at = point::prepare(at)?;
     let mut opening = opening::decide(&view, options.open)?;
@@ -102,9 +97,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
     let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
     let watch = Arc::new(Watch::new(&source, &at, &handles));
-    let allow_other = options.allow_other;
-    let served =
-        serve(device_fd, &handles, (&locks, &coherence), (threads, allow_other), (opening.way, &watch), &at);
+    let served = serve(device_fd, &handles, (&locks, &coherence), options, (opening.way, &watch), &at);
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
@@ -144,16 +137,16 @@ fn serve(
     device: std::os::fd::OwnedFd,
     handles: &Arc<Handles>,
     (locks, coherence): (&Arc<Locks>, &Arc<Coherence>),
-    (threads, allow_other): (usize, bool),
+    options: &MountOptions,
     (way, watch): (Open, &Arc<Watch>),
     at: &Path,
 ) -> io::Result<Served> {
     let mut config = fuser::Config::default();
-    config.n_threads = Some(threads);
-    config.clone_fd = threads > 1;
-    let acl = if allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.n_threads = Some(options.threads);
+    config.clone_fd = options.threads > 1;
+    let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let pace = Pace::new(File::from(device.try_clone()?));
+    let pace = Pace::new(File::from(device.try_clone()?), options.threads);
     let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
     let watched = Watched { adapter, watch: Arc::clone(watch), pace };
     let own_device = File::from(device.try_clone()?);

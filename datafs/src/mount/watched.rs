@@ -1,4 +1,4 @@
-//! The adapter with statistics and a trace around each request, and a look for the next one after it.
+//! The adapter with statistics and a trace around each request, and the pace at which threads wait for the next one.
 
 use std::ffi::OsStr;
 use std::io;
@@ -117,8 +117,11 @@ fn ranged<'a>(op: Op, request: &Request, ino: INodeNo, offset: u64, size: u64) -
 
 impl Watched {
     fn watch(&self, request: trace::Request<'_>, answer: impl FnOnce(&Adapter)) {
-        // When all is noted the next request is looked for; the kernel has many to forget at once.
-        let _answered = (request.op != Op::Forget).then(|| self.pace.request());
+        // Many to forget come at once, as one request of the kernel.
+        let paced = request.op != Op::Forget;
+        if paced {
+            self.pace.begins();
+        }
         self.watch.stats.begin(request.op);
         outcome::reset();
         let begun = Instant::now();
@@ -128,6 +131,9 @@ impl Watched {
         self.watch.stats.end(request.op, took.as_nanos() as u64, outcome);
         if self.watch.trace.is_on() {
             self.watch.trace.note(&request, outcome, took);
+        }
+        if paced {
+            self.pace.answered(took);
         }
     }
 }

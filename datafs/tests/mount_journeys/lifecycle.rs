@@ -100,7 +100,7 @@ fn a_place_that_cannot_be_mounted_on_is_refused() {
     fs::write(full.join("file"), b"x").unwrap();
     let refused = mount::mount(view(), &full, MountOptions::default());
     assert!(matches!(refused, Err(Error::NotEmpty { .. })), "{refused:?}");
-    let options = MountOptions { threads: Some(0), ..MountOptions::default() };
+    let options = MountOptions { threads: 0, ..MountOptions::default() };
     let refused = mount::mount(view(), &home.at("none"), options);
     assert!(matches!(refused, Err(Error::Invalid(_))), "{refused:?}");
 }
