@@ -251,12 +251,6 @@ impl View {
         self.shared.meta.barrier()
     }
 
-    /// Whether a name that is not found from now on may be there: to be asked before the look-up, which is
-    /// then repeated after [`View::catch_up`].
-    pub(crate) fn may_miss(&self) -> bool {
-        self.shared.meta.may_miss()
-    }
-
     /// The tree that a node is in.
     fn at_of(&self, node: Node) -> Result<At> {
         let at = if node.is_live() { At::Live } else { At::Snapshot(node.snapshot) };

@@ -309,18 +309,12 @@ impl Group {
         self.shared.wait_committed(pending)
     }
 
-    /// Whether another process was answered what is not committed yet. No read and no lock, mostly.
-    pub(crate) fn is_behind(&self) -> bool {
-        let started = self.shared.turn.started();
-        self.shared.turn.finished() < started && self.shared.state.lock().turn_since.is_none()
-    }
-
     /// See [`Engine::barrier`].
     pub(crate) fn barrier(&self) -> Result<()> {
         let shared = &self.shared;
         let turn = &shared.turn;
         let started = turn.started();
-        if !self.is_behind() {
+        if turn.finished() >= started || shared.state.lock().turn_since.is_some() {
             return Ok(());
         }
         let begin = Instant::now();

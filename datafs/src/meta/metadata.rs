@@ -120,16 +120,6 @@ impl Metadata {
         }
     }
 
-    /// Whether a read from now on might miss a name that another process was told it has made. Such a
-    /// read has to be repeated after [`Metadata::barrier`].
-    pub(crate) fn may_miss(&self) -> bool {
-        match &self.0 {
-            // Answers what is committed, and what is missing was asked of the server.
-            Kind::Direct(_) => false,
-            Kind::Group(group) => group.is_behind(),
-        }
-    }
-
     /// Whether the process of a session is alive, see [`Engine::session_lives`].
     pub(crate) fn session_lives(&self, session: u64) -> Result<Option<bool>> {
         match &self.0 {

@@ -94,12 +94,7 @@ impl Filesystem for Adapter {
             let found = self.handles.lookup_stateless(parent, name);
             return self.entry("lookup", parent, moment, found, reply);
         }
-        let may_miss = parent.is_live() && self.handles.view.may_miss();
-        let mut found = self.handles.view.lookup(parent, name);
-        if may_miss && found.as_ref().is_err_and(Error::is_not_found) {
-            // Whoever was told that it is there is right, wherever he was told.
-            found = self.catch_up(parent).and_then(|()| self.handles.view.lookup(parent, name));
-        }
+        let found = self.handles.view.lookup(parent, name);
         self.entry("lookup", parent, moment, found, reply);
     }
 

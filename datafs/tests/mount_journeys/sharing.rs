@@ -31,13 +31,13 @@ pub(super) fn what_was_synced_is_there_for_everybody() {
 fn a_name_that_one_mount_has_made_is_found_by_the_other_at_once() {
     let Some(home) = Home::new() else { return };
     let (one, other) = (home.mount("data"), mount_of(&home.again(), "data", &home.at("other")));
-    for i in 0..100 {
-        let name = format!("file.{i}");
-        fs::write(one.path().join(&name), name.as_bytes()).unwrap();
-        assert_eq!(fs::read(other.path().join(&name)).unwrap(), name.as_bytes());
-        let name = format!("folder.{i}");
-        fs::create_dir(other.path().join(&name)).unwrap();
-        assert!(fs::metadata(one.path().join(&name)).unwrap().is_dir());
+    for i in 0..500 {
+        let (maker, finder) = if i % 50 < 25 { (&one, &other) } else { (&other, &one) };
+        let (file, folder) = (format!("file.{i}"), format!("folder.{i}"));
+        fs::create_dir(maker.path().join(&folder)).unwrap();
+        assert!(fs::metadata(finder.path().join(&folder)).unwrap().is_dir(), "{folder}");
+        fs::write(maker.path().join(&file), file.as_bytes()).unwrap();
+        assert_eq!(fs::read(finder.path().join(&file)).unwrap(), file.as_bytes());
     }
 }
 
