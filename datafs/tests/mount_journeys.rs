@@ -11,6 +11,7 @@ mod locking;
 mod on_postgres;
 mod opening;
 mod sharing;
+mod streaming;
 mod unlinked;
 mod watching;
 mod writers;

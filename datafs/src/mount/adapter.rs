@@ -18,7 +18,7 @@ use super::answer::Adapter;
 use super::coherence::Kept;
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
-use super::handles::Handle;
+use super::handles::{Handle, Registered};
 use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
@@ -74,6 +74,7 @@ impl Filesystem for Adapter {
             self.passthrough = granted;
             self.handles.set_passthrough(granted);
         }
+        self.direct = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP).is_ok();
         if self.without_messages {
             let wish = InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
             self.without_messages = config.add_capabilities(wish).is_ok();
@@ -271,10 +272,12 @@ impl Filesystem for Adapter {
         if kept == Kept::Pages {
             outcome::kernel_serves();
         }
-        let handle = Handle { file, node, writes: flags.write, executes, data_version: attr.data_version };
-        let (number, backing) = self
+        let (writes, streams) = (flags.write, flags.truncate && self.streams(flags));
+        let handle = Handle { file, node, writes, executes, data_version: attr.data_version, streams };
+        let Registered { number, backing, direct } = self
             .handles
             .insert(handle, |handle| self.backing(handle, attr.size, |image| reply.open_backing(image)));
+        answer.set(FopenFlags::FOPEN_DIRECT_IO, direct);
         match backing {
             Some(backing) => {
                 metrics::PASSTHROUGH_OPENS.inc();
@@ -304,12 +307,14 @@ impl Filesystem for Adapter {
         match created {
             Ok((attr, file)) => {
                 let (node, data_version) = (attr.node, attr.data_version);
-                let handle = Handle { file, node, writes: flags.write, executes: false, data_version };
-                let (number, _) = self.handles.insert(handle, |_| None);
+                let (writes, streams) = (flags.write, self.streams(flags));
+                let handle = Handle { file, node, writes, executes: false, data_version, streams };
+                let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
                 let lifetime = self.lifetime(&attr, moment, true);
                 self.coherence.creates(&attr);
                 let attr = self.inodes.attr(&attr);
-                let answer = FopenFlags::empty();
+                let mut answer = FopenFlags::empty();
+                answer.set(FopenFlags::FOPEN_DIRECT_IO, direct);
                 reply.created(&lifetime, &attr, Generation(0), FileHandle(number), answer);
             }
             Err(error) => reply.error(self.failed("create", parent, &error)),

@@ -18,7 +18,7 @@ use super::locks::Locks;
 use super::opening::Open;
 use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, ReadBuffer};
+use crate::fs::{Attr, Node, OpenFlags, ReadBuffer};
 use crate::metrics;
 
 /// How long the kernel may believe what it knows of a snapshot: it never changes.
@@ -47,6 +47,8 @@ pub(super) struct Adapter {
     pub(super) passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
     pub(super) without_messages: bool,
+    /// Files whose pages the kernel does not keep can be mapped nevertheless.
+    pub(super) direct: bool,
 }
 
 impl Adapter {
@@ -59,7 +61,7 @@ impl Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
         let passthrough = way == Open::Passthrough;
-        Adapter { handles, locks, coherence, inodes, passthrough, without_messages }
+        Adapter { handles, locks, coherence, inodes, passthrough, without_messages, direct: false }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
@@ -180,6 +182,12 @@ impl Adapter {
         });
     }
 
+    /// Whether the kernel may hand over what is written to a file that is empty, without keeping it: that
+    /// saves one of the copies of each byte, and the pages.
+    pub(super) fn streams(&self, flags: OpenFlags) -> bool {
+        self.direct && flags.write && !flags.read && !flags.append
+    }
+
     /// Writes, and answers as soon as the writer may go on.
     pub(super) fn write_bytes(
         &self,
@@ -199,8 +207,17 @@ impl Adapter {
             }
         };
         let handle = self.handles.get(number);
-        match handle.and_then(|handle| handle.file.write_by(offset, data, privileged, &mut answer)) {
-            Ok(_) => answer(),
+        let written = handle.and_then(|handle| {
+            handle.file.write_by(offset, data, privileged, &mut answer)?;
+            Ok(handle.streams && self.handles.is_shared(handle.node))
+        });
+        match written {
+            Ok(others) => {
+                answer();
+                if others {
+                    self.coherence.outdates(self.node(ino));
+                }
+            }
             Err(error) => {
                 if let Some(reply) = reply {
                     reply.error(self.failed("write", self.node(ino), &error));

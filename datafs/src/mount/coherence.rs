@@ -248,6 +248,18 @@ impl Coherence {
         }
     }
 
+    /// A file was written past the kernel's pages, of which a mapping may have got some meanwhile.
+    pub(super) fn outdates(&self, node: Node) {
+        if let Some(entry) = self.known.lock().get_mut(node.ino) {
+            entry.pages_settled = false;
+        }
+        let mut queue = self.queue.lock();
+        if queue.news.len() < QUEUE_MAX {
+            queue.news.push_back(News::Contents(node.ino));
+            self.arrived.notify_all();
+        }
+    }
+
     fn heard(&self, changed: &Changed) {
         // Before anything is looked at: see `answers`.
         self.changes.fetch_add(1, Ordering::SeqCst);

@@ -27,6 +27,19 @@ pub(super) struct Handle {
     pub(super) executes: bool,
     /// The contents when it was opened.
     pub(super) data_version: u64,
+    /// It is only written, and the file was empty when it was opened: the kernel may hand over what is
+    /// written as it comes, without keeping it. Once registered: whether it does.
+    pub(super) streams: bool,
+}
+
+/// How the kernel is to use an open file.
+#[derive(Debug)]
+pub(super) struct Registered {
+    pub(super) number: u64,
+    /// It reads from this file by itself.
+    pub(super) backing: Option<Arc<BackingId>>,
+    /// It keeps no pages of it.
+    pub(super) direct: bool,
 }
 
 /// The open files of one mount. Kept apart from the FUSE session, so that they can be flushed
@@ -52,6 +65,9 @@ pub(super) struct Handles {
 #[derive(Debug)]
 struct OpenNode {
     count: usize,
+    /// Those whose writes the kernel does not keep. A page that it reads for somebody else meanwhile might
+    /// be older than the write, so whoever opens the file as long keeps no pages either.
+    streams: usize,
     backing: Option<Arc<BackingId>>,
 }
 
@@ -73,20 +89,29 @@ impl Handles {
     /// open file; otherwise the node's way of being read stays as it is.
     pub(super) fn insert(
         &self,
-        handle: Handle,
+        mut handle: Handle,
         backing: impl FnOnce(&Handle) -> Option<BackingId>,
-    ) -> (u64, Option<Arc<BackingId>>) {
-        let backing = {
+    ) -> Registered {
+        let (backing, direct) = {
             let mut nodes = self.nodes.lock();
-            let node = nodes
-                .entry(handle.node)
-                .or_insert_with(|| OpenNode { count: 0, backing: backing(&handle).map(Arc::new) });
+            let node = nodes.entry(handle.node).or_insert_with(|| OpenNode {
+                count: 0,
+                streams: 0,
+                backing: backing(&handle).map(Arc::new),
+            });
+            handle.streams &= node.count == 0 && node.backing.is_none();
             node.count += 1;
-            node.backing.clone()
+            node.streams += usize::from(handle.streams);
+            (node.backing.clone(), node.streams > 0)
         };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.open.write().insert(number, Arc::new(handle));
-        (number, backing)
+        Registered { number, backing, direct }
+    }
+
+    /// Whether a node is open more than once.
+    pub(super) fn is_shared(&self, node: Node) -> bool {
+        self.nodes.lock().get(&node).is_some_and(|node| node.count > 1)
     }
 
     /// Files that are open.
@@ -105,6 +130,7 @@ impl Handles {
         let mut nodes = self.nodes.lock();
         if let Some(node) = nodes.get_mut(&handle.node) {
             node.count -= 1;
+            node.streams -= usize::from(handle.streams);
             if node.count == 0 {
                 nodes.remove(&handle.node);
             }

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use millrace_datafs::{Config, Datafs};
 
-use super::{Home, errno, mount_of, pattern};
+use super::{Home, errno, eventually, mount_of, pattern};
 
 #[test]
 fn what_two_mounts_append_is_all_there() {
@@ -134,6 +134,27 @@ fn direct_io_reads_and_writes_what_others_see() {
     expected[8_192..12_288].fill(7);
     assert!(fs::read(&path).unwrap() == expected);
     drop(direct);
+    assert!(fs::read(&path).unwrap() == expected);
+}
+
+#[test]
+fn a_mapping_shows_what_somebody_else_streams_into_the_file() {
+    const LEN: usize = 200_000;
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let path = mount.path().join("file");
+    let mut expected = pattern(LEN, 1);
+    let mut writer = File::create(&path).unwrap();
+    writer.write_all(&expected).unwrap();
+    let mapping = Mapping::of(&edit(&path), LEN, libc::MAP_SHARED);
+    assert!(mapping.bytes() == expected);
+    writer.write_all_at(&pattern(60_000, 2), 50_001).unwrap();
+    expected[50_001..110_001].copy_from_slice(&pattern(60_000, 2));
+    eventually("the mapping shows it", || mapping.bytes() == expected);
+    mapping.write(150_000, b"mapped");
+    mapping.sync();
+    expected[150_000..150_006].copy_from_slice(b"mapped");
+    drop(writer);
     assert!(fs::read(&path).unwrap() == expected);
 }
 
