@@ -2,7 +2,6 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Instant, SystemTime};
@@ -60,10 +59,14 @@ impl Watch {
 
     /// Takes note of what is known once the mount is served: how it opens files, and its device as
     /// `major:minor`.
+    ///
+    /// The mount itself is not asked, here or elsewhere: a process that is killed while it waits for its
+    /// own answer never ends.
     pub(super) fn attached(&self, opening: &str, device: &str) {
-        let connection = device.split(':').next_back().unwrap_or_default();
-        let waiting = Path::new("/sys/fs/fuse/connections").join(connection).join("waiting");
-        let number = std::fs::metadata(&self.path).ok().map(|root| root.dev());
+        let (major, minor) = device.split_once(':').unwrap_or_default();
+        let waiting = Path::new("/sys/fs/fuse/connections").join(minor).join("waiting");
+        let number = major.parse().ok().zip(minor.parse().ok());
+        let number = number.map(|(major, minor)| nix::sys::stat::makedev(major, minor));
         self.device.get_or_init(|| Device { number, waiting });
         self.opening.get_or_init(|| opening.to_owned());
     }
