@@ -34,6 +34,7 @@ mod opening;
 mod outcome;
 mod pace;
 mod point;
+mod retry;
 mod session;
 mod stateless;
 mod stats;

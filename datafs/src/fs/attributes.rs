@@ -26,7 +26,17 @@ impl View {
         if self.is_snapshots_dir(node) {
             return self.snapshots_dir_attr(reader);
         }
-        Ok(self.attr_of(node, &tree::inode(reader, node.ino)?))
+        let inode = tree::inode(reader, node.ino)?;
+        self.check_reachable(node, &inode)?;
+        Ok(self.attr_of(node, &inode))
+    }
+
+    /// Refuses a file of which this process knows neither a name nor, as it is not open here, anything else.
+    fn check_reachable(&self, node: Node, inode: &Inode) -> Result<()> {
+        if inode.nlink == 0 && node.is_live() && self.shared.open.get(self.volume, node.ino).is_none() {
+            return Err(Error::not_found(format!("inode {}", node.ino)));
+        }
+        Ok(())
     }
 
     /// The attributes of an inode that was read, with what is not flushed.
@@ -81,6 +91,7 @@ impl View {
         let ino = node.ino;
         let inode = self.write(Durability::Relaxed, |writer| {
             let mut inode = tree::inode(writer, ino)?;
+            self.check_reachable(node, &inode)?;
             let now = Timestamp::now();
             if let Some(size) = set.size {
                 match inode.kind {

@@ -20,31 +20,43 @@ impl View {
     /// What a name in a directory is. `.` and `..` are names, too, and so is `.snapshots` in the root
     /// of a live view, though readdir does not show it there.
     pub fn lookup(&self, parent: Node, name: &OsStr) -> Result<Attr> {
+        let missing = || match self.is_snapshots_dir(parent) {
+            true => Error::not_found(format!("snapshot {}", tree::display(name))),
+            false => Error::not_found(tree::display(name)),
+        };
+        self.find(parent, name)?.ok_or_else(missing)
+    }
+
+    /// [`View::lookup`]: `None` for a name that is not there, [`Error::NotFound`] for a directory that is not.
+    pub(crate) fn find(&self, parent: Node, name: &OsStr) -> Result<Option<Attr>> {
         if name == "." {
-            return self.getattr(parent);
+            return self.getattr(parent).map(Some);
         }
         if name == ".." {
-            return self.getattr(self.parent_of(parent)?);
+            return self.getattr(self.parent_of(parent)?).map(Some);
         }
         tree::check_name(name)?;
         if self.is_snapshots_dir(parent) {
-            return self.lookup_snapshot(name);
+            return self.find_snapshot(name);
         }
         if parent == Node::LIVE_ROOT && name == SNAPSHOTS_NAME {
-            return self.getattr(Node { snapshot: 0, ino: SNAPSHOTS_INO });
+            return self.getattr(Node { snapshot: 0, ino: SNAPSHOTS_INO }).map(Some);
         }
         self.read(parent, |reader| {
-            let dentry = tree::existing(reader, parent.ino, name)?;
+            let Some(dentry) = tree::child(reader, parent.ino, name)? else {
+                return tree::directory(reader, parent.ino).map(|_| None);
+            };
             let inode = tree::inode(reader, dentry.ino)?;
-            Ok(self.attr_of(Node { snapshot: parent.snapshot, ino: dentry.ino }, &inode))
+            Ok(Some(self.attr_of(Node { snapshot: parent.snapshot, ino: dentry.ino }, &inode)))
         })
     }
 
-    fn lookup_snapshot(&self, name: &OsStr) -> Result<Attr> {
-        let missing = || Error::not_found(format!("snapshot {}", tree::display(name)));
-        let name = name.to_str().ok_or_else(missing)?;
-        let number = self.shared.meta.view(|txn| snapshot::find(txn, self.volume, name))?;
-        self.getattr(Node { snapshot: number.ok_or_else(missing)?, ino: ROOT_INO })
+    fn find_snapshot(&self, name: &OsStr) -> Result<Option<Attr>> {
+        let Some(name) = name.to_str() else { return Ok(None) };
+        let Some(number) = self.shared.meta.view(|txn| snapshot::find(txn, self.volume, name))? else {
+            return Ok(None);
+        };
+        self.getattr(Node { snapshot: number, ino: ROOT_INO }).map(Some)
     }
 
     /// The directory that `..` of a directory leads to.

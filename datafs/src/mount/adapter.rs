@@ -14,7 +14,7 @@ use fuser::{
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
-use super::answer::Adapter;
+use super::answer::{Adapter, NOT_AT_ALL};
 use super::coherence::Kept;
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
@@ -22,6 +22,7 @@ use super::handles::{Handle, Registered};
 use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
+use super::retry::{Found, Refused};
 use crate::error::Error;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
@@ -88,15 +89,26 @@ impl Filesystem for Adapter {
         }
     }
 
-    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         if self.without_messages {
             let found = self.handles.lookup_stateless(parent, name);
             return self.entry("lookup", parent, moment, found, reply);
         }
-        let found = self.handles.view.lookup(parent, name);
-        self.entry("lookup", parent, moment, found, reply);
+        if !parent.is_live() {
+            return self.entry("lookup", parent, moment, self.handles.view.lookup(parent, name), reply);
+        }
+        match self.find(request.pid(), parent, name) {
+            Ok(Some((attr, believed))) => {
+                let believed = believed && !self.handles.view.is_snapshots_dir(parent);
+                self.found_entry(&attr, moment, believed, reply);
+            }
+            Ok(None) => reply.error(outcome::refusal(Errno::ENOENT)),
+            Err(error) => {
+                reply.error(self.failed_for("lookup", (request.pid(), Refused::Name, parent), &error))
+            }
+        }
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, lookups: u64) {
@@ -106,12 +118,18 @@ impl Filesystem for Adapter {
         }
     }
 
-    fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+    fn getattr(&self, request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         let node = self.node(ino);
         let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
             Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
-            Err(error) => reply.error(self.failed_on("getattr", node, &error)),
+            Err(error) => match self.coherence.retries.found(request.pid(), node) {
+                Some(found) => reply.attr(&NOT_AT_ALL, &self.inodes.attr(&found.attr)),
+                None => {
+                    let wanted = (request.pid(), Refused::Node, node);
+                    reply.error(self.failed_for("getattr", wanted, &error));
+                }
+            },
         }
     }
 
@@ -146,15 +164,21 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
-            Err(error) => reply.error(self.failed_on("setattr", node, &error)),
+            Err(error) => {
+                reply.error(self.failed_for("setattr", (request.pid(), Refused::Node, node), &error))
+            }
         }
     }
 
-    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
         let node = self.node(ino);
+        let wanted = (request.pid(), Refused::Node, node);
         match self.handles.view.readlink(node) {
             Ok(target) => reply.data(target.as_bytes()),
-            Err(error) => reply.error(self.failed_on("readlink", node, &error)),
+            Err(error) => match self.coherence.retries.found(request.pid(), node).as_deref() {
+                Some(Found { target: Some(target), .. }) => reply.data(target.as_bytes()),
+                _ => reply.error(self.failed_for("readlink", wanted, &error)),
+            },
         }
     }
 
@@ -236,7 +260,7 @@ impl Filesystem for Adapter {
 
     fn link(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         new_parent: INodeNo,
         new_name: &OsStr,
@@ -244,7 +268,10 @@ impl Filesystem for Adapter {
     ) {
         let (node, parent) = (self.node(ino), self.node(new_parent));
         let moment = self.coherence.moment();
-        self.entry("link", parent, moment, self.handles.view.link(node, parent, new_name), reply);
+        match self.handles.view.link(node, parent, new_name) {
+            Ok(attr) => self.found_entry(&attr, moment, true, reply),
+            Err(error) => reply.error(self.failed_for("link", (request.pid(), Refused::Node, node), &error)),
+        }
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
@@ -259,11 +286,14 @@ impl Filesystem for Adapter {
         if flags.truncate && self.handles.is_executed(node) {
             return reply.error(outcome::failure(Errno::ETXTBSY));
         }
-        let opened = self.catch_up(node).and_then(|()| self.open_file(request, node, flags));
+        let wanted = (request.pid(), Refused::Node, node);
+        let found = self.coherence.retries.take(request.pid(), node);
+        let opened = self.catch_up(node).and_then(|()| self.open_file(request, node, flags, found.is_some()));
+        drop(found);
         let (file, attr, kept) = match opened {
-            Ok((_, _, Kept::Stale)) => return reply.error(outcome::refusal(Errno::ESTALE)),
+            Ok((_, _, Kept::Stale)) => return reply.error(self.refused(wanted)),
             Ok(opened) => opened,
-            Err(error) => return reply.error(self.failed_on("open", node, &error)),
+            Err(error) => return reply.error(self.failed_for("open", wanted, &error)),
         };
         let mut answer = FopenFlags::empty();
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, kept == Kept::Pages);

@@ -120,14 +120,18 @@ impl Adapter {
     ) {
         match result {
             Ok(attr) => {
-                let lifetime = self.lifetime(&attr, moment, true);
-                let name_lifetime =
-                    if self.handles.view.is_snapshots_dir(parent) { NOT_AT_ALL } else { lifetime };
-                let attr = self.inodes.attr(&attr);
-                reply.entry_with_ttls(&lifetime, &name_lifetime, &attr, Generation(0));
+                let believed = !self.handles.view.is_snapshots_dir(parent);
+                self.found_entry(&attr, moment, believed, reply);
             }
             Err(error) => reply.error(self.failed(operation, parent, &error)),
         }
+    }
+
+    /// Answers with what a name is; `believed` tells whether the kernel may keep the name as well.
+    pub(super) fn found_entry(&self, attr: &Attr, moment: u64, believed: bool, reply: ReplyEntry) {
+        let lifetime = self.lifetime(attr, moment, true);
+        let name_lifetime = if believed { lifetime } else { NOT_AT_ALL };
+        reply.entry_with_ttls(&lifetime, &name_lifetime, &self.inodes.attr(attr), Generation(0));
     }
 
     pub(super) fn empty(&self, operation: &'static str, node: Node, result: Result<()>, reply: ReplyEmpty) {

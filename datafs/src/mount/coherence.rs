@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
 use super::known::{KnownNodes, stamp};
+use super::retry::Retries;
 use crate::error::Result;
 use crate::fs::{Attr, Node};
 use crate::meta::changes::Changed;
@@ -48,6 +49,8 @@ pub(super) struct Coherence {
     writer: u64,
     /// Nodes of the live tree that the kernel knows.
     known: Mutex<KnownNodes>,
+    /// Who walks a path a second time.
+    pub(super) retries: Retries,
     /// Whether what is answered now may be kept.
     trusted: AtomicBool,
     /// Counts changes by others: an answer that was read before one must not be kept.
@@ -96,6 +99,7 @@ impl Coherence {
             volume: view.volume,
             writer: view.writer(),
             known: Mutex::default(),
+            retries: Retries::default(),
             trusted: AtomicBool::new(false),
             changes: AtomicU64::new(0),
             queue: Mutex::default(),
@@ -146,6 +150,13 @@ impl Coherence {
         if thread.join().is_err() {
             tracing::error!("the thread that tells the kernel of changes has panicked");
         }
+        self.retries.clear();
+    }
+
+    /// Has the thread look when it has something to do next.
+    pub(super) fn wake(&self) {
+        drop(self.queue.lock());
+        self.arrived.notify_all();
     }
 
     /// To be taken before something is read that is going to be answered.
@@ -175,14 +186,14 @@ impl Coherence {
         self.known.lock().forget(node.ino, lookups);
     }
 
-    /// What the kernel has of a file that is opened now by a thread, with these attributes. What it may
-    /// not go on using is taken from it.
-    pub(super) fn opens(&self, attr: &Attr, thread: u32) -> Kept {
+    /// What the kernel has of a file that is opened now by a thread, with these attributes; `found` tells
+    /// that its path has led here during the same system call. What it may not go on using is taken from it.
+    pub(super) fn opens(&self, attr: &Attr, thread: u32, found: bool) -> Kept {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         if entry.names_version != attr.names_version {
             // Who comes back has no other path, as by `/proc/self/fd`.
-            if entry.told != thread || thread == 0 {
+            if !found && (entry.told != thread || thread == 0) {
                 entry.told = thread;
                 return Kept::Stale;
             }
@@ -292,7 +303,8 @@ impl Coherence {
                         let again = queue.again.pop_front().map(|(_, news)| news);
                         queue.news.extend(again);
                     }
-                    if !queue.news.is_empty() || queue.anything {
+                    let given_up = self.retries.due();
+                    if !queue.news.is_empty() || queue.anything || given_up.is_some_and(|due| due <= now) {
                         break;
                     }
                     if distrusts_until.is_some_and(|until| until <= now) {
@@ -300,13 +312,14 @@ impl Coherence {
                         self.trusted.store(true, Ordering::Release);
                     }
                     let due = queue.again.front().map(|(due, _)| *due);
-                    match due.into_iter().chain(distrusts_until).min() {
+                    match due.into_iter().chain(distrusts_until).chain(given_up).min() {
                         Some(due) => drop(self.arrived.wait_until(&mut queue, due)),
                         None => self.arrived.wait(&mut queue),
                     }
                 }
                 (std::mem::take(&mut queue.news), std::mem::take(&mut queue.anything))
             };
+            self.retries.give_up(Instant::now());
             if anything {
                 // Nothing was given for good since the last time, unless that is over.
                 if distrusts_until.is_none() {

@@ -148,15 +148,20 @@ impl Adapter {
         self.handles.view.setattr(node, &set).map(drop)
     }
 
-    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale.
+    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `found`
+    /// tells that it is not.
     pub(super) fn open_file(
         &self,
         request: &Request,
         node: Node,
         flags: OpenFlags,
+        found: bool,
     ) -> Result<(OpenFile, Attr, Kept)> {
         let (file, attr) = self.handles.view.open_with_attr(node, OpenFlags { truncate: false, ..flags })?;
-        let kept = if node.is_live() { self.coherence.opens(&attr, request.pid()) } else { Kept::Pages };
+        let kept = match node.is_live() {
+            true => self.coherence.opens(&attr, request.pid(), found),
+            false => Kept::Pages,
+        };
         if !flags.truncate || kept == Kept::Stale {
             return Ok((file, attr, kept));
         }

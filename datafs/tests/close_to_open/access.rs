@@ -41,17 +41,12 @@ impl Access {
         Access::Mount(at.to_owned())
     }
 
-    /// Opens and reads a whole file; `None` when there is none. An open whose file is replaced twice
-    /// between the look-up and the open is refused by the kernel (ESTALE, as on NFS): it is tried again,
-    /// and counted.
-    pub(super) fn read(&self, name: &str, refused: &mut u64) -> Option<Vec<u8>> {
+    /// Opens and reads a whole file; `None` when there is none.
+    pub(super) fn read(&self, name: &str) -> Option<Vec<u8>> {
         match self {
-            Access::Mount(at) => loop {
-                match fs::read(at.join(name)) {
-                    Err(error) if error.kind() == ErrorKind::NotFound => return None,
-                    Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => *refused += 1,
-                    read => return Some(read.unwrap()),
-                }
+            Access::Mount(at) => match fs::read(at.join(name)) {
+                Err(error) if error.kind() == ErrorKind::NotFound => None,
+                read => Some(read.unwrap()),
             },
             Access::Library(view) => match view.read_file(name) {
                 Err(Error::NotFound { .. }) => None,

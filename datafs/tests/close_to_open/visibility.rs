@@ -48,7 +48,7 @@ fn looker() {
 }
 
 fn read_len(access: &Access) -> u64 {
-    access.read(FILE, &mut 0).map_or(0, |bytes| bytes.len() as u64)
+    access.read(FILE).map_or(0, |bytes| bytes.len() as u64)
 }
 
 fn measure(way: &str, scene: &Scene) {

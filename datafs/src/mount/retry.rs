@@ -1,0 +1,261 @@
+//! System calls that walk their path a second time, and what they find then.
+//!
+//! A node that has gone, or lost a name, since the kernel has looked it up is refused as stale. The kernel
+//! then walks the path once more, asking for each name. What it finds may go as well before it comes back
+//! with it: a second refusal would reach the program, which a local disk never does. So what a thread finds
+//! on its second way is kept for it. It was there during the system call, and that is all that the call may
+//! ask for.
+//!
+//! A file is opened for the thread as soon as it is found, so that nobody takes its bytes away. The kernel
+//! may not believe these names: a later call, which has to see what others have closed meanwhile, asks for
+//! its own.
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use fuser::Errno;
+use parking_lot::Mutex;
+
+use super::answer::Adapter;
+use super::outcome;
+use crate::error::{Error, Result};
+use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
+
+/// How long after a refusal a thread may be on its second way.
+const KEPT: Duration = Duration::from_secs(1);
+/// Files at a name that are gone by the time they are opened, one after the other.
+const ATTEMPTS: u32 = 100;
+
+/// What was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refused {
+    Node,
+    /// A name in a directory that has gone.
+    Name,
+}
+
+/// What a thread has found on its second way.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) attr: Attr,
+    /// Of a symbolic link.
+    pub(super) target: Option<OsString>,
+    /// Keeps a file's bytes.
+    _file: Option<OpenFile>,
+}
+
+#[derive(Debug)]
+struct Retry {
+    refused: Refused,
+    node: Node,
+    found: Option<Arc<Found>>,
+    until: Instant,
+}
+
+/// The threads that were refused something a short time ago.
+#[derive(Debug, Default)]
+pub(super) struct Retries {
+    /// How many: asked at each look-up.
+    count: AtomicUsize,
+    threads: Mutex<HashMap<u32, Retry>>,
+}
+
+impl Retries {
+    /// Notes that a thread is refused something. False when it was refused the same just before and has
+    /// found nothing else, or cannot be told from others: it has no other way.
+    pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
+        if thread == 0 {
+            return false;
+        }
+        let retry = Retry { refused, node, found: None, until: Instant::now() + KEPT };
+        let mut threads = self.threads.lock();
+        let before = threads.insert(thread, retry);
+        self.count.store(threads.len(), Ordering::Release);
+        drop(threads);
+        before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
+    }
+
+    /// Whether a thread may be on its second way.
+    fn has(&self, thread: u32) -> bool {
+        self.count.load(Ordering::Acquire) > 0 && self.threads.lock().contains_key(&thread)
+    }
+
+    /// Keeps what a thread has found, or has not, instead of what it found before.
+    fn keep(&self, thread: u32, found: Option<Found>) {
+        let mut threads = self.threads.lock();
+        let before = threads
+            .get_mut(&thread)
+            .and_then(|retry| std::mem::replace(&mut retry.found, found.map(Arc::new)));
+        drop(threads);
+        // Closing it may take a transaction.
+        drop(before);
+    }
+
+    /// What a thread has found when it comes with it.
+    pub(super) fn found(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let found = self.threads.lock().get(&thread)?.found.clone()?;
+        Some(found).filter(|found| found.attr.node == node)
+    }
+
+    /// [`Retries::found`] by a thread that has arrived with it.
+    pub(super) fn take(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
+        let found = self.found(thread, node)?;
+        let mut threads = self.threads.lock();
+        let retry = threads.remove(&thread);
+        self.count.store(threads.len(), Ordering::Release);
+        drop(threads);
+        drop(retry);
+        Some(found)
+    }
+
+    /// When something is to be given up, at the earliest.
+    pub(super) fn due(&self) -> Option<Instant> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        self.threads.lock().values().map(|retry| retry.until).min()
+    }
+
+    /// Gives up what nobody has come back for by then.
+    pub(super) fn give_up(&self, now: Instant) {
+        let mut threads = self.threads.lock();
+        let late: Vec<_> = threads.extract_if(|_, retry| retry.until <= now).collect();
+        self.count.store(threads.len(), Ordering::Release);
+        drop(threads);
+        drop(late);
+    }
+
+    /// Gives everything up.
+    pub(super) fn clear(&self) {
+        let all = std::mem::take(&mut *self.threads.lock());
+        self.count.store(0, Ordering::Release);
+        drop(all);
+    }
+}
+
+impl Adapter {
+    /// What a name in a live directory is, and whether the kernel may believe it. `None` when it is not
+    /// there, [`Error::NotFound`] when the directory is not.
+    pub(super) fn find(&self, thread: u32, parent: Node, name: &OsStr) -> Result<Option<(Attr, bool)>> {
+        let view = &self.handles.view;
+        let mut found = view.find(parent, name);
+        let retries = &self.coherence.retries;
+        if !retries.has(thread) {
+            return Ok(found?.map(|attr| (attr, true)));
+        }
+        for _ in 0..ATTEMPTS {
+            let Some(attr) = found? else {
+                retries.keep(thread, None);
+                return Ok(None);
+            };
+            match self.hold(attr) {
+                Err(error) if error.is_not_found() => {}
+                held => {
+                    retries.keep(thread, Some(held?));
+                    return Ok(Some((attr, false)));
+                }
+            }
+            found = self.catch_up(parent).and_then(|()| view.find(parent, name));
+        }
+        Ok(found?.map(|attr| (attr, false)))
+    }
+
+    /// What is to be kept of something that was found.
+    fn hold(&self, attr: Attr) -> Result<Found> {
+        let view = &self.handles.view;
+        let (mut target, mut file) = (None, None);
+        match attr.kind {
+            FileKind::File => file = Some(view.open_with_attr(attr.node, OpenFlags::READ)?.0),
+            FileKind::Symlink => target = Some(view.readlink(attr.node)?),
+            _ => {}
+        }
+        Ok(Found { attr, target, _file: file })
+    }
+
+    /// The errno of an error of a request that names a node the kernel has looked up before: when it is
+    /// gone, the kernel looks the path up again and finds what has replaced it.
+    pub(super) fn failed_for(
+        &self,
+        operation: &'static str,
+        (thread, refused, node): (u32, Refused, Node),
+        error: &Error,
+    ) -> Errno {
+        if !error.is_not_found() || !node.is_live() {
+            return self.failed_on(operation, node, error);
+        }
+        self.refused((thread, refused, node))
+    }
+
+    /// Has the kernel walk the path again.
+    pub(super) fn refused(&self, (thread, refused, node): (u32, Refused, Node)) -> Errno {
+        let has_another_way = self.coherence.retries.refuse(thread, refused, node);
+        // It is going to forget this.
+        self.coherence.wake();
+        // As in a directory that was removed, by whoever is in it.
+        let none = refused == Refused::Name && !has_another_way;
+        outcome::refusal(if none { Errno::ENOENT } else { Errno::ESTALE })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::meta::inode::Inode;
+
+    const NODE: Node = Node { snapshot: 0, ino: 20 };
+    const OTHER: Node = Node { snapshot: 0, ino: 21 };
+
+    fn found(node: Node) -> Option<Found> {
+        let attr = Inode::new(FileKind::File, 0o644, 0, 0).attr(node);
+        Some(Found { attr, target: None, _file: None })
+    }
+
+    #[test]
+    fn what_a_thread_has_found_last_is_its_own() {
+        let retries = Retries::default();
+        assert!(!retries.has(7));
+        retries.keep(7, found(OTHER));
+        assert!(retries.take(7, OTHER).is_none(), "it was refused nothing");
+        assert!(retries.refuse(7, Refused::Node, NODE) && retries.has(7));
+        retries.keep(7, found(OTHER));
+        assert!(retries.take(8, OTHER).is_none() && retries.take(7, NODE).is_none());
+        assert!(retries.found(7, OTHER).is_some());
+        retries.keep(7, None);
+        assert!(retries.found(7, OTHER).is_none());
+        retries.keep(7, found(NODE));
+        assert!(retries.take(7, NODE).is_some());
+        assert!(retries.take(7, NODE).is_none() && !retries.has(7));
+    }
+
+    #[test]
+    fn who_comes_back_with_the_same_has_no_other_way() {
+        let retries = Retries::default();
+        assert!(retries.refuse(7, Refused::Name, NODE));
+        assert!(retries.refuse(8, Refused::Name, NODE));
+        assert!(!retries.refuse(7, Refused::Name, NODE));
+        assert!(retries.refuse(7, Refused::Name, OTHER));
+        retries.keep(7, found(OTHER));
+        assert!(retries.refuse(7, Refused::Name, OTHER));
+        assert!(!retries.refuse(0, Refused::Name, OTHER), "nobody in particular");
+    }
+
+    #[test]
+    fn nothing_is_kept_for_long() {
+        let retries = Retries::default();
+        assert!(retries.due().is_none());
+        retries.refuse(7, Refused::Node, NODE);
+        retries.keep(7, found(OTHER));
+        let due = retries.due().unwrap();
+        retries.give_up(due - Duration::from_millis(1));
+        assert!(retries.has(7));
+        retries.give_up(due);
+        assert!(retries.due().is_none() && retries.take(7, OTHER).is_none());
+    }
+}
