@@ -14,6 +14,7 @@ use super::checkpoint;
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, WriteTxn};
 use super::group::{Frozen, OUT_OF_TURN, Shared, State, StoreAway};
+use super::key_hash::key_hash;
 use super::keys;
 use super::shared_page;
 use super::sqlite::Snapshot;
@@ -194,7 +195,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let mut records = layer.newest().peekable();
     while records.peek().is_some() {
         let mut cache = shared.cache.lock();
-        records.by_ref().take(CACHE_CHUNK).for_each(|(key, value)| cache.replace(key, value));
+        for (key, value) in records.by_ref().take(CACHE_CHUNK) {
+            cache.replace(key, key_hash(key), value);
+        }
     }
     let mut state = shared.state.lock();
     let outdated = state.thaw(shared);

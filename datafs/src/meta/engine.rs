@@ -74,6 +74,12 @@ pub(crate) trait WriteTxn: ReadTxn {
         prerequisite.make_durable()
     }
 
+    /// Says that a directory (volume and inode number), which is made here, has no names that anybody has
+    /// seen. A hint.
+    fn begins(&mut self, directory: (u64, u64)) {
+        let _ = directory;
+    }
+
     /// The transaction as a reader.
     fn as_read(&mut self) -> &mut dyn ReadTxn;
 }

@@ -29,6 +29,7 @@ use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::Checkpoints;
 use super::committer;
 use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
+use super::key_hash::key_hash;
 use super::keys;
 use super::layer::Layer;
 use super::overlay::{Changes, View, Write};
@@ -278,10 +279,15 @@ impl Group {
                 view: shared.open_view()?,
                 changes: Changes::new(),
                 prerequisites: Prerequisites::default(),
+                directories: Vec::new(),
             };
             body(&mut write)?;
-            let Write { view, changes, prerequisites } = write;
+            let Write { view, changes, prerequisites, directories } = write;
             drop(view);
+            if !directories.is_empty() {
+                // Their numbers are not used again, also where the transaction fails now.
+                shared.cache.lock().begin_directories(&directories);
+            }
             if changes.is_empty() && prerequisites.is_empty() {
                 None
             } else {
@@ -452,7 +458,7 @@ impl State {
                     Read::End => break,
                     Read::Entry(entry) if entry.writer == shared.writer => {}
                     Read::Entry(entry) => match entry.keys {
-                        Some(keys) => keys.iter().for_each(|key| cache.forget(key)),
+                        Some(keys) => keys.iter().for_each(|key| cache.forget(key, key_hash(key))),
                         None => cache.clear(),
                     },
                     Read::Gap => cache.clear(),

@@ -165,6 +165,11 @@ impl Inode {
         self.kind == FileKind::Directory
     }
 
+    /// Whether encoded attributes are those of a directory.
+    pub(crate) fn is_of_directory(bytes: &[u8]) -> bool {
+        bytes.first() == Some(&kind_to_byte(FileKind::Directory))
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut to = Encoder::default()
             .u8(kind_to_byte(self.kind))

@@ -408,6 +408,13 @@ pub(crate) fn application_name(record: &[u8]) -> Option<&str> {
     std::str::from_utf8(name).ok()
 }
 
+/// Volume and directory, and hash of the name, of a live entry's key.
+pub(crate) fn live_child(key: &[u8]) -> Option<((u64, u64), u64)> {
+    let number = |at: usize| Some(u64::from_be_bytes(*key.get(at..)?.first_chunk()?));
+    let tags = (*key.first()?, *key.get(9)?, *key.get(18)?);
+    if tags == (b'r', NODE, CHILD) { Some(((number(1)?, number(10)?), number(19)?)) } else { None }
+}
+
 /// Volume and record key of a live record's key.
 pub(crate) fn live_record(key: &[u8]) -> Option<(u64, Vec<u8>)> {
     let (volume, record) = key.strip_prefix(b"r")?.split_first_chunk()?;
@@ -443,6 +450,8 @@ mod tests {
         assert_eq!((child_of(&key), ino_of(&key)), (Some((7, &b"name"[..])), Some(7)));
         assert!(!is_contents(&key) && is_contents(&head(7)) && is_contents(&extent(7, 0)));
         assert!(!is_extent(&key) && !is_attributes(&key));
+        assert_eq!(live_child(&live(3, &key)), Some(((3, 7), name_hash(b"name"))));
+        assert_eq!(live_child(&live(3, &head(7))), None);
         let key = extent(7, 4096);
         assert_eq!(extent_offset(&key), Some(4096));
         assert!(is_extent(&key));

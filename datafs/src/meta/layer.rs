@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::engine::Order;
+use super::key_hash::key_hash;
 
 /// A record's bytes, or that there is no such record.
 pub(crate) type Value = Option<Arc<[u8]>>;
@@ -13,10 +14,26 @@ pub(crate) type Value = Option<Arc<[u8]>>;
 const ENTRY_BYTES: usize = 96;
 
 /// The changes of one batch.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Layer {
     records: BTreeMap<Vec<u8>, Version>,
     bytes: usize,
+    /// One bit of many is set for each key, by its hash: most keys that are looked for are not here.
+    filter: Box<[u64; FILTER_WORDS]>,
+}
+
+/// Bits of the filter, in words: 4 KiB, for batches of hundreds of records.
+const FILTER_WORDS: usize = 512;
+
+/// Word and bit of the filter.
+fn filter_bit(hash: u64) -> (usize, u64) {
+    ((hash >> 32) as usize % FILTER_WORDS, 1 << (hash >> 58))
+}
+
+impl Default for Layer {
+    fn default() -> Layer {
+        Layer { records: BTreeMap::new(), bytes: 0, filter: Box::new([0; FILTER_WORDS]) }
+    }
 }
 
 #[derive(Debug)]
@@ -50,6 +67,8 @@ impl Layer {
     /// Sets a record in transaction `number`, the newest. `readers` are the transactions up to which
     /// somebody is reading: what they see is kept.
     pub(crate) fn put(&mut self, key: Vec<u8>, value: Value, number: u64, readers: &[u64]) {
+        let (word, bit) = filter_bit(key_hash(&key));
+        self.filter[word] |= bit;
         let value_len = value.as_ref().map_or(0, |value| value.len());
         match self.records.get_mut(&key) {
             Some(version) => {
@@ -72,8 +91,13 @@ impl Layer {
         }
     }
 
-    /// What transaction `number` saw here: nothing when the record was not touched until then.
-    pub(crate) fn get(&self, key: &[u8], number: u64) -> Option<Value> {
+    /// What transaction `number` saw here: nothing when the record was not touched until then. `hash` is
+    /// that of the key.
+    pub(crate) fn get(&self, key: &[u8], hash: u64, number: u64) -> Option<Value> {
+        let (word, bit) = filter_bit(hash);
+        if self.filter[word] & bit == 0 {
+            return None;
+        }
         self.records.get(key)?.at(number).cloned()
     }
 
@@ -93,6 +117,12 @@ impl Layer {
             Order::Ascending => Box::new(range.filter_map(seen)),
             Order::Descending => Box::new(range.rev().filter_map(seen)),
         }
+    }
+
+    /// All keys of a range. `start < end`.
+    pub(crate) fn keys(&self, start: &[u8], end: &[u8]) -> impl Iterator<Item = &[u8]> {
+        let range = (std::ops::Bound::Included(start), std::ops::Bound::Excluded(end));
+        self.records.range::<[u8], _>(range).map(|(key, _)| key.as_slice())
     }
 
     /// All records with their newest values, in order of their keys.
@@ -116,11 +146,12 @@ mod tests {
         let key = || b"k".to_vec();
         layer.put(key(), value(1), 1, &[]);
         layer.put(key(), value(2), 2, &[]);
-        assert_eq!(layer.get(b"k", 1), None, "nobody reads at 1");
+        let hash = key_hash(b"k");
+        assert_eq!(layer.get(b"k", hash, 1), None, "nobody reads at 1");
         layer.put(key(), value(3), 3, &[2]);
         layer.put(key(), None, 4, &[2, 3]);
         layer.put(key(), value(5), 6, &[2, 5]);
-        let at = |number| layer.get(b"k", number);
+        let at = |number| layer.get(b"k", hash, number);
         assert_eq!(
             [at(1), at(2), at(4), at(5), at(6)],
             [None, Some(value(2)), Some(None), Some(None), Some(value(5))]

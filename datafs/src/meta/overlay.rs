@@ -1,7 +1,7 @@
 //! Reading and writing over what is not committed yet: a transaction's own changes, over the batches
 //! of the process, over a snapshot of the engine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::iter::Peekable;
 use std::sync::Arc;
 
@@ -9,6 +9,9 @@ use parking_lot::RwLock;
 
 use super::engine::{Order, Pair, Prerequisite, ReadTxn, WriteTxn};
 use super::group::Shared;
+use super::key_hash::key_hash;
+use super::keys;
+use super::known_names::{DirectoryId, READ_MAX};
 use super::layer::{Layer, Value};
 use super::merge::merge;
 use super::prerequisites::Prerequisites;
@@ -45,20 +48,53 @@ impl View<'_> {
     }
 
     fn get(&self, key: &[u8]) -> Result<Value> {
+        let hash = key_hash(key);
         for layer in self.layers.iter().flatten() {
-            if let Some(value) = layer.read().get(key, self.version) {
+            if let Some(value) = layer.read().get(key, hash, self.version) {
                 metrics::RECORD_CACHE_HITS.inc();
                 return Ok(value);
             }
         }
-        if let Some(value) = self.shared.cache.lock().get(key, self.epoch) {
+        if let Some(value) = self.shared.cache.lock().get(key, hash, self.epoch) {
             metrics::RECORD_CACHE_HITS.inc();
             return Ok(value);
         }
         metrics::RECORD_CACHE_MISSES.inc();
         let value = self.snapshot()?.get(key)?.map(Arc::from);
-        self.shared.cache.lock().learn(key, &value, self.epoch);
+        let directory = self.shared.cache.lock().learn(key, hash, &value, self.epoch);
+        if let Some(directory) = directory {
+            self.read_names(directory)?;
+        }
         Ok(value)
+    }
+
+    /// Reads the names of a directory, so that those that are not there need not be looked for. Whoever
+    /// reads at the same time may see what an older or a newer transaction has left: names that were
+    /// committed count, and names that are going to be, also where they are removed.
+    fn read_names(&self, directory: DirectoryId) -> Result<()> {
+        let (volume, ino) = directory;
+        let prefix = keys::live(volume, &keys::children(ino));
+        let end = keys::after_prefix(&prefix);
+        let mut names = HashSet::new();
+        let mut note = |key: &[u8]| {
+            let Some((_, name)) = keys::live_child(key) else { return false };
+            names.insert(name);
+            names.len() <= READ_MAX
+        };
+        for layer in self.layers.iter().flatten() {
+            layer.read().keys(&prefix, &end).all(&mut note);
+        }
+        self.snapshot()?.pairs(&prefix, &end, Order::Ascending, |next| {
+            while let Some((key, _)) = next()? {
+                if !note(&key) {
+                    break;
+                }
+            }
+            Ok(())
+        })?;
+        let names = (names.len() <= READ_MAX).then_some(names);
+        self.shared.cache.lock().learn_names(directory, names, self.epoch);
+        Ok(())
     }
 
     /// `start..end` over `own` changes; at most `limit` pairs.
@@ -159,6 +195,8 @@ pub(super) struct Write<'g> {
     pub(super) view: View<'g>,
     pub(super) changes: Changes,
     pub(super) prerequisites: Prerequisites,
+    /// Directories that it has made.
+    pub(super) directories: Vec<DirectoryId>,
 }
 
 impl ReadTxn for Write<'_> {
@@ -189,6 +227,10 @@ impl WriteTxn for Write<'_> {
     fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
         self.prerequisites.add(prerequisite);
         Ok(())
+    }
+
+    fn begins(&mut self, directory: DirectoryId) {
+        self.directories.push(directory);
     }
 
     fn as_read(&mut self) -> &mut dyn ReadTxn {

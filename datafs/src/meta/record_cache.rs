@@ -3,12 +3,14 @@
 //! An *epoch* tells which readers may use it: those that began while everything in it was right for
 //! them. It is raised before records in the cache are replaced, so that older readers pass it by.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
+use super::key_hash::Hashed;
+use super::known_names::{DirectoryId, KnownNames};
 use super::layer::Value;
 
 /// Memory that an entry takes beside its key and value, about.
-const ENTRY_BYTES: usize = 96;
+const ENTRY_BYTES: usize = 104;
 
 /// The cache. Two generations: what was not used since the younger one was half as large as allowed
 /// is dropped with the older one.
@@ -16,16 +18,20 @@ const ENTRY_BYTES: usize = 96;
 pub(crate) struct RecordCache {
     epoch: u64,
     bytes_max: usize,
-    young: HashMap<Box<[u8]>, Value>,
+    young: Generation,
     young_bytes: usize,
-    old: HashMap<Box<[u8]>, Value>,
+    old: Generation,
+    names: KnownNames,
 }
+
+/// Records by the hashes of their keys; of two that share one the older goes.
+type Generation = HashMap<u64, (Box<[u8]>, Value), Hashed>;
 
 impl RecordCache {
     /// An empty cache that takes about `bytes_max` of memory.
     pub(crate) fn new(bytes_max: usize) -> RecordCache {
-        let (young, old) = (HashMap::new(), HashMap::new());
-        RecordCache { epoch: 0, bytes_max, young, young_bytes: 0, old }
+        let (young, old) = (Generation::default(), Generation::default());
+        RecordCache { epoch: 0, bytes_max, young, young_bytes: 0, old, names: KnownNames::default() }
     }
 
     /// Readers that began before this pass the cache by from now on.
@@ -33,49 +39,73 @@ impl RecordCache {
         self.epoch = epoch;
     }
 
-    /// The record for a reader of `epoch`, if it is known.
-    pub(crate) fn get(&mut self, key: &[u8], epoch: u64) -> Option<Value> {
+    /// The record for a reader of `epoch`, if it is known. `hash` is that of the key.
+    pub(crate) fn get(&mut self, key: &[u8], hash: u64, epoch: u64) -> Option<Value> {
         if epoch != self.epoch {
             return None;
         }
-        if let Some(value) = self.young.get(key) {
-            return Some(value.clone());
+        if let Some((known, value)) = self.young.get(&hash) {
+            return (**known == *key).then(|| value.clone());
         }
-        let (key, value) = self.old.remove_entry(key)?;
-        self.put(key, value.clone());
-        Some(value)
+        match self.old.remove(&hash) {
+            Some((known, value)) => {
+                let found = (*known == *key).then(|| value.clone());
+                self.put(known, hash, value);
+                found
+            }
+            None => self.names.is_absent(key).then_some(None),
+        }
     }
 
-    /// Notes what a reader of `epoch` found.
-    pub(crate) fn learn(&mut self, key: &[u8], value: &Value, epoch: u64) {
-        if epoch == self.epoch {
-            self.put(key.into(), value.clone());
+    /// Notes what a reader of `epoch` found. Returns a directory that is worth reading.
+    pub(crate) fn learn(&mut self, key: &[u8], hash: u64, value: &Value, epoch: u64) -> Option<DirectoryId> {
+        if epoch != self.epoch {
+            return None;
         }
+        self.put(key.into(), hash, value.clone());
+        value.is_none().then(|| self.names.missed(key)).flatten()
+    }
+
+    /// Notes the hashes of all names of a directory that any reader of `epoch` may find, unless there are
+    /// too many of them.
+    pub(crate) fn learn_names(&mut self, of: DirectoryId, names: Option<HashSet<u64>>, epoch: u64) {
+        if epoch == self.epoch {
+            self.names.learn(of, names);
+        }
+    }
+
+    /// Notes directories that are new: nobody has seen a name in them.
+    pub(crate) fn begin_directories(&mut self, new: &[DirectoryId]) {
+        new.iter().for_each(|directory| self.names.begin(*directory));
     }
 
     /// Notes what was committed.
-    pub(crate) fn replace(&mut self, key: &[u8], value: &Value) {
-        self.old.remove(key);
-        self.put(key.into(), value.clone());
+    pub(crate) fn replace(&mut self, key: &[u8], hash: u64, value: &Value) {
+        self.names.note(key);
+        self.old.remove(&hash);
+        self.put(key.into(), hash, value.clone());
     }
 
-    fn put(&mut self, key: Box<[u8]>, value: Value) {
+    fn put(&mut self, key: Box<[u8]>, hash: u64, value: Value) {
         self.young_bytes += ENTRY_BYTES + key.len() + value.as_ref().map_or(0, |value| value.len());
-        self.young.insert(key, value);
+        self.young.insert(hash, (key, value));
         if self.young_bytes > self.bytes_max / 2 {
             self.old = std::mem::take(&mut self.young);
             self.young_bytes = 0;
         }
     }
 
-    pub(crate) fn forget(&mut self, key: &[u8]) {
-        self.young.remove(key);
-        self.old.remove(key);
+    /// Somebody else has changed a record.
+    pub(crate) fn forget(&mut self, key: &[u8], hash: u64) {
+        self.names.note(key);
+        self.young.remove(&hash);
+        self.old.remove(&hash);
     }
 
     pub(crate) fn clear(&mut self) {
-        (self.young, self.old) = (HashMap::new(), HashMap::new());
+        (self.young, self.old) = (Generation::default(), Generation::default());
         self.young_bytes = 0;
+        self.names.clear();
     }
 }
 
@@ -83,25 +113,44 @@ impl RecordCache {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::meta::key_hash::key_hash;
+
+    fn get(cache: &mut RecordCache, key: &[u8], epoch: u64) -> Option<Value> {
+        cache.get(key, key_hash(key), epoch)
+    }
+
+    fn learn(cache: &mut RecordCache, key: &[u8], value: &Value, epoch: u64) {
+        assert_eq!(cache.learn(key, key_hash(key), value, epoch), None);
+    }
 
     #[test]
     fn it_is_bounded_keeps_what_is_used_and_ends_with_its_epoch() {
         let mut cache = RecordCache::new(100 * 200);
-        cache.learn(b"hot", &Some([1].into()), 0);
+        learn(&mut cache, b"hot", &Some([1].into()), 0);
         for i in 0..10_000u32 {
-            cache.learn(&i.to_be_bytes(), &None, 0);
-            assert!(cache.get(b"hot", 0).is_some());
+            learn(&mut cache, &i.to_be_bytes(), &None, 0);
+            assert!(get(&mut cache, b"hot", 0).is_some());
         }
         assert!(cache.young.len() + cache.old.len() <= 200);
-        cache.replace(b"hot", &None);
-        assert_eq!(cache.get(b"hot", 0), Some(None));
+        cache.replace(b"hot", key_hash(b"hot"), &None);
+        assert_eq!(get(&mut cache, b"hot", 0), Some(None));
         cache.begin_epoch(1);
-        assert_eq!(cache.get(b"hot", 0), None);
-        cache.learn(b"late", &None, 0);
-        assert_eq!((cache.get(b"late", 1), cache.get(b"hot", 1)), (None, Some(None)));
-        cache.forget(b"hot");
-        assert_eq!(cache.get(b"hot", 1), None);
+        assert_eq!(get(&mut cache, b"hot", 0), None);
+        learn(&mut cache, b"late", &None, 0);
+        assert_eq!((get(&mut cache, b"late", 1), get(&mut cache, b"hot", 1)), (None, Some(None)));
+        cache.forget(b"hot", key_hash(b"hot"));
+        assert_eq!(get(&mut cache, b"hot", 1), None);
         cache.clear();
         assert!(cache.young.is_empty() && cache.old.is_empty());
+    }
+
+    #[test]
+    fn keys_of_one_hash_are_told_apart() {
+        let mut cache = RecordCache::new(100 * 200);
+        for (key, value) in [(b"one", 1), (b"two", 2)] {
+            cache.learn(key, 7, &Some([value].into()), 0);
+        }
+        assert_eq!(cache.get(b"one", 7, 0), None);
+        assert_eq!(cache.get(b"two", 7, 0), Some(Some([2].into())));
     }
 }

@@ -293,6 +293,12 @@ impl<'t> Writer<'t> {
             self.references.add(value)?;
         }
         self.count(record, Some(value), None)?;
+        if keys::is_attributes(record)
+            && let Some(ino) = keys::ino_of(record)
+            && Inode::is_of_directory(value)
+        {
+            self.txn.begins((self.volume, ino));
+        }
         self.put_version(&keys::live(self.volume, record), value)
     }
 
