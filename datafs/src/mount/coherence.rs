@@ -259,6 +259,17 @@ impl Coherence {
         }
     }
 
+    /// Tells the kernel that a file is at least as long as these attributes say: `last` is its last byte.
+    /// Where it was told before to ask for the attributes, it drops the answer when it is told of another
+    /// change meanwhile, and then reads no further than it knew. As [`Coherence::drops`] not for a thread
+    /// that serves.
+    pub(super) fn reaches(&self, attr: &Attr, last: u8) {
+        let Some((notifier, end)) = self.notifier.get().zip(attr.size.checked_sub(1)) else { return };
+        if let Err(error) = notifier.store(self.inodes.ino(attr.node), end, &[last]) {
+            tracing::debug!(%error, "telling the kernel of the length of a file");
+        }
+    }
+
     /// A file was written past the kernel's pages, of which a mapping may have got some meanwhile.
     pub(super) fn outdates(&self, node: Node) {
         if let Some(entry) = self.known.lock().get_mut(node.ino) {

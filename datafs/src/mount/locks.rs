@@ -196,6 +196,19 @@ impl Locks {
         attr.filter(|attr| !self.coherence.has_pages(attr)).copied()
     }
 
+    /// Has the kernel read a file anew, to its end, for whoever has locked it through a handle.
+    fn refresh(&self, handles: &Handles, handle: u64, attr: &Attr) {
+        self.coherence.drops(attr);
+        let Some(end) = attr.size.checked_sub(1) else { return };
+        // Who may not read through the handle does not ask how far.
+        if let Ok(handle) = handles.get(handle)
+            && let Ok(last) = handle.file.read_at(end, 1)
+            && let [last] = *last
+        {
+            self.coherence.reaches(attr, last);
+        }
+    }
+
     /// Commits what was written to a file, then gives up a range of its locks.
     fn give_up(
         &self,
@@ -276,14 +289,14 @@ impl Locks {
     fn retry(&self, handles: &Handles, waiting: Waiting) -> Option<(Waiting, Vec<LockOwner>)> {
         let Waiting { node, wanted, .. } = waiting;
         if let Until::Forgotten(attr) = waiting.until {
-            self.coherence.drops(&attr);
+            self.refresh(handles, waiting.handle, &attr);
             waiting.reply.ok();
             return None;
         }
         match handles.view.lock(node, wanted) {
             Ok(Locking::Held(attr)) => {
                 if let Some(attr) = self.took(node, wanted.owner, waiting.handle, attr.as_ref()) {
-                    self.coherence.drops(&attr);
+                    self.refresh(handles, waiting.handle, &attr);
                 }
                 waiting.reply.ok();
             }
