@@ -166,8 +166,34 @@ fn a_file_without_a_name_is_refused_as_unsupported() {
     assert_eq!(errno(made), libc::EOPNOTSUPP);
 }
 
-/// Takes a disk off its path at the end of a test, also of one that fails.
+/// A disk of 12 MiB, taken off its path at the end of a test, also of one that fails.
 struct Disk(std::path::PathBuf);
+
+impl Disk {
+    /// `None`, with the reason said, where none can be made.
+    fn small(home: &Home) -> Option<Disk> {
+        let disk = home.dir.path().join("disk");
+        fs::create_dir(&disk).unwrap();
+        let flags = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m"))
+            .inspect_err(|error| eprintln!("skipped: no small disk can be made ({error})"))
+            .ok()?;
+        Some(Disk(disk))
+    }
+
+    /// Volumes whose objects are on it, as another process opens them.
+    fn open(&self, home: &Home) -> Datafs {
+        let config = Config { store_dir: self.0.join("objects"), ..Config::default() };
+        Datafs::open(&home.dir.path().join("full"), &config).unwrap()
+    }
+
+    /// The same with the first volume.
+    fn datafs(&self, home: &Home) -> Datafs {
+        let datafs = self.open(home);
+        datafs.volume_create(&"data".parse().unwrap()).unwrap();
+        datafs
+    }
+}
 
 impl Drop for Disk {
     fn drop(&mut self) {
@@ -178,17 +204,8 @@ impl Drop for Disk {
 #[test]
 fn a_store_that_is_full_for_a_while_loses_nothing() {
     let Some(home) = Home::new() else { return };
-    let disk = home.dir.path().join("disk");
-    fs::create_dir(&disk).unwrap();
-    let flags = nix::mount::MsFlags::empty();
-    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m")) {
-        eprintln!("skipped: no small disk can be made ({error})");
-        return;
-    }
-    let disk = Disk(disk);
-    let config = Config { store_dir: disk.0.join("objects"), ..Config::default() };
-    let datafs = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
-    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    let Some(disk) = Disk::small(&home) else { return };
+    let datafs = disk.datafs(&home);
     let mount = mount_of(&datafs, "data", &home.at("full"));
     let old = pattern(1_000_000, 1);
     fs::write(mount.path().join("old"), &old).unwrap();
@@ -208,7 +225,7 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
         assert_eq!(errno(file.sync_all()), libc::ENOSPC);
     }
     // Nothing is half there: others see the file as it was committed, who has it open what he wrote.
-    let others = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
+    let others = disk.open(&home);
     let view = others.view(&"data".parse().unwrap()).unwrap();
     assert_eq!(view.read_file("new").unwrap().len(), 0);
     assert!(fs::read(mount.path().join("new")).unwrap() == new);
@@ -225,17 +242,8 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
 #[test]
 fn what_a_sequential_writer_was_answered_is_kept_while_the_store_is_full() {
     let Some(home) = Home::new() else { return };
-    let disk = home.dir.path().join("disk");
-    fs::create_dir(&disk).unwrap();
-    let flags = nix::mount::MsFlags::empty();
-    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m")) {
-        eprintln!("skipped: no small disk can be made ({error})");
-        return;
-    }
-    let disk = Disk(disk);
-    let config = Config { store_dir: disk.0.join("objects"), ..Config::default() };
-    let datafs = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
-    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    let Some(disk) = Disk::small(&home) else { return };
+    let datafs = disk.datafs(&home);
     let mount = mount_of(&datafs, "data", &home.at("full"));
     let mut file = File::create(mount.path().join("new")).unwrap();
     let new = pattern(20_000_000, 4);
@@ -256,7 +264,7 @@ fn what_a_sequential_writer_was_answered_is_kept_while_the_store_is_full() {
     file.sync_all().unwrap();
     drop(file);
     mount.unmount().unwrap();
-    let others = Datafs::open(&home.dir.path().join("full"), &config).unwrap();
+    let others = disk.open(&home);
     let view = others.view(&"data".parse().unwrap()).unwrap();
     assert!(view.read_file("new").unwrap() == new);
 }
