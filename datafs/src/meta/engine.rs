@@ -76,9 +76,7 @@ pub(crate) trait WriteTxn: ReadTxn {
 
     /// Says that a directory (volume and inode number), which is made here, has no names that anybody has
     /// seen. A hint.
-    fn begins(&mut self, directory: (u64, u64)) {
-        let _ = directory;
-    }
+    fn begins(&mut self, _directory: (u64, u64)) {}
 
     /// The transaction as a reader.
     fn as_read(&mut self) -> &mut dyn ReadTxn;

@@ -296,6 +296,13 @@ mod tests {
         })
     }
 
+    /// Some of them, once they wait.
+    fn followers(pace: &Arc<Pace>, count: usize) -> Vec<std::thread::JoinHandle<()>> {
+        let threads = (0..count).map(|_| follower(pace)).collect();
+        wait_for(|| away(pace) == count);
+        threads
+    }
+
     fn away(pace: &Pace) -> usize {
         pace.shared.away.lock().count
     }
@@ -333,8 +340,7 @@ mod tests {
     fn others_keep_away_until_the_leader_is_stuck() {
         let (pace, _writer) = pace(0);
         request(&pace, QUICK);
-        let threads: Vec<_> = (0..3).map(|_| follower(&pace)).collect();
-        wait_for(|| away(&pace) == 3);
+        let threads = followers(&pace, 3);
         // The leader waits in the kernel, however long: nobody is needed, and nobody ticks.
         wait_for(|| pace.shared.untimed.load(Ordering::SeqCst));
         assert_eq!(away(&pace), 3);
@@ -349,8 +355,7 @@ mod tests {
     fn requests_that_pile_up_call_one_more_at_a_time() {
         let (pace, mut writer) = pace(0);
         request(&pace, QUICK);
-        let threads: Vec<_> = (0..2).map(|_| follower(&pace)).collect();
-        wait_for(|| away(&pace) == 2);
+        let threads = followers(&pace, 2);
         LUCK.set(Luck { skip: 0, next_skip: 1 });
         writer.write_all(b"x").unwrap();
         for _ in 0..CROWD / 2 - 1 {
@@ -369,8 +374,7 @@ mod tests {
     fn no_more_than_there_are_cores_are_called() {
         let (pace, mut writer) = pace(1);
         request(&pace, QUICK);
-        let threads: Vec<_> = (0..2).map(|_| follower(&pace)).collect();
-        wait_for(|| away(&pace) == 2);
+        let threads = followers(&pace, 2);
         LUCK.set(Luck { skip: 0, next_skip: 1 });
         writer.write_all(b"x").unwrap();
         (0..CROWD).for_each(|_| request(&pace, QUICK));
@@ -406,8 +410,7 @@ mod tests {
             let _ = ended.recv();
         });
         leads.recv().unwrap();
-        let threads: Vec<_> = (0..3).map(|_| follower(&pace)).collect();
-        wait_for(|| away(&pace) == 3);
+        let threads = followers(&pace, 3);
         drop(end);
         leader.join().unwrap();
         threads.into_iter().for_each(|thread| thread.join().unwrap());

@@ -292,7 +292,7 @@ fn what_others_replace_without_a_pause_is_always_there() {
 }
 
 #[test]
-#[ignore = "minutes; make test runs a tenth of it"]
+#[ignore = "takes minutes, make test runs a tenth of it: cargo test -p millrace-datafs --test datafs what_others_replace_without_a_pause_is_always_there_for_long -- --ignored"]
 fn what_others_replace_without_a_pause_is_always_there_for_long() {
     replaced_without_a_pause(20_000);
 }
