@@ -1,0 +1,194 @@
+//! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
+
+mod models;
+mod mounts;
+mod records;
+mod volumes;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use millrace_datafs::Name;
+
+pub(crate) use models::{
+    DeviceArg, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, TrainArgs, WeightArgs,
+};
+pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
+pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
+pub(crate) use volumes::{CopyArgs, FsckArgs, SnapshotCommand, VolumeCommand};
+
+/// Topics and files into snapshotted volumes, into trainers, into servers.
+#[derive(Debug, Parser)]
+#[command(
+    name = "millrace",
+    version,
+    arg_required_else_help = true,
+    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left,\n8 damage was found and repaired."
+)]
+pub(crate) struct Cli {
+    /// Folder that holds all embedded state [default: the XDG data folder]
+    #[arg(long, global = true, env = "MILLRACE_HOME", value_name = "DIR")]
+    pub(crate) home: Option<PathBuf>,
+    /// Configuration file [default: ./millrace.toml, else HOME/millrace.toml, else built-in defaults]
+    #[arg(long, global = true, env = "MILLRACE_CONFIG", value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Print one JSON object (or one per line) instead of tables
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// What to log to standard error, as in `info` or `millrace_ingest=debug`
+    #[arg(long, global = true, env = "MILLRACE_LOG", default_value = "warn", value_name = "FILTER")]
+    pub(crate) log: String,
+    /// What to do
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run the whole pipeline on real data and show that nothing was lost
+    #[command(after_help = "Example:\n  millrace quickstart --workers 3 --keep")]
+    Quickstart(QuickstartArgs),
+    /// Run everything that millrace.toml declares, in one process
+    #[command(after_help = "Example:\n  millrace --config millrace.toml up")]
+    Up,
+    /// Create, list, show and delete volumes
+    #[command(subcommand, after_help = "Example:\n  millrace volume create digits")]
+    Volume(VolumeCommand),
+    /// Create, list and delete snapshots
+    #[command(subcommand, after_help = "Example:\n  millrace snapshot create digits@monday")]
+    Snapshot(SnapshotCommand),
+    /// Mount a volume or a snapshot as a folder, until Ctrl-C or `millrace umount`
+    #[command(
+        after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday\n  millrace mount --supervise --detach digits /mnt/digits"
+    )]
+    Mount(MountArgs),
+    /// Unmount a folder
+    #[command(after_help = "Example:\n  millrace umount /mnt/digits")]
+    Umount {
+        /// The mount point
+        path: PathBuf,
+    },
+    /// Copy files and folders between this machine, volumes and buckets
+    #[command(
+        name = "cp",
+        after_help = "SRC and DST are a path of this machine, VOLUME[@SNAPSHOT]:/PATH, or a URL: s3://BUCKET/PATH,\ngs://, az://, file:// (credentials, region and endpoint from AWS_…, GOOGLE_… and AZURE_… variables).\n\nDST becomes a copy of SRC: folders are merged, files that differ in size or time are replaced, nothing\nis deleted. A file appears only when it is complete, and one that is there already is not copied again,\nso an interrupted copy goes on when it is run again. Modes, times, links, extended attributes and\nholes are kept where both sides have them.\n\nExamples:\n  millrace cp -r ./images digits:/images\n  millrace cp digits@monday:/train/part-0.parquet .\n  millrace cp -r s3://bucket/images digits:/images --parallel 16"
+    )]
+    Copy(CopyArgs),
+    /// Check volumes: names, inodes, reference counts, objects, snapshots
+    #[command(
+        after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair mends what can be mended without losing what was written: files\nwithout a name appear in lost+found, wrong counts are counted anew, objects that nothing points at\nare left to the next collection. Data that is gone is named with the inode that it belonged to\n(find MOUNT -inum INODE shows the path); restore it from a snapshot or a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"
+    )]
+    Fsck(FsckArgs),
+    /// Rewrite files in many small pieces, and objects of which little is in use
+    #[command(
+        after_help = "Random overwrites scatter a file over many extents, and deletions leave objects mostly empty.\nMounts compact in the background; this does all of it at once, beside whoever works. The space comes\nfree with the next `millrace gc` after datafs.garbage_grace_ms. Snapshots keep what they hold.\n\nExamples:\n  millrace compact\n  millrace compact digits"
+    )]
+    Compact {
+        /// The volume [default: all]
+        volume: Option<Name>,
+    },
+    /// Fetch files of a store in the cloud into this machine's cache before they are needed
+    #[command(
+        after_help = "Fetches what the file, or all files below the folder, consist of, so far as the cache has room\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
+    )]
+    Warmup {
+        /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a part of it
+        what: String,
+    },
+    /// Show what mounts do: rates, latencies, caches, commits
+    #[command(
+        after_help = "A line for each kind of request since the line above: how often, how long (mean, median, 99 of\n100), bytes, failures. Times are those of the daemon: what the kernel serves from its own pages does\nnot show. Shares of caches and commits are those of the whole process. With --json, one object per\ninterval.\n\nExamples:\n  millrace stats\n  millrace stats /mnt/digits --interval 5\n  millrace stats digits --once --json"
+    )]
+    Stats(StatsArgs),
+    /// Write down each request that a mount answers, while it runs
+    #[command(
+        after_help = "One line for each request: when, what, whose thread, inode and name, offset and size, result,\nmicroseconds. The file is bounded: full, it becomes FILE.1 in the place of the one before. Lines that\ncome faster than the disk takes them are counted as lost (lost=N). Without FILE or --off, says\nwhether the mount is traced. Mounts can begin traced: millrace mount --trace FILE.\n\nExamples:\n  millrace trace digits /tmp/digits.trace\n  millrace trace /mnt/digits\n  millrace trace digits --off"
+    )]
+    Trace(TraceArgs),
+    /// Delete what nothing points at any more, now instead of in the background
+    #[command(
+        after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"
+    )]
+    Gc,
+    /// Write lines of a file (or of standard input) to a topic, one record each
+    #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
+    Produce(ProduceArgs),
+    /// Land a topic in a volume as Parquet, exactly once
+    #[command(
+        after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow"
+    )]
+    Ingest(IngestArgs),
+    /// Read a dataset in training order: print batches, or with --dry the rate
+    #[command(
+        after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
+    )]
+    Feed(FeedArgs),
+    /// Make and inspect models
+    #[command(
+        subcommand,
+        after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx"
+    )]
+    Model(ModelCommand),
+    /// Train what a job file describes and publish the result as a bundle
+    #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
+    Train(TrainArgs),
+    /// Serve models over gRPC and HTTP (Open Inference Protocol)
+    #[command(
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001"
+    )]
+    Serve(ServeArgs),
+    /// Send records to a model server and show what it predicts
+    #[command(
+        after_help = "Example:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label"
+    )]
+    Predict(PredictArgs),
+    /// Predict from topic to topic (at least once)
+    #[command(
+        after_help = "Example:\n  millrace pipe --from digits-test --to digits-predictions --volume digits --model digits --input pixels"
+    )]
+    Pipe(PipeArgs),
+    /// Run the embedded broker alone
+    #[command(after_help = "Example:\n  millrace broker --listen 127.0.0.1:9092")]
+    Broker {
+        /// Address to listen on [default: streams.broker.listen]
+        #[arg(long)]
+        listen: Option<SocketAddr>,
+    },
+    /// Print the configuration in force
+    #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]
+    Config,
+    /// Print a completion script for a shell
+    #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// A training worker: started by `train`, never by hand
+    #[command(hide = true)]
+    Worker,
+}
+
+/// `millrace quickstart`
+#[derive(Debug, Args)]
+pub(crate) struct QuickstartArgs {
+    /// Training worker processes
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) workers: u32,
+    /// Seed of the weights and of the shuffle
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+    /// Where to train and serve
+    #[arg(long, value_enum, default_value_t = DeviceArg::Cpu)]
+    pub(crate) device: DeviceArg,
+    /// Leave everything running and say what to try
+    #[arg(long)]
+    pub(crate) keep: bool,
+    /// Delete what an earlier run left in this home and start anew
+    #[arg(long)]
+    pub(crate) clean: bool,
+    /// Listen on free ports instead of the usual ones of Kafka (9092) and Triton (8000 to 8002)
+    #[arg(long)]
+    pub(crate) free_ports: bool,
+}

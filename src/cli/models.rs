@@ -1,0 +1,199 @@
+//! Flags of models, from their graphs to their answers: model, train, serve, predict, pipe.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+use millrace_datafs::{Name, VolumeSpec};
+
+/// Where a model runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceArg {
+    /// The processor
+    Cpu,
+    /// The first NVIDIA GPU; never the processor in silence
+    Cuda,
+}
+
+impl DeviceArg {
+    /// The word that configuration files use.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            DeviceArg::Cpu => "cpu",
+            DeviceArg::Cuda => "cuda",
+        }
+    }
+}
+
+/// `millrace model …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelCommand {
+    /// Write an ONNX graph with seeded weights
+    #[command(
+        after_help = "Examples:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx"
+    )]
+    Init {
+        /// The architecture
+        #[command(subcommand)]
+        kind: ModelInit,
+    },
+    /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
+    #[command(
+        after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
+    )]
+    Show {
+        /// An ONNX file, or with --volume the name of a model
+        model: String,
+        /// Volume that holds the bundle
+        #[arg(long)]
+        volume: Option<VolumeSpec>,
+        /// Which version [default: the newest]
+        #[arg(long, requires = "volume")]
+        version: Option<u64>,
+    },
+}
+
+/// `millrace model init …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelInit {
+    /// Fully connected layers
+    #[command(
+        after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx"
+    )]
+    Mlp {
+        /// Where to write the graph
+        file: PathBuf,
+        /// Width of the input
+        #[arg(long)]
+        inputs: usize,
+        /// Widths of the hidden layers
+        #[arg(long, value_delimiter = ',', default_value = "128")]
+        hidden: Vec<usize>,
+        /// What all architectures have
+        #[command(flatten)]
+        weights: WeightArgs,
+    },
+    /// Convolutions with pooling, then a classifier
+    #[command(
+        after_help = "Example:\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx"
+    )]
+    Cnn {
+        /// Where to write the graph
+        file: PathBuf,
+        /// Image height
+        #[arg(long)]
+        height: usize,
+        /// Image width
+        #[arg(long)]
+        width: usize,
+        /// Filters of the convolutions
+        #[arg(long, value_delimiter = ',', default_value = "8,16")]
+        filters: Vec<usize>,
+        /// What all architectures have
+        #[command(flatten)]
+        weights: WeightArgs,
+    },
+}
+
+/// What all architectures of `millrace model init` have.
+#[derive(Debug, Args)]
+pub(crate) struct WeightArgs {
+    /// Number of classes
+    #[arg(long)]
+    pub(crate) classes: usize,
+    /// Seed of the weights
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
+    /// Factor on the inputs, part of the graph: 1 over their usual size helps training
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) scale: f32,
+}
+
+/// `millrace train`
+#[derive(Debug, Args)]
+pub(crate) struct TrainArgs {
+    /// The job file
+    pub(crate) job: PathBuf,
+    /// Worker processes [default: as the job file says]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) workers: Option<u32>,
+    /// Seed of the weights and the order [default: as the job file says]
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Where to train [default: as the job file says]
+    #[arg(long, value_enum)]
+    pub(crate) device: Option<DeviceArg>,
+}
+
+/// `millrace serve`
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// Volume that holds bundles under models/
+    #[arg(long, conflicts_with = "models")]
+    pub(crate) volume: Option<VolumeSpec>,
+    /// Folder that holds bundles
+    #[arg(long, value_name = "DIR", required_unless_present = "volume")]
+    pub(crate) models: Option<PathBuf>,
+    /// gRPC address [default: serving.grpc]
+    #[arg(long)]
+    pub(crate) grpc: Option<SocketAddr>,
+    /// HTTP address [default: serving.http]
+    #[arg(long)]
+    pub(crate) http: Option<SocketAddr>,
+    /// Metrics address [default: serving.metrics]
+    #[arg(long)]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Where to run the models [default: serving.device]
+    #[arg(long, value_enum)]
+    pub(crate) device: Option<DeviceArg>,
+}
+
+/// `millrace predict`
+#[derive(Debug, Args)]
+pub(crate) struct PredictArgs {
+    /// The model
+    pub(crate) model: String,
+    /// A file with one JSON record per line [default: standard input]
+    pub(crate) file: Option<PathBuf>,
+    /// The record's field that holds the input
+    #[arg(long, default_value = "input", value_name = "FIELD")]
+    pub(crate) input: String,
+    /// The record's field that holds the true class, to report accuracy
+    #[arg(long, value_name = "FIELD")]
+    pub(crate) label: Option<String>,
+    /// The model server [default: the one of this home, else serving.grpc]
+    #[arg(long)]
+    pub(crate) grpc: Option<SocketAddr>,
+    /// Which version [default: the newest]
+    #[arg(long)]
+    pub(crate) version: Option<u64>,
+    /// Records of a request
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) batch_rows: u32,
+}
+
+/// `millrace pipe`
+#[derive(Debug, Args)]
+pub(crate) struct PipeArgs {
+    /// A pipe of the configuration file, by name
+    #[arg(long, conflicts_with_all = ["from", "to", "model"])]
+    pub(crate) pipe: Option<String>,
+    /// Topic to read
+    #[arg(long, required_unless_present = "pipe")]
+    pub(crate) from: Option<String>,
+    /// Topic to write predictions to
+    #[arg(long, required_unless_present = "pipe")]
+    pub(crate) to: Option<String>,
+    /// The model
+    #[arg(long, required_unless_present = "pipe")]
+    pub(crate) model: Option<String>,
+    /// Volume that holds the bundle and the pipe's progress
+    #[arg(long)]
+    pub(crate) volume: Name,
+    /// The record's field that holds the input
+    #[arg(long, default_value = "input", value_name = "FIELD")]
+    pub(crate) input: String,
+    /// Go on for ever instead of stopping where the topic ends now
+    #[arg(long)]
+    pub(crate) follow: bool,
+}

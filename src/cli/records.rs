@@ -1,0 +1,70 @@
+//! Flags of what moves records: produce, ingest, feed.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use millrace_datafs::Name;
+use millrace_streams::dataset::DatasetSpec;
+
+/// `millrace produce`
+#[derive(Debug, Args)]
+pub(crate) struct ProduceArgs {
+    /// The topic; created when it does not exist
+    pub(crate) topic: String,
+    /// A file with one record per line [default: standard input]
+    pub(crate) file: Option<PathBuf>,
+    /// Partitions of a topic that is created
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=10_000))]
+    pub(crate) partitions: i32,
+    /// JSON field that becomes the record's key (and so its partition)
+    #[arg(long, value_name = "FIELD")]
+    pub(crate) key: Option<String>,
+}
+
+/// `millrace ingest`
+#[derive(Debug, Args)]
+pub(crate) struct IngestArgs {
+    /// A job of the configuration file, by name
+    #[arg(long, conflicts_with_all = ["topic", "volume", "path"])]
+    pub(crate) job: Option<String>,
+    /// The topic to land
+    #[arg(long, required_unless_present = "job")]
+    pub(crate) topic: Option<String>,
+    /// The volume to land it in; created when it does not exist
+    #[arg(long, required_unless_present = "job")]
+    pub(crate) volume: Option<Name>,
+    /// Folder in the volume [default: the topic's name]
+    #[arg(long)]
+    pub(crate) path: Option<String>,
+    /// Go on for ever instead of stopping where the topic ends now
+    #[arg(long)]
+    pub(crate) follow: bool,
+}
+
+/// `millrace feed`
+#[derive(Debug, Args)]
+pub(crate) struct FeedArgs {
+    /// What to read: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    pub(crate) dataset: DatasetSpec,
+    /// Rows of a global batch
+    #[arg(long, default_value_t = 128)]
+    pub(crate) batch_rows: usize,
+    /// Seed of the order
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// This reader's number
+    #[arg(long, default_value_t = 0)]
+    pub(crate) rank: u32,
+    /// How many readers share the dataset
+    #[arg(long, default_value_t = 1)]
+    pub(crate) world: u32,
+    /// First global batch
+    #[arg(long, default_value_t = 0)]
+    pub(crate) step: u64,
+    /// How many batches [default: 1, or one epoch with --dry]
+    #[arg(long)]
+    pub(crate) batches: Option<u64>,
+    /// Read without printing and show the rate
+    #[arg(long)]
+    pub(crate) dry: bool,
+}

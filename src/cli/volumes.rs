@@ -1,0 +1,103 @@
+//! Flags of what works on volumes themselves: volume, snapshot, cp, fsck.
+
+use clap::{Args, Subcommand};
+use millrace_datafs::{Compression, Name, VolumeSpec};
+
+/// `millrace volume …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum VolumeCommand {
+    /// Create an empty volume
+    #[command(
+        after_help = "Examples:\n  millrace volume create digits\n  millrace volume create logs --compression zstd:9 --encrypt main"
+    )]
+    Create {
+        /// Letters, digits, '.', '_' and '-', at most 128
+        name: Name,
+        /// How file data is compressed: none, lz4, zstd or zstd:LEVEL (1 to 19)
+        #[arg(long, value_name = "HOW", default_value_t)]
+        compression: Compression,
+        /// Encrypt file data with this key of [datafs.encryption_keys]; names and sizes stay readable
+        #[arg(long, value_name = "KEY")]
+        encrypt: Option<String>,
+    },
+    /// List volumes
+    #[command(after_help = "Example:\n  millrace volume list --json")]
+    List,
+    /// Show one volume and its snapshots
+    #[command(after_help = "Example:\n  millrace volume show digits")]
+    Show {
+        /// The volume
+        name: Name,
+    },
+    /// Encrypt what is written to an encrypted volume from now on with another key
+    #[command(
+        name = "set-key",
+        after_help = "KEY is the name of a key in [datafs.encryption_keys]. What is there already keeps the key that it was\nwritten with, so that one must stay in the configuration for as long as any of it is wanted. Mounts\nand services that have the volume open go on with the old key: start them anew.\n\nExample:\n  millrace volume set-key logs main-2027"
+    )]
+    SetKey {
+        /// The volume
+        name: Name,
+        /// Name of the key
+        key: String,
+    },
+    /// Delete a volume, its snapshots and its files for good
+    #[command(after_help = "Example:\n  millrace volume delete digits --yes")]
+    Delete {
+        /// The volume
+        name: Name,
+        /// Really delete: there is no way back
+        #[arg(long)]
+        yes: bool,
+    },
+}
+
+/// `millrace snapshot …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum SnapshotCommand {
+    /// Freeze a volume under a name; takes the same time whatever its size
+    #[command(after_help = "Example:\n  millrace snapshot create digits@monday")]
+    Create {
+        /// VOLUME@NAME
+        spec: VolumeSpec,
+    },
+    /// List the snapshots of a volume
+    #[command(after_help = "Example:\n  millrace snapshot list digits")]
+    List {
+        /// The volume
+        volume: Name,
+    },
+    /// Delete a snapshot and free what only it held
+    #[command(after_help = "Example:\n  millrace snapshot delete digits@monday")]
+    Delete {
+        /// VOLUME@NAME
+        spec: VolumeSpec,
+    },
+}
+
+/// `millrace cp`
+#[derive(Debug, Args)]
+pub(crate) struct CopyArgs {
+    /// What to copy
+    #[arg(value_name = "SRC")]
+    pub(crate) from: String,
+    /// What it becomes
+    #[arg(value_name = "DST")]
+    pub(crate) to: String,
+    /// Copy folders with everything in them
+    #[arg(short, long)]
+    pub(crate) recursive: bool,
+    /// Files copied at the same time
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) parallel: u16,
+}
+
+/// `millrace fsck`
+#[derive(Debug, Args)]
+pub(crate) struct FsckArgs {
+    /// Also read all file data against its checksums
+    #[arg(long)]
+    pub(crate) scrub: bool,
+    /// Mend what can be mended
+    #[arg(long)]
+    pub(crate) repair: bool,
+}
