@@ -15,6 +15,7 @@ use crate::data::{
     Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced,
 };
 use crate::error::{Error, Result};
+use crate::fs::lock::HoldersAsked;
 use crate::fs::open_table::OpenTable;
 use crate::fs::orphan::Orphans;
 use crate::fs::types::{FIRST_INO, INO_MAX};
@@ -74,6 +75,7 @@ pub(crate) struct Shared {
     pub(crate) sessions_dir: std::path::PathBuf,
     pub(crate) open: OpenTable,
     pub(crate) orphans: Orphans,
+    pub(crate) holders_asked: HoldersAsked,
     /// Unflushed bytes of all open files.
     pub(crate) unflushed_bytes: AtomicUsize,
     pub(crate) collector: Collector,
@@ -112,6 +114,7 @@ impl Datafs {
             sessions_dir,
             open: OpenTable::default(),
             orphans: Orphans::default(),
+            holders_asked: HoldersAsked::default(),
             unflushed_bytes: AtomicUsize::new(0),
             collector: Collector::default(),
             watchers: Watchers::default(),

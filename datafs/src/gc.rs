@@ -221,12 +221,32 @@ impl Shared {
     /// Removes what a dead process has left. Its row goes first, durably: if the process is only
     /// stopped and comes back, none of its commits can point at a new object any more.
     fn clean_up_after(&self, id: u64, report: &mut GcReport) -> Result<()> {
+        self.end_session(id)?;
+        failpoint::hit("gc-session-claimed");
+        self.clean_up_rest(id, report)
+    }
+
+    fn end_session(&self, id: u64) -> Result<()> {
         self.meta.transact(Durability::Durable, |txn| {
-            // Kept under its name until the objects are gone, so that a crash here loses nothing.
+            // Kept under its name until the rest is gone, so that a crash here loses nothing.
             txn.put(&keys::session_in_cleanup(id), &[])?;
             session::remove_row(txn, id)
-        })?;
-        failpoint::hit("gc-session-claimed");
+        })
+    }
+
+    /// Ends the session of another process if that is dead, which frees what it has locked; a collection
+    /// cleans up after it. Returns whether it was dead.
+    pub(crate) fn end_if_dead(&self, id: u64) -> Result<bool> {
+        let dead = DeadSession::claim(&self.meta, &self.sessions_dir, id)?;
+        if dead.is_some() {
+            self.end_session(id)?;
+            self.collector.wake();
+        }
+        Ok(dead.is_some())
+    }
+
+    /// Removes what a session has left that has no row any more.
+    fn clean_up_rest(&self, id: u64, report: &mut GcReport) -> Result<()> {
         self.clean_up_locks(id)?;
         self.clean_up_objects(id, report)
     }
@@ -265,7 +285,7 @@ impl Shared {
             Ok(())
         })?;
         for id in cleanups {
-            self.clean_up_objects(id, report)?;
+            self.clean_up_rest(id, report)?;
         }
         let mut volumes = Vec::new();
         self.each(&keys::volumes(), |key, value| {

@@ -8,6 +8,7 @@ mod crash;
 mod group_commit;
 mod hostile;
 mod kills;
+mod lock_holders;
 mod mount_journeys;
 mod postgres;
 mod processes;

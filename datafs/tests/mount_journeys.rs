@@ -7,7 +7,7 @@ mod coherence;
 mod contents;
 mod extended;
 mod lifecycle;
-mod locking;
+pub(crate) mod locking;
 mod on_postgres;
 mod opening;
 mod sharing;

@@ -3,9 +3,13 @@
 //!
 //! One record holds all locks on a node. A lock belongs to an owner of a session: what POSIX calls the
 //! process, or the open file, is a number that the mount got from its kernel. Locks go with their
-//! session when it dies; until somebody has noticed that, they stand.
+//! session when it dies; who finds one in the way looks whether its holder lives, once a second at most.
 //!
 //! The two families, `fcntl` and `flock`, do not see each other, as on Linux.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::types::{Attr, Node};
 use crate::error::{Error, Result};
@@ -16,6 +20,9 @@ use crate::view::View;
 
 /// Locks on one node: more are refused, because each change rewrites the record.
 const LOCKS_MAX: usize = 4_096;
+/// How often those whose locks are in the way are asked for: it is a question to the metadata server, or
+/// a look at a file.
+const HOLDERS_ASKED_EVERY: Duration = Duration::from_secs(1);
 /// The last byte that a lock can cover: the end of any file.
 pub const LOCK_END_MAX: u64 = i64::MAX as u64;
 
@@ -82,12 +89,33 @@ impl Held {
         self.session == session && self.lock.owner == owner
     }
 
+    /// What somebody of a session is told of it.
+    fn blocks(&self, session: u64) -> Blocker {
+        Blocker { lock: self.lock, is_local: self.session == session }
+    }
+
     fn is_in_the_way_of(&self, session: u64, wanted: &FileLock) -> bool {
         !self.is_of(session, wanted.owner)
             && self.lock.owner.family == wanted.owner.family
             && (self.lock.exclusive || wanted.exclusive)
             && self.lock.start <= wanted.end
             && wanted.start <= self.lock.end
+    }
+}
+
+/// When a process has last asked whether those live whose locks are in the way.
+#[derive(Debug, Default)]
+pub(crate) struct HoldersAsked(Mutex<Option<Instant>>);
+
+impl HoldersAsked {
+    /// Whether it is time to ask again; the caller does so.
+    fn is_due(&self) -> bool {
+        let mut last = self.0.lock();
+        let due = last.is_none_or(|last| last.elapsed() >= HOLDERS_ASKED_EVERY);
+        if due {
+            *last = Some(Instant::now());
+        }
+        due
     }
 }
 
@@ -99,18 +127,39 @@ impl View {
     /// [`Error::Invalid`] for a range that is none, [`Error::TooLarge`] for too many locks on one file.
     pub fn lock(&self, node: Node, wanted: FileLock) -> Result<Locking> {
         check(&wanted)?;
+        let mut taken = self.try_lock(node, &wanted)?;
+        if let Err(in_the_way) = &taken
+            && self.take_over_dead(in_the_way)?
+        {
+            taken = self.try_lock(node, &wanted)?;
+        }
+        let session = self.shared.session.id();
+        match taken {
+            Err(in_the_way) => {
+                Ok(Locking::Blocked(in_the_way.iter().map(|held| held.blocks(session)).collect()))
+            }
+            Ok(()) if node.is_live() => match self.getattr(node) {
+                Ok(attr) => Ok(Locking::Held(Some(attr))),
+                Err(Error::NotFound { .. }) => Ok(Locking::Held(None)),
+                Err(error) => Err(error),
+            },
+            Ok(()) => Ok(Locking::Held(None)),
+        }
+    }
+
+    /// Takes a lock, or gives those that are in the way.
+    fn try_lock(&self, node: Node, wanted: &FileLock) -> Result<std::result::Result<(), Vec<Held>>> {
         let session = self.shared.session.id();
         let key = keys::lock(self.volume, node.to_u64());
-        let live = node.is_live();
-        let taken = self.shared.meta.transact(Durability::Relaxed, |txn| {
+        self.shared.meta.transact(Durability::Relaxed, |txn| {
             let mut held = read(txn.as_read(), &key)?;
             let before = held.clone();
-            let in_the_way = in_the_way(txn.as_read(), &mut held, session, &wanted)?;
+            let in_the_way = in_the_way(txn.as_read(), &mut held, session, wanted)?;
             if !in_the_way.is_empty() {
                 return Ok(Err(in_the_way));
             }
             cut(&mut held, session, wanted.owner, wanted.start, wanted.end);
-            insert(&mut held, session, wanted);
+            insert(&mut held, session, *wanted);
             if held.len() > LOCKS_MAX {
                 return Err(Error::TooLarge { what: "number of locks on a file", max: LOCKS_MAX as u64 });
             }
@@ -118,16 +167,24 @@ impl View {
                 write(txn, &key, &held)?;
             }
             Ok(Ok(()))
-        })?;
-        match taken {
-            Err(in_the_way) => Ok(Locking::Blocked(in_the_way)),
-            Ok(()) if live => match self.getattr(node) {
-                Ok(attr) => Ok(Locking::Held(Some(attr))),
-                Err(Error::NotFound { .. }) => Ok(Locking::Held(None)),
-                Err(error) => Err(error),
-            },
-            Ok(()) => Ok(Locking::Held(None)),
+        })
+    }
+
+    /// Ends the sessions of those holders whose processes are dead. Returns whether there were any.
+    fn take_over_dead(&self, holders: &[Held]) -> Result<bool> {
+        let own = self.shared.session.id();
+        let mut others: Vec<u64> =
+            holders.iter().map(|held| held.session).filter(|other| *other != own).collect();
+        others.sort_unstable();
+        others.dedup();
+        if others.is_empty() || !self.shared.holders_asked.is_due() {
+            return Ok(false);
         }
+        let mut any = false;
+        for other in others {
+            any |= self.shared.end_if_dead(other)?;
+        }
+        Ok(any)
     }
 
     /// Gives up what an owner has locked between two bytes, both included. Returns whether there was
@@ -153,13 +210,8 @@ impl View {
         let key = keys::lock(self.volume, node.to_u64());
         self.shared.meta.view(|txn| {
             let mut held = read(txn, &key)?;
-            Ok(in_the_way(txn, &mut held, session, &wanted)?.first().copied())
+            Ok(in_the_way(txn, &mut held, session, &wanted)?.first().map(|held| held.blocks(session)))
         })
-    }
-
-    /// Asks for the locks of dead processes to be taken away soon.
-    pub(crate) fn look_for_dead_holders(&self) {
-        self.shared.collector.wake();
     }
 }
 
@@ -176,15 +228,14 @@ fn in_the_way(
     held: &mut Vec<Held>,
     session: u64,
     wanted: &FileLock,
-) -> Result<Vec<Blocker>> {
+) -> Result<Vec<Held>> {
     let mut gone = Vec::new();
     let mut found = Vec::new();
     for other in held.iter().filter(|other| other.is_in_the_way_of(session, wanted)) {
-        let is_local = other.session == session;
-        if !is_local && txn.get(&keys::session(other.session))?.is_none() {
+        if other.session != session && txn.get(&keys::session(other.session))?.is_none() {
             gone.push(other.session);
         } else {
-            found.push(Blocker { lock: other.lock, is_local });
+            found.push(*other);
         }
     }
     held.retain(|other| !gone.contains(&other.session));

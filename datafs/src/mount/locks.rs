@@ -24,8 +24,6 @@ use crate::fs::{Attr, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Lo
 /// make wake the waiting as well, so this only bounds what is missed.
 const RETRY_FIRST: Duration = Duration::from_millis(1);
 const RETRY_LAST: Duration = Duration::from_millis(50);
-/// How often the locks of dead processes are looked for while somebody waits.
-const DEAD_HOLDERS_EVERY: Duration = Duration::from_secs(1);
 /// The kernel tells of the end of an open file, which ends its `flock`, after `close` has returned: who
 /// does not want to wait gets this much time for it nevertheless.
 const CLOSING_TIME: Duration = Duration::from_millis(10);
@@ -367,7 +365,6 @@ fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
 fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
     let mut pause = RETRY_FIRST;
     let mut news = 0;
-    let mut looked = Instant::now();
     while let (Some(locks), Some(handles)) = (locks.upgrade(), handles.upgrade()) {
         let queue = {
             let mut state = locks.state.lock();
@@ -393,10 +390,6 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
         let waiting = break_circles(waiting);
         if waiting.is_empty() {
             continue;
-        }
-        if looked.elapsed() >= DEAD_HOLDERS_EVERY {
-            looked = Instant::now();
-            handles.view.look_for_dead_holders();
         }
         let mut state = locks.state.lock();
         // Those who came meanwhile are behind those who waited before.

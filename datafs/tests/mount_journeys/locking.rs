@@ -17,7 +17,7 @@ fn done(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-fn fcntl(file: &File, kind: i32, start: i64, len: i64, wait: bool) -> io::Result<()> {
+pub(crate) fn fcntl(file: &File, kind: i32, start: i64, len: i64, wait: bool) -> io::Result<()> {
     // SAFETY: a lock record is plain numbers; the descriptor is open and the record lives.
     unsafe {
         let mut lock: libc::flock = std::mem::zeroed();
@@ -26,7 +26,7 @@ fn fcntl(file: &File, kind: i32, start: i64, len: i64, wait: bool) -> io::Result
     }
 }
 
-fn flock(file: &File, how: i32) -> io::Result<()> {
+pub(crate) fn flock(file: &File, how: i32) -> io::Result<()> {
     // SAFETY: the descriptor is open.
     done(unsafe { libc::flock(file.as_raw_fd(), how) })
 }

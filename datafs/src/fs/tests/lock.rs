@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::{Config, Datafs, OpenFlags, Owner};
+use crate::{Config, Datafs, OpenFlags, Owner, session};
 
 const NOBODY: Owner = Owner { uid: 0, gid: 0 };
 
@@ -64,6 +64,31 @@ fn locks_go_with_their_session() {
     assert!(is_held(other.lock(node, lock(1, true, 1, 1)).unwrap()));
     drop((three, other));
     assert!(is_held(view.lock(node, lock(2, true, 1, 1)).unwrap()));
+}
+
+#[test]
+fn who_finds_the_lock_of_a_dead_process_in_the_way_takes_it_and_the_rest_is_collected() {
+    let home = tempfile::tempdir().unwrap();
+    let (_one, view) = open(home.path());
+    let (two, other) = open(home.path());
+    let node = view.root();
+    for byte in 0..2 {
+        assert!(is_held(other.lock(node, lock(1, true, byte, byte)).unwrap()));
+    }
+    two.shared.session.lose_lock();
+    assert!(is_held(view.lock(node, lock(1, true, 0, 0)).unwrap()));
+    assert_eq!(view.lock_in_the_way(node, lock(1, true, 1, 1)).unwrap(), None);
+    view.unlock(node, lock(1, true, 0, 0).owner, 0, LOCK_END_MAX).unwrap();
+    assert_eq!(session::files(&view.shared.sessions_dir).unwrap().len(), 2);
+    view.shared.collect().unwrap();
+    assert_eq!(session::files(&view.shared.sessions_dir).unwrap(), [view.shared.session.id()]);
+    let left = view.shared.meta.view(|txn| {
+        let all = |prefix: Vec<u8>, txn: &mut dyn ReadTxn| {
+            txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, 10)
+        };
+        Ok((all(keys::all_locks(), txn)?, all(keys::sessions_in_cleanup(), txn)?))
+    });
+    assert_eq!(left.unwrap(), (Vec::new(), Vec::new()));
 }
 
 #[test]
