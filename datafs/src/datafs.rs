@@ -277,8 +277,9 @@ impl FreshObject {
         self.settled = true;
     }
 
-    /// Nobody knows whether a commit points at it: it stays until the session is cleaned up.
-    pub(crate) fn abandon(mut self) {
+    /// Nobody knows whether a commit points at it: it stays until the session is cleaned up. A commit that
+    /// is going to point at it, perhaps once more, still has to require [`FreshObject::prerequisite`].
+    pub(crate) fn abandon(&mut self) {
         self.shared.session.leave_unclean();
         self.settled = true;
     }

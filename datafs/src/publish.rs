@@ -83,7 +83,8 @@ impl StagedWriter {
             }
             none => {
                 let mut object = self.view.shared.pool.writer(self.view.codec())?;
-                object.append(&std::mem::take(&mut self.head))?;
+                object.append(&self.head)?;
+                self.head = Vec::new();
                 none.insert(object)
             }
         };
@@ -209,7 +210,10 @@ impl View {
         let unknown = result.as_ref().is_err_and(|error| !error.is_definite());
         if result.is_ok() || unknown {
             for step in publish.steps {
-                if let Step::File { staged: StagedFile { content: Content::Object(object), .. }, .. } = step {
+                if let Step::File {
+                    staged: StagedFile { content: Content::Object(mut object), .. }, ..
+                } = step
+                {
                     if unknown { object.abandon() } else { object.settle() }
                 }
             }

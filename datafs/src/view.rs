@@ -304,7 +304,8 @@ impl View {
                 Ok(result)
             })
         });
-        if watched && result.is_ok() {
+        // A commit of which nobody knows may have taken place.
+        if watched && result.as_ref().err().is_none_or(|error| !error.is_definite()) {
             self.shared.watchers.tell(self.volume, self.writer, changed);
         }
         result

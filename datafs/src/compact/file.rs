@@ -121,7 +121,7 @@ fn rewrite(
     old: &Old,
     report: &mut CompactReport,
 ) -> Result<bool> {
-    let Some((object, new)) = copy(shared, volume, old)? else {
+    let Some((mut object, new)) = copy(shared, volume, old)? else {
         report.conflicts += 1;
         return Ok(false);
     };

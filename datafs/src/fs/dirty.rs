@@ -312,11 +312,10 @@ impl Dirty {
         std::mem::take(&mut self.bytes)
     }
 
-    /// A commit failed and nobody knows whether it took place: the objects must stay.
+    /// A commit failed and nobody knows whether it took place: the objects must stay. The next one points
+    /// at them again, and they may not be durable yet.
     pub(crate) fn outcome_unknown(&mut self) {
-        for object in self.objects.drain(..) {
-            object.abandon();
-        }
+        self.objects.iter_mut().for_each(FreshObject::abandon);
     }
 }
 

@@ -685,7 +685,9 @@ impl Shared {
         if let Err(error) = self.engine.sync_log() {
             // What the system could not write it may have forgotten: a second try proves nothing.
             self.fail(&error);
-            return Err(error);
+            // Not the error itself: of a full disk it would say that nothing was changed, and what the
+            // commit points at would be deleted.
+            return self.state.lock().check(self);
         }
         metrics::METADATA_SYNCS.inc();
         self.turn.synced(committed);

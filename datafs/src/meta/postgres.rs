@@ -411,6 +411,20 @@ fn by_key(pairs: &[Pair]) -> HashMap<&[u8], Arc<[u8]>> {
     pairs.iter().map(|(key, value)| (key.as_slice(), value.as_slice().into())).collect()
 }
 
+/// What the flush after a commit that took place has failed with: never an error that says that nothing
+/// was changed, or what the commit points at would be deleted.
+fn of_the_flush(error: Error) -> Error {
+    if !error.is_definite() {
+        return error;
+    }
+    let place = match &error {
+        Error::Busy { place, .. } | Error::NoSpace { place, .. } => place.clone(),
+        _ => "the server".to_owned(),
+    };
+    let source = format!("it is committed, and not known to survive a crash of the server: {error}");
+    Error::Metadata { place, source: source.into() }
+}
+
 enum PrepareError {
     Fault(Fault),
     Format(Error),
@@ -442,7 +456,7 @@ impl Engine for Postgres {
         self.shared.commit(&mut |txn| body(txn))?;
         match durability {
             Durability::Relaxed => Ok(()),
-            Durability::Durable => self.sync(),
+            Durability::Durable => self.sync().map_err(of_the_flush),
         }
     }
 

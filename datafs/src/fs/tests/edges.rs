@@ -309,3 +309,26 @@ fn the_last_handle_leaves_nothing_uncommitted() {
         drop(kept);
     }
 }
+
+#[test]
+fn what_was_not_synced_is_synced_before_the_next_attempt_to_commit_it() {
+    let (home, datafs, view) = setup();
+    let (attr, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
+    let bytes = vec![7; 600_000];
+    file.write_at(0, &bytes).unwrap();
+    let open_inode = datafs.shared.open.get(view.volume, attr.node.ino).unwrap();
+    {
+        let mut dirty = open_inode.dirty.lock();
+        dirty.seal(&datafs.shared, view.codec()).unwrap();
+        assert_eq!(dirty.prerequisites().count(), 1);
+        // The metadata were away, before anything was synced.
+        dirty.outcome_unknown();
+        assert_eq!(dirty.prerequisites().count(), 1, "the next commit points at it all the same");
+    }
+    file.fsync().unwrap();
+    drop((file, open_inode, view, datafs));
+    let datafs = open(home.path());
+    datafs.gc().unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    assert!(view.read_file("f").unwrap() == bytes);
+}

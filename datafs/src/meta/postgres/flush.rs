@@ -42,7 +42,9 @@ impl Shared {
                 return Ok(());
             }
             if state.running {
-                self.flush.ended.wait(&mut state);
+                if self.flush.ended.wait_until(&mut state, deadline).timed_out() {
+                    return Err(Fault::TakenBack("another flush has not ended".into()));
+                }
                 continue;
             }
             state.running = true;

@@ -43,6 +43,19 @@ fn postgres_passes_the_suite() {
     assert_eq!(server.sql(&format!("SELECT count(*) FROM {schema}.clients")), "0");
 }
 
+#[test]
+fn a_flush_that_fails_does_not_say_that_nothing_was_committed() {
+    let place = || "a server".to_owned();
+    for error in [
+        Error::Busy { place: place(), waited_ms: 7 },
+        Error::NoSpace { place: place(), quota: false },
+        Error::Failed { place: place(), cause: "lost".into() },
+    ] {
+        let told = super::of_the_flush(error);
+        assert!(!told.is_definite() && !told.is_retryable(), "{told:?}");
+    }
+}
+
 fn client() -> u64 {
     let mut bytes = [0; 8];
     let mut source = std::fs::File::open("/dev/urandom").unwrap();

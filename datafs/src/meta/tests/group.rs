@@ -227,6 +227,21 @@ fn a_commit_that_fails_for_good_is_told_to_everybody() {
     assert_eq!(all.iter().map(|(key, _)| key.as_slice()).collect::<Vec<_>>(), [b"xa", b"xd"]);
 }
 
+#[test]
+fn a_sync_that_fails_does_not_say_that_nothing_was_committed() {
+    let dir = tempfile::tempdir().unwrap();
+    let meta = metadata(dir.path());
+    meta.transact(Durability::Durable, |txn| txn.put(b"xa", b"1")).unwrap();
+    let (log, aside) = (dir.path().join("meta.sqlite-wal"), dir.path().join("aside"));
+    std::fs::rename(&log, &aside).unwrap();
+    std::os::unix::fs::symlink(&log, &log).unwrap();
+    let failed = meta.transact(Durability::Durable, |txn| txn.put(b"xb", b"1")).unwrap_err();
+    assert!(matches!(failed, Error::Failed { .. }) && !failed.is_definite(), "{failed}");
+    std::fs::rename(&aside, &log).unwrap();
+    drop(meta);
+    assert!(metadata(dir.path()).view(|txn| txn.get(b"xb")).unwrap().is_some());
+}
+
 /// Counts, and notes whether what required it was committed already.
 #[derive(Debug)]
 struct Data {
