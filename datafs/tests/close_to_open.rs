@@ -31,7 +31,8 @@ const CHECKED: u64 = 6_000;
 const COUNT: &str = "MILLRACE_OPENS";
 const SEED: &str = "MILLRACE_SEED";
 
-fn number(variable: &str, otherwise: u64) -> u64 {
+/// A number that a variable of the environment asks for.
+pub(crate) fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 

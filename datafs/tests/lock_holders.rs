@@ -17,8 +17,8 @@ use millrace_datafs::{
 };
 
 use crate::child;
+use crate::engine::{self, Engine};
 use crate::mount_journeys::locking::{fcntl, flock};
-use crate::postgres::server::Server;
 
 const PLACES: u64 = 3;
 /// Times that each of those who contend takes its lock.
@@ -29,18 +29,10 @@ const DEATHS: u64 = 3;
 const LEASE: Duration = Duration::from_secs(6);
 /// Longest wait for what has to come, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
-const URL: &str = "MILLRACE_TEST_META_URL";
-const SCHEMA: &str = "MILLRACE_TEST_META_SCHEMA";
 const FAMILIES: [LockFamily; 2] = [LockFamily::Fcntl, LockFamily::Flock];
 
 fn config() -> Config {
-    let mut config = Config { session_lease_ms: LEASE.as_millis() as u64, ..Config::default() };
-    if let Ok(url) = std::env::var(URL) {
-        config.meta_url = Some(url.into());
-        config.meta_schema = std::env::var(SCHEMA).unwrap();
-        config.meta_connections_max = 4;
-    }
-    config
+    Config { session_lease_ms: LEASE.as_millis() as u64, ..engine::inherited() }
 }
 
 /// The file whose locks are wanted.
@@ -242,11 +234,11 @@ impl Drop for Running {
 struct Scene {
     servers: Vec<Option<Running>>,
     dir: tempfile::TempDir,
-    engine: Option<(String, String)>,
+    engine: Engine,
 }
 
 impl Scene {
-    fn new(engine: Option<(String, String)>, mounted: bool) -> Scene {
+    fn new(engine: Engine, mounted: bool) -> Scene {
         let dir = tempfile::tempdir().unwrap();
         let mut scene = Scene { servers: Vec::new(), dir, engine };
         let mut maker = scene.child("maker", "lock_holders::maker", 0);
@@ -260,9 +252,7 @@ impl Scene {
 
     fn child(&self, what: &'static str, function: &str, argument: u64) -> Running {
         let mut command = child::command(function, self.dir.path(), argument);
-        if let Some((url, schema)) = &self.engine {
-            command.env(URL, url).env(SCHEMA, schema);
-        }
+        self.engine.tell(&mut command);
         Running::start(what, command)
     }
 
@@ -286,7 +276,7 @@ impl Scene {
 
     /// How long a holder lives, so that whoever would take its lock from it has tried to.
     fn hold_for(&self) -> Duration {
-        if self.engine.is_some() { LEASE * 5 / 4 } else { Duration::from_millis(1_200) }
+        if self.engine.is_server() { LEASE * 5 / 4 } else { Duration::from_millis(1_200) }
     }
 
     fn others_get_what_the_dead_have_held(&mut self, deaths: u64) {
@@ -328,29 +318,27 @@ fn maker() {
 
 #[test]
 fn others_get_the_locks_of_a_dead_process_through_the_library() {
-    Scene::new(None, false).others_get_what_the_dead_have_held(DEATHS);
+    Scene::new(Engine::sqlite(), false).others_get_what_the_dead_have_held(DEATHS);
 }
 
 #[test]
 fn others_get_the_locks_of_a_dead_process_or_mount_through_three_mounts() {
     if let Some(()) = mountable() {
-        Scene::new(None, true).others_get_what_the_dead_have_held(DEATHS);
+        Scene::new(Engine::sqlite(), true).others_get_what_the_dead_have_held(DEATHS);
     }
 }
 
 #[test]
 fn others_get_the_locks_of_a_dead_process_through_the_library_on_postgres() {
-    let Some(server) = Server::shared() else { return };
-    let engine = (server.url(), server.new_schema());
-    Scene::new(Some(engine), false).others_get_what_the_dead_have_held(1);
+    let Some(engine) = Engine::postgres() else { return };
+    Scene::new(engine, false).others_get_what_the_dead_have_held(1);
 }
 
 #[test]
 fn others_get_the_locks_of_a_dead_process_or_mount_through_three_mounts_on_postgres() {
     let Some(()) = mountable() else { return };
-    let Some(server) = Server::shared() else { return };
-    let engine = (server.url(), server.new_schema());
-    Scene::new(Some(engine), true).others_get_what_the_dead_have_held(2);
+    let Some(engine) = Engine::postgres() else { return };
+    Scene::new(engine, true).others_get_what_the_dead_have_held(2);
 }
 
 /// `None`, and the reason on standard error, where mounting is not permitted.
