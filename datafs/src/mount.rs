@@ -16,7 +16,7 @@
 //! set-user-ID and set-group-ID bits of the file.
 //!
 //! Not here: what the file system *means* (that is the view), `O_TMPFILE` (EOPNOTSUPP: the FUSE library
-//! does not know it).
+//! does not know it; [`View::create_unnamed`] does).
 
 mod adapter;
 mod ahead;

@@ -31,9 +31,10 @@ impl View {
         Ok(self.attr_of(node, &inode))
     }
 
-    /// Refuses a file of which this process knows neither a name nor, as it is not open here, anything else.
+    /// Refuses a file without a name, unless this process has it open. Of a snapshot nobody has one.
     fn check_reachable(&self, node: Node, inode: &Inode) -> Result<()> {
-        if inode.nlink == 0 && node.is_live() && self.shared.open.get(self.volume, node.ino).is_none() {
+        let is_open = || node.is_live() && self.shared.open.get(self.volume, node.ino).is_some();
+        if inode.nlink == 0 && !is_open() {
             return Err(Error::not_found(format!("inode {}", node.ino)));
         }
         Ok(())

@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout};
 use super::dirty::Dirty;
-use super::open_table::{OpenInode, Unflushed};
+use super::open_table::{Naming, OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::{drop_capabilities, without_privileges};
@@ -18,7 +18,7 @@ use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
-use crate::meta::inode::Timestamp;
+use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::references::References;
 use crate::meta::versioned::Reader;
 use crate::view::View;
@@ -75,7 +75,7 @@ impl View {
         }
         let file = OpenFile::register(self, node, flags);
         let inode = self.read(node, |reader| tree::inode(reader, node.ino))?;
-        check_file(node, inode.kind)?;
+        check_file(node, &inode)?;
         if let Some(open) = &file.live {
             if inode.nlink > 0 {
                 open.has_name();
@@ -104,7 +104,7 @@ impl OpenFile {
     pub(crate) fn of_snapshot(view: &View, node: Node) -> Result<OpenFile> {
         let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, node.ino);
         let (inode, whole) = view.read(node, find)?;
-        check_file(node, inode.kind)?;
+        check_file(node, &inode)?;
         Ok(OpenFile::known(view, node, whole))
     }
 
@@ -124,6 +124,11 @@ impl OpenFile {
         if let Some(open) = &self.live {
             open.has_name();
         }
+    }
+
+    /// The inode as this process has it open, unless it is in a snapshot.
+    pub(super) fn open_inode(&self) -> Option<&OpenInode> {
+        self.live.as_deref()
     }
 
     /// The view that it was opened in.
@@ -368,8 +373,10 @@ impl OpenFile {
     }
 }
 
-fn check_file(node: Node, kind: FileKind) -> Result<()> {
-    match kind {
+fn check_file(node: Node, inode: &Inode) -> Result<()> {
+    match inode.kind {
+        // No name of the snapshot leads to it.
+        _ if inode.nlink == 0 && !node.is_live() => Err(Error::not_found(format!("inode {}", node.ino))),
         FileKind::File => Ok(()),
         FileKind::Directory => Err(Error::IsADirectory { what: format!("inode {}", node.ino) }),
         _ => Err(Error::Invalid(format!("inode {} is no regular file", node.ino))),
@@ -385,8 +392,10 @@ impl Drop for OpenFile {
     fn drop(&mut self) {
         let Some(open) = &self.live else { return };
         let shared = &self.view.shared;
+        let may_be_read =
+            || open.naming() != Naming::Unnamed && (!open.is_orphan() || shared.others_may_have_open());
         if self.flags.write
-            && (!open.is_orphan() || shared.others_may_have_open())
+            && may_be_read()
             && let Err(error) = self.flush()
         {
             tracing::error!(

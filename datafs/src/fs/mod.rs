@@ -8,6 +8,8 @@
 //!  - each operation on names is one metadata transaction: it happened or it did not;
 //!  - what was written through an open file is visible to this process at once, to others after a
 //!    flush, and survives a power failure after an fsync that returned `Ok`;
+//!  - a file that is made without a name goes with its last close, or with whoever made it, unless it was
+//!    given one;
 //!  - a file that is unlinked or replaced while it is open, here or in another process, stays readable and
 //!    writable until the last close.
 
@@ -28,6 +30,7 @@ pub(crate) mod path;
 mod rename;
 pub(crate) mod tree;
 pub(crate) mod types;
+mod unnamed;
 mod whole_directory;
 pub(crate) mod xattr;
 

@@ -11,6 +11,17 @@ use super::types::Attr;
 use super::xattr::without_privileges;
 use crate::meta::inode::Timestamp;
 
+/// What is known of the names of an open inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Naming {
+    /// It has a name, or had one; or nothing is known of it yet.
+    Usual,
+    /// It was made without one here and has never had one, so that nobody else has it open.
+    Unnamed,
+    /// It was made without one here, and what became of that or of giving it one is not known.
+    Unsure,
+}
+
 /// An inode of the live tree that is open.
 #[derive(Debug)]
 pub(crate) struct OpenInode {
@@ -23,6 +34,7 @@ pub(crate) struct OpenInode {
     orphan: AtomicBool,
     /// It had a name once it was open.
     had_name: AtomicBool,
+    naming: Mutex<Naming>,
     /// Extents that were committed since it was opened.
     scattered: AtomicUsize,
 }
@@ -74,6 +86,21 @@ impl OpenInode {
     /// Whether it had a name since it is open, so that it may be opened again without one.
     pub(crate) fn had_name(&self) -> bool {
         self.had_name.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn naming(&self) -> Naming {
+        *self.naming.lock()
+    }
+
+    /// It was made without a name: an orphan from the beginning.
+    pub(crate) fn is_born_unnamed(&self) {
+        *self.naming.lock() = Naming::Unnamed;
+        self.orphan.store(true, Ordering::Release);
+    }
+
+    /// Whether it was made without a name is not known, nor may it ever be.
+    pub(crate) fn may_be_unnamed(&self) {
+        *self.naming.lock() = Naming::Unsure;
     }
 
     /// Counts extents that were committed; returns how many there were since it was opened.
@@ -150,6 +177,7 @@ impl OpenTable {
                 unflushed: Mutex::new(None),
                 orphan: AtomicBool::new(false),
                 had_name: AtomicBool::new(false),
+                naming: Mutex::new(Naming::Usual),
                 scattered: AtomicUsize::new(0),
             }),
             handles: 0,
@@ -188,8 +216,9 @@ impl OpenTable {
     }
 }
 
-/// Inodes whose last names a transaction takes. From the moment in which it decides what becomes of them
-/// until after its commit nobody else opens or closes them; everything else goes on.
+/// Inodes whose last names a transaction takes, or one that it gives its first name. From the moment in
+/// which it decides what becomes of them until after its commit nobody else opens or closes them;
+/// everything else goes on.
 #[derive(Debug, Default)]
 pub(crate) struct LastNames<'a> {
     table: Option<&'a OpenTable>,
@@ -211,6 +240,18 @@ impl<'a> LastNames<'a> {
         self.end(|open, key| {
             if let Some(entry) = open.get(key) {
                 entry.inode.orphan.store(true, Ordering::Release);
+            }
+        });
+    }
+
+    /// The transaction that gave them names was committed; or may have been, unless that is `known`.
+    pub(crate) fn named(&mut self, known: bool) {
+        self.end(|open, key| {
+            if let Some(Entry { inode, .. }) = open.get(key) {
+                inode.has_name();
+                *inode.naming.lock() = if known { Naming::Usual } else { Naming::Unsure };
+                // One that has a name after all must not pass for what nobody else can have open.
+                inode.orphan.store(false, Ordering::Release);
             }
         });
     }

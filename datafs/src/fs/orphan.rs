@@ -12,6 +12,9 @@
 //! holder that died holds nothing; the orphans of a keeper that died are anybody's.
 //!
 //! A session that is alone removes a file with its last name, or with its last close.
+//!
+//! A file that is made without a name (`unnamed.rs`) is an orphan from the beginning, held by who made
+//! it. Nobody else can have it open, so nobody is asked.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::file::discard;
-use super::open_table::OpenInode;
+use super::open_table::{Naming, OpenInode};
 use super::tree::{self, Closing};
 use crate::compact::Compact;
 use crate::datafs::Shared;
@@ -134,14 +137,14 @@ impl Shared {
             return;
         }
         discard(self, open, &mut open.dirty.lock());
-        if !open.is_orphan() {
+        if !open.is_orphan() && open.naming() == Naming::Usual {
             if open.scatter(0) > Compact::default().extents_min {
                 self.compaction.note(open.volume, open.ino);
             }
-        } else if let Err(error) = self.let_go(open.volume, open.ino) {
+        } else if let Err(error) = self.let_go(open) {
             tracing::warn!(
                 inode = open.ino, %error,
-                "freeing an unlinked file; it is collected once this process has ended"
+                "freeing a file without a name; it is collected once this process has ended"
             );
         }
     }
@@ -152,8 +155,10 @@ impl Shared {
     }
 
     /// Gives an orphan up that this process had open.
-    fn let_go(&self, volume: u64, ino: u64) -> Result<()> {
+    fn let_go(&self, open: &OpenInode) -> Result<()> {
+        let (volume, ino) = (open.volume, open.ino);
         let (key, own) = (keys::orphan(volume, ino), self.session.id());
+        let was_named = open.naming() != Naming::Unnamed;
         let freed = self.meta.transact(Durability::Relaxed, |txn| {
             let Some(value) = txn.get(&key)? else { return Ok(true) };
             let mut orphan = Orphan::decode(&value)?;
@@ -164,7 +169,8 @@ impl Shared {
                 }
             }
             orphan.holders = holders;
-            let others_may_have_it = !orphan.holders.is_empty() || !session::is_alone(txn.as_read(), own)?;
+            let others_may_have_it =
+                !orphan.holders.is_empty() || (was_named && !session::is_alone(txn.as_read(), own)?);
             if others_may_have_it {
                 if orphan.holders.is_empty() {
                     orphan.keeper = own;

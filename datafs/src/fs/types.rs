@@ -164,7 +164,8 @@ pub struct OpenFlags {
     pub append: bool,
     /// Cut to nothing while opening; needs `write`.
     pub truncate: bool,
-    /// `create` only: fail with [`crate::Error::Exists`] when the name exists.
+    /// `create` only: fail with [`crate::Error::Exists`] when the name exists. With
+    /// [`crate::View::create_unnamed`]: the file never gets a name.
     pub exclusive: bool,
 }
 

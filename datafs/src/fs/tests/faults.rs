@@ -1,6 +1,7 @@
 //! The tests of the file-system semantics once more, with metadata that is hard to reach.
 
 use super::{extended, model, semantics};
+use crate::fs::unnamed::tests as unnamed;
 use crate::meta::faulty::{self, Fault, Faults, Place};
 
 /// What POSIX says, on whatever engine the thread's tests use.
@@ -38,6 +39,7 @@ fn everything_holds(faults: &std::sync::Arc<Faults>) {
     faulty::with(faults, || {
         semantics_hold();
         extended_semantics_hold();
+        unnamed::everything_but_deaths_holds();
         model::some_operations_agree_with_the_model(12);
     });
     assert!(faults.drawn() > 0);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::{faults, model, objects, open, rows, volume};
 use crate::config::Config;
 use crate::error::Error;
+use crate::fs::unnamed::tests as unnamed;
 use crate::meta::faulty::{self, Fault, Faults, Place};
 use crate::meta::postgres::tests::server::Server;
 use crate::publish::Publish;
@@ -65,6 +66,7 @@ fn semantics_hold_on_bad_connections_to_postgres() {
         faulty::with(&faults, || {
             faults::semantics_hold();
             faults::extended_semantics_hold();
+            unnamed::everything_but_deaths_holds();
             model::some_operations_agree_with_the_model(3);
         });
         assert!(faults.drawn() > 3);
@@ -82,6 +84,11 @@ fn unlinked_files_stay_for_others_on_postgres() {
 }
 
 #[test]
+fn files_without_a_name_hold_on_postgres() {
+    on_postgres(|_| unnamed::everything_but_deaths_holds());
+}
+
+#[test]
 fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
     on_postgres(|server| {
         let home = tempfile::tempdir().unwrap();
@@ -90,10 +97,11 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         let dead = open(home.path());
         let its_view = dead.view(&"v".parse().unwrap()).unwrap();
         its_view.write_file("kept", &[1; 10_000]).unwrap();
+        let unnamed = unnamed::make(&its_view);
         let mut staged = its_view.stage().unwrap();
         staged.append(&[3; 10_000]).unwrap();
         let staged = staged.finish().unwrap();
-        assert_eq!((objects(home.path()), rows(&datafs, b'p')), (2, 2));
+        assert_eq!((objects(home.path()), rows(&datafs, b'p'), rows(&datafs, b'o')), (2, 2, 1));
         // While its lease holds, nothing of it is touched.
         assert_eq!(datafs.gc().unwrap().sessions, 0);
         let (schema, session) = (schema_of(home.path()), dead.shared.session.id());
@@ -101,12 +109,13 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
             "UPDATE {schema}.clients SET seen = now() - interval '1 hour' WHERE client = {session}"
         ));
         let report = datafs.gc().unwrap();
-        assert_eq!((report.sessions, report.objects), (1, 1));
-        assert_eq!((objects(home.path()), rows(&datafs, b'p')), (1, 1));
+        assert_eq!((report.sessions, report.objects, report.inodes), (1, 1, 1));
+        assert_eq!((objects(home.path()), rows(&datafs, b'p'), rows(&datafs, b'o')), (1, 1, 0));
         assert_eq!(view.read_file("kept").unwrap(), vec![1; 10_000]);
         // It lives after all, but cannot publish what is gone.
         let late = its_view.publish(Publish::new().file("late", staged));
         assert!(matches!(late, Err(Error::Stale { .. })), "{late:?}");
+        assert!(unnamed.link(its_view.root(), "late".as_ref()).unwrap_err().is_not_found());
         assert!(view.stat("late").unwrap_err().is_not_found());
     });
 }

@@ -50,6 +50,8 @@ pub(super) enum Body {
 pub(super) struct Inode {
     pub(super) body: Body,
     pub(super) nlink: u32,
+    /// It was made without a name and has had none yet; whether it may get one.
+    pub(super) unnamed: Option<bool>,
     pub(super) mode: u32,
     pub(super) xattrs: BTreeMap<String, Vec<u8>>,
 }
@@ -61,10 +63,15 @@ pub(super) struct Tree {
     next: u64,
 }
 
+impl Inode {
+    fn new(body: Body, mode: u32) -> Inode {
+        Inode { body, nlink: 0, unnamed: None, mode, xattrs: BTreeMap::new() }
+    }
+}
+
 impl Tree {
     pub(super) fn new() -> Tree {
-        let root =
-            Inode { body: Body::Directory(BTreeMap::new()), nlink: 2, mode: 0o755, xattrs: BTreeMap::new() };
+        let root = Inode { nlink: 2, ..Inode::new(Body::Directory(BTreeMap::new()), 0o755) };
         Tree { inodes: BTreeMap::from([(ROOT, root)]), keys: BTreeMap::new(), next: 1 }
     }
 
@@ -145,13 +152,32 @@ impl Tree {
     }
 
     pub(super) fn add(&mut self, place: (u64, &str), body: Body, mode: u32) -> u64 {
+        let directory = u32::from(matches!(body, Body::Directory(_)));
+        let ino = self.insert(Inode { nlink: directory, ..Inode::new(body, mode) });
+        self.inodes.get_mut(&place.0).unwrap().nlink += directory;
+        self.link(ino, place);
+        ino
+    }
+
+    /// A file without a name.
+    pub(super) fn add_unnamed(&mut self, may_get_one: bool, mode: u32) -> u64 {
+        let file = Inode::new(Body::File(Vec::new()), mode);
+        self.insert(Inode { unnamed: Some(may_get_one), ..file })
+    }
+
+    fn insert(&mut self, inode: Inode) -> u64 {
         let ino = self.next;
         self.next += 1;
-        let directory = u32::from(matches!(body, Body::Directory(_)));
-        self.inodes.insert(ino, Inode { body, nlink: 1 + directory, mode, xattrs: BTreeMap::new() });
-        self.inodes.get_mut(&place.0).unwrap().nlink += directory;
-        self.children_mut(place.0).insert(place.1.to_owned(), ino);
+        self.inodes.insert(ino, inode);
         ino
+    }
+
+    /// One more name.
+    pub(super) fn link(&mut self, ino: u64, (parent, name): (u64, &str)) {
+        self.children_mut(parent).insert(name.to_owned(), ino);
+        let inode = self.inodes.get_mut(&ino).unwrap();
+        inode.nlink += 1;
+        inode.unnamed = None;
     }
 
     /// Takes a name away, not what it stood for.

@@ -2,7 +2,7 @@
 
 use super::check::{assert_bytes, compare};
 use super::step::{How, Op, SLOTS};
-use super::world::{World, snapshot, walk};
+use super::world::{World, place, snapshot, walk};
 use crate::error::{Error, Result};
 use crate::fs::tests::reference::{Fail, kind_of};
 use crate::fs::{Allocate, OpenFile, OpenFlags, SetAttr};
@@ -177,6 +177,7 @@ impl World {
                 }
             }
             Op::Write { slot, .. }
+            | Op::Name(slot, _)
             | Op::Read { slot, .. }
             | Op::SetLen(slot, _)
             | Op::Allocate { slot, .. }
@@ -234,6 +235,24 @@ impl World {
                     bytes[start.min(size)..end.min(size)].fill(0);
                 }
                 assert_eq!(attr.size, bytes.len() as u64);
+            }
+            Op::Name(_, path) => {
+                let view = self.session(actor).view.clone();
+                let real = place(&view, path).and_then(|(parent, name)| file.link(parent, name));
+                let model = self.tree.place(path).and_then(|_| {
+                    let inode = &self.tree.inodes[&ino];
+                    let may_get_one = inode.nlink > 0 || inode.unnamed == Some(true);
+                    if may_get_one { self.tree.free(path) } else { Err(Fail::NotFound) }
+                });
+                // What was written comes with the first name, and is not taken back with it.
+                if self.tree.place(path).is_ok() && self.tree.inodes[&ino].unnamed.is_some() {
+                    self.flush(actor, ino);
+                }
+                let attr = compare(real, model.map(drop));
+                if let Ok(place) = model {
+                    self.tree.link(ino, place);
+                    assert_eq!(attr.unwrap().nlink, self.tree.inodes[&ino].nlink);
+                }
             }
             Op::Flush(_, durable) => {
                 if *durable {

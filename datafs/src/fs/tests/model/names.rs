@@ -20,6 +20,9 @@ impl World {
         let view = self.session(actor).view.clone();
         match op {
             Op::Create { path, exclusive, slot } => self.create(actor, path, *exclusive, *slot),
+            Op::CreateUnnamed { directory, exclusive, slot } => {
+                self.create_unnamed(actor, directory, *exclusive, *slot);
+            }
             Op::Mkdir(path) => {
                 let real =
                     place(&view, path).and_then(|(parent, name)| view.mkdir(parent, name, 0o755, owner()));
@@ -84,9 +87,8 @@ impl World {
                     Ok((ino, self.tree.free(to)?))
                 });
                 compare(real, model.map(drop));
-                if let Ok((ino, (parent, name))) = model {
-                    self.tree.children_mut(parent).insert(name.to_owned(), ino);
-                    self.tree.inodes.get_mut(&ino).unwrap().nlink += 1;
+                if let Ok((ino, place)) = model {
+                    self.tree.link(ino, place);
                 }
             }
             Op::Chmod(path, mode) => {
@@ -233,6 +235,19 @@ impl World {
         }
         let place = (parent, NAMES[usize::from(*path.last().unwrap())]);
         self.tree.add(place, Body::File(vec![byte; len]), 0o644);
+    }
+
+    fn create_unnamed(&mut self, actor: usize, directory: &[u8], exclusive: bool, slot: usize) {
+        self.close(actor, slot);
+        let view = self.session(actor).view.clone();
+        let flags = OpenFlags { exclusive, ..OpenFlags::READ_WRITE };
+        let real = walk(&view, directory).and_then(|node| view.create_unnamed(node, 0o640, owner(), flags));
+        let model = self.tree.find(directory).and_then(|ino| self.tree.children(ino).map(drop));
+        let Some((attr, file)) = compare(real, model) else { return };
+        assert_eq!((attr.nlink, attr.size), (0, 0));
+        let ino = self.tree.add_unnamed(!exclusive, 0o640);
+        self.meet(ino, attr.node);
+        self.session(actor).slots[slot] = Some(Handle::new(ino, file));
     }
 
     fn create(&mut self, actor: usize, path: &[u8], exclusive: bool, slot: Option<usize>) {

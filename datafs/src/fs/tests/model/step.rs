@@ -25,6 +25,14 @@ pub(super) enum Op {
         exclusive: bool,
         slot: Option<usize>,
     },
+    /// Makes a file without a name.
+    CreateUnnamed {
+        directory: Path,
+        exclusive: bool,
+        slot: usize,
+    },
+    /// Gives an open file a name, its first or one more.
+    Name(usize, Path),
     Mkdir(Path),
     Symlink(Path, u8),
     Mkfifo(Path),
@@ -182,7 +190,7 @@ impl Random {
     }
 
     fn op(&mut self) -> Op {
-        match self.0.random_range(0..130) {
+        match self.0.random_range(0..136) {
             0..7 => Op::Create {
                 path: self.path(),
                 exclusive: self.0.random(),
@@ -253,6 +261,12 @@ impl Random {
             123..125 => Op::Collect,
             125 => Op::SyncFolder,
             126..128 => Op::LookAtAll,
+            130..132 => Op::CreateUnnamed {
+                directory: if self.0.random() { Path::new() } else { self.path() },
+                exclusive: self.one_in(4),
+                slot: self.slot(),
+            },
+            132..136 => Op::Name(self.slot(), self.path()),
             128 if self.one_in(4) => Op::Fsck,
             128 => Op::Look(self.path()),
             _ if self.one_in(3) => Op::Reopen,

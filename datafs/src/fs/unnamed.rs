@@ -1,0 +1,135 @@
+//! Files that are made without a name (`O_TMPFILE`) and may get one later, whole.
+//!
+//! Such a file is an orphan (`orphan.rs`) from the transaction on that makes it: its record says that the
+//! session of its maker holds it. So it goes with the last close, or once that session is dead, and
+//! nothing else has to know of it. The transaction that gives it a name deletes the record.
+//!
+//! What tells it from a file that has lost its names is in its attributes: it never lost one.
+
+use std::ffi::OsStr;
+
+use super::acl;
+use super::file::OpenFile;
+use super::namespace::vacant;
+use super::open_table::{LastNames, Naming};
+use super::orphan::Orphan;
+use super::tree;
+use super::types::{Attr, FileKind, Node, OpenFlags, Owner};
+use crate::error::{Error, Result};
+use crate::failpoint;
+use crate::meta::engine::Durability;
+use crate::meta::inode::{Inode, Timestamp};
+use crate::meta::keys;
+use crate::meta::versioned::Writer;
+use crate::view::View;
+
+impl View {
+    /// Makes a file without a name and opens it, as `open` does with `O_TMPFILE`. Owner, mode and access
+    /// control list are what [`View::create`] in `directory` would give it; the directory itself does not
+    /// change. Nobody but this process can open it, and no snapshot has it. [`OpenFile::link`] gives it a
+    /// name, unless `flags.exclusive`. Without one it goes when the last handle is dropped, or, when the
+    /// process dies before, with the next collection of any other.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without `flags.write`; [`Error::NotADirectory`], [`Error::NotFound`] and
+    /// [`Error::ReadOnly`] as from [`View::create`].
+    pub fn create_unnamed(
+        &self,
+        directory: Node,
+        mode: u32,
+        owner: Owner,
+        flags: OpenFlags,
+    ) -> Result<(Attr, OpenFile)> {
+        let parent = self.writable(directory)?;
+        if !flags.write {
+            return Err(Error::Invalid("a file without a name has to be open for writing".into()));
+        }
+        let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
+        // Counted as open before it exists, as with a name.
+        let file = OpenFile::register(self, node, flags);
+        let made =
+            self.write(Durability::Relaxed, |writer| add(writer, parent, node.ino, mode, owner, flags));
+        failpoint::hit("unnamed-made");
+        if let Some(open) = file.open_inode() {
+            match &made {
+                Ok(_) => open.is_born_unnamed(),
+                Err(error) if !error.is_definite() => open.may_be_unnamed(),
+                Err(_) => {}
+            }
+        }
+        Ok((made?.attr(node), file))
+    }
+}
+
+/// Makes an inode without a name, and the record that says who holds it.
+fn add(
+    writer: &mut Writer<'_>,
+    parent: u64,
+    ino: u64,
+    mode: u32,
+    owner: Owner,
+    flags: OpenFlags,
+) -> Result<Inode> {
+    let directory = tree::directory(writer, parent)?;
+    let mut inode = tree::child_inode(&directory, FileKind::File, mode, owner);
+    inode.nlink = 0;
+    if flags.exclusive {
+        // As if it had had its last.
+        inode.lost_name();
+    }
+    acl::inherit(writer, (parent, &directory), ino, &mut inode, 0)?;
+    writer.put_new(&keys::attributes(ino), &inode.encode())?;
+    let (volume, session) = (writer.volume(), writer.session());
+    writer.txn().put(&keys::orphan(volume, ino), &Orphan::held_by(session).encode())?;
+    Ok(inode)
+}
+
+impl OpenFile {
+    /// Gives the file one more name, as [`View::link`], or its first one where [`View::create_unnamed`]
+    /// made it: `linkat` with `AT_EMPTY_PATH`. Before its first name, what was written is flushed, so that
+    /// whoever finds it finds the file whole. After [`OpenFile::fsync`] its contents are durable, and
+    /// after an [`OpenFile::fsync`] or [`View::fsync_dir`] that follows the name is as well.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] when there is such a name; [`Error::NotFound`] for a file that was made with
+    /// `exclusive` or has lost its last name. The file stays what it was then, and open.
+    pub fn link(&self, parent: Node, name: &OsStr) -> Result<Attr> {
+        let view = self.view();
+        if self.open_inode().is_none_or(|open| open.naming() == Naming::Usual) {
+            return view.link(self.node(), parent, name);
+        }
+        let parent = view.writable(parent)?;
+        self.flush()?;
+        let (table, ino) = (&view.shared.open, self.node().ino);
+        let mut naming = LastNames::default();
+        let named = view.write(Durability::Relaxed, |writer| {
+            naming.stay();
+            let mut inode = tree::inode(writer, ino)?;
+            let is_first = inode.nlink == 0;
+            if is_first && inode.names_version > 0 {
+                return Err(Error::not_found(format!("inode {ino}")));
+            }
+            let directory = vacant(writer, parent, name)?;
+            naming.add(table, view.volume, ino);
+            inode.nlink = tree::add_links(inode.nlink, 1)?;
+            inode.ctime = Timestamp::now();
+            tree::add_link(writer, (parent, directory), name, ino, &inode)?;
+            if is_first {
+                let volume = writer.volume();
+                writer.txn().delete(&keys::orphan(volume, ino))?;
+            }
+            Ok(inode)
+        });
+        failpoint::hit("unnamed-named");
+        match &named {
+            Ok(_) => naming.named(true),
+            Err(error) if !error.is_definite() => naming.named(false),
+            Err(_) => naming.stay(),
+        }
+        Ok(view.attr_of(self.node(), &named?))
+    }
+}
+
+#[cfg(test)]
+#[path = "tests/unnamed.rs"]
+pub(crate) mod tests;
