@@ -15,6 +15,7 @@
 //! then wait for a flush of the server's log, which all who wait share.
 
 mod batch;
+mod contact;
 mod fault;
 mod flush;
 mod follow;
@@ -37,6 +38,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use self::contact::Contact;
 use self::fault::Fault;
 use self::flush::Flush;
 use self::follow::Follower;
@@ -84,6 +86,7 @@ pub(crate) struct Shared {
     /// This process among the clients of the schema, not 0.
     client: i64,
     lease: Duration,
+    contact: Mutex<Contact>,
     /// Commits of this client so far.
     commits: AtomicI64,
     state: Mutex<State>,
@@ -120,6 +123,7 @@ impl Postgres {
             pool,
             client: session.cast_signed(),
             lease: options.lease,
+            contact: Mutex::new(Contact::new(Instant::now())),
             commits: AtomicI64::new(0),
             state: Mutex::new(State::new(Rows::new(options.cache_bytes_max))),
             landed: Condvar::new(),
@@ -478,7 +482,8 @@ impl Engine for Postgres {
             .pool
             .repeat(shared.pool.deadline(), |link, until| block_on(link.client.query(&text, &[]), until))
             .map_err(|fault| shared.error(fault))?;
-        Ok(Some(!rows.is_empty()))
+        let steady = shared.contact.lock().is_steady(Instant::now(), shared.lease);
+        Ok(Some(!rows.is_empty() || !steady))
     }
 
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {

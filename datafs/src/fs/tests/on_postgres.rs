@@ -106,7 +106,7 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         assert_eq!(datafs.gc().unwrap().sessions, 0);
         let (schema, session) = (schema_of(home.path()), dead.shared.session.id());
         server.sql(&format!(
-            "UPDATE {schema}.clients SET seen = now() - interval '1 hour' WHERE client = {session}"
+            "UPDATE {schema}.clients SET seen = now() - interval '1 hour', lease_ms = 1 WHERE client = {session}"
         ));
         let report = datafs.gc().unwrap();
         assert_eq!((report.sessions, report.objects, report.inodes), (1, 1, 1));
@@ -118,4 +118,28 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         assert!(unnamed.link(its_view.root(), "late".as_ref()).unwrap_err().is_not_found());
         assert!(view.stat("late").unwrap_err().is_not_found());
     });
+}
+
+#[test]
+fn no_lease_lapses_while_the_server_is_away() {
+    let Some(server) = Server::start(&["fsync=off"]) else { return };
+    let server = Arc::new(server);
+    SERVER.set(Some(Arc::clone(&server)));
+    let home = tempfile::tempdir().unwrap();
+    let (datafs, other) = (open(home.path()), open(home.path()));
+    let its_view = volume(&other);
+    let mut staged = its_view.stage().unwrap();
+    staged.append(&[3; 10_000]).unwrap();
+    let staged = staged.finish().unwrap();
+    // As it is after an hour without a server, before the other has come back to it.
+    let (schema, session) = (schema_of(home.path()), other.shared.session.id());
+    server.sql(&format!(
+        "UPDATE {schema}.clients SET seen = now() - interval '1 hour' WHERE client = {session}"
+    ));
+    server.stop();
+    server.resume();
+    assert_eq!(datafs.gc().unwrap().sessions, 0);
+    its_view.publish(Publish::new().file("kept", staged)).unwrap();
+    drop((datafs, its_view, other));
+    SERVER.set(None);
 }

@@ -186,7 +186,10 @@ impl Follow {
             }
             let Some(shared) = self.shared.upgrade() else { return };
             match self.step(&shared) {
-                Ok(()) => failing = false,
+                Ok(()) => {
+                    failing = false;
+                    shared.contact.lock().made(Instant::now(), shared.lease);
+                }
                 Err(fault) => {
                     if !failing {
                         tracing::warn!(

@@ -212,18 +212,26 @@ pub(super) fn renew(schema: &str, client: i64) -> String {
     format!("UPDATE {schema}.clients SET seen = now() WHERE client = {client} RETURNING true")
 }
 
-/// Whether a client is registered and has renewed its row in time, by the clock of the server.
+/// When a client was last heard of, by the clock of the server. While the server was away nobody
+/// could renew its row, so the time since it is back is all that counts.
+fn heard(schema: &str) -> String {
+    format!("greatest(seen, pg_postmaster_start_time(), (SELECT max(born) FROM {schema}.life))")
+}
+
+/// Whether a client is registered and has renewed its row in time, see [`heard`].
 pub(super) fn lives(schema: &str, client: i64) -> String {
+    let heard = heard(schema);
     format!(
-        "SELECT 1 FROM {schema}.clients WHERE client = {client} AND seen > now() - lease_ms * interval '1 ms'"
+        "SELECT 1 FROM {schema}.clients WHERE client = {client} AND {heard} > now() - lease_ms * interval '1 ms'"
     )
 }
 
 /// Forgets commits before `horizon`, and clients that are gone for long.
 pub(super) fn trim(schema: &str, horizon: i64) -> String {
+    let heard = heard(schema);
     format!(
         "DELETE FROM {schema}.commits WHERE xid < {horizon}; \
-         DELETE FROM {schema}.clients WHERE seen < now() - (10 * lease_ms + 600000) * interval '1 ms'"
+         DELETE FROM {schema}.clients WHERE {heard} < now() - (10 * lease_ms + 600000) * interval '1 ms'"
     )
 }
 
