@@ -7,6 +7,7 @@
 //!  - inodes without a name that nobody has open any more, or that were too large to free at once;
 //!  - dead sessions: their objects that no extent points at.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -193,12 +194,15 @@ impl Shared {
             known.push(Decoder::new("session key", &key[1..]).u64()?);
             Ok(())
         })?;
+        let mut living = BTreeSet::from([self.session.id()]);
         for id in known.iter().copied().filter(|id| *id != self.session.id()) {
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? {
                 self.clean_up_after(id, report)?;
                 failpoint::hit("gc-session-cleaned");
                 dead.remove()?;
                 report.sessions += 1;
+            } else {
+                living.insert(id);
             }
         }
         for id in session::files(&self.sessions_dir)? {
@@ -213,7 +217,7 @@ impl Shared {
             }
         }
         if report.sessions > 0 {
-            self.pool.remove_abandoned(ABANDONED_AGE)?;
+            self.pool.remove_abandoned(ABANDONED_AGE, &|session| living.contains(&session))?;
         }
         Ok(())
     }

@@ -85,15 +85,21 @@ impl LocalStore {
         })
     }
 
-    /// Removes what writers that died have left half-written for longer than `age`; returns how many
-    /// files that were.
-    pub(super) fn remove_abandoned(&self, age: Duration) -> Result<u64> {
+    /// Removes what the writers of sessions that are gone have left half-written for longer than `age`;
+    /// returns how many files that were.
+    pub(super) fn remove_abandoned(&self, age: Duration, lives: &dyn Fn(u64) -> bool) -> Result<u64> {
         let mut removed = 0;
         let Some(before) = SystemTime::now().checked_sub(age) else { return Ok(0) };
         self.each_file(|entry, name| {
             // Unfinished files are `NAME#N` until they are renamed.
+            let Some((begun, _)) = name.split_once('#') else { return };
+            let object = begun.strip_suffix(SUMS_SUFFIX).unwrap_or(begun).parse::<ObjectId>();
+            if object.is_ok_and(|id| lives(id.session())) {
+                return;
+            }
+            // What is gone already, and what cannot be removed, is not what this is about.
             let old = || entry.metadata().and_then(|m| m.modified()).is_ok_and(|m| m < before);
-            if name.contains('#') && old() && fs::remove_file(entry.path()).is_ok() {
+            if old() && fs::remove_file(entry.path()).is_ok() {
                 removed += 1;
             }
         })?;

@@ -111,7 +111,7 @@ impl LocalFile {
                 Ok((name, Arc::new(file)))
             }
             Err(e) => {
-                // What stays is removed with what else the session has not published.
+                // What stays is removed by its age when the session is gone.
                 let _ = fs::remove_file(&unfinished);
                 Err(ObjectError::io("write checksum file", unfinished, e))
             }
@@ -131,6 +131,7 @@ impl Drop for LocalFile {
                 && error.kind() != std::io::ErrorKind::NotFound
             {
                 tracing::warn!(path = %path.display(), %error, "removing an object that was not finished");
+                self.pool.leave_behind();
             }
         }
     }

@@ -229,6 +229,7 @@ impl Drop for LocalPack {
         }
         if let Err(error) = self.pool.delete(self.id) {
             tracing::warn!(object = %self.id, %error, "deleting a pack that nothing points at");
+            self.pool.leave_behind();
         }
     }
 }

@@ -339,11 +339,11 @@ impl ObjectPool {
         }
     }
 
-    /// Removes what writers that died (a crash, a kill) have left half-written on a local store for
-    /// longer than `age`. Returns how many files that were.
-    pub(crate) fn remove_abandoned(&self, age: Duration) -> Result<u64> {
+    /// Removes what the writers of sessions that are gone (a crash, a kill) have left half-written on a
+    /// local store for longer than `age`. Returns how many files that were.
+    pub(crate) fn remove_abandoned(&self, age: Duration, lives: &dyn Fn(u64) -> bool) -> Result<u64> {
         match &self.shared.store {
-            Store::Local(local) => local.remove_abandoned(age),
+            Store::Local(local) => local.remove_abandoned(age, lives),
             Store::Remote(_) => Ok(0),
         }
     }
