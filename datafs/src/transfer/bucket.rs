@@ -172,6 +172,11 @@ impl ReadFile for BucketFile<'_> {
         self.at += expected;
         Ok(Some((at, bytes)))
     }
+
+    fn size(&self) -> Result<u64> {
+        // Every range that came was as long as it had to be.
+        Ok(self.size)
+    }
 }
 
 impl Target for BucketTree {
@@ -298,8 +303,17 @@ impl WriteFile for NewObject<'_> {
             settle(part.wait())?;
         }
         let Some(mut upload) = self.upload.take() else { return Ok(()) };
-        let done = self.tree.wait(|_| async move { upload.complete().await })?;
-        done.map(drop).ok_or_else(|| gone(&self.location))
+        let completed = self.tree.runtime.wait(async move {
+            let done = upload.complete().await;
+            (upload, done)
+        });
+        let (upload, done) = completed.map_or((None, None), |(upload, done)| (Some(upload), Some(done)));
+        let done = settle(done).and_then(|done| done.ok_or_else(|| gone(&self.location)));
+        if done.is_err() {
+            // Given up with the rest.
+            self.upload = upload;
+        }
+        done.map(drop)
     }
 }
 

@@ -122,6 +122,10 @@ impl ReadFile for LocalFile {
         self.at += read as u64;
         Ok(Some((at, buffer.into())))
     }
+
+    fn size(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(fail("look at", &self.path))?.len())
+    }
 }
 
 /// The next run of data at or behind an offset; the whole rest where the file system knows no holes.

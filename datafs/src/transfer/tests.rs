@@ -225,3 +225,43 @@ fn refusals_say_why() {
     let report = home.datafs.copy(&home.local("file"), &snapshot, &once, &|_| true).unwrap();
     assert!(report.failures == 1 && report.failed[0].1.contains("read-only"), "{report:?}");
 }
+
+/// A source that was one byte longer when it was looked at.
+struct Cut<S>(S);
+
+impl<S: tree::Source> tree::Source for Cut<S> {
+    fn root(&self) -> Result<tree::Entry> {
+        self.0.root().map(|entry| tree::Entry { size: entry.size + 1, ..entry })
+    }
+
+    fn list(&self, path: &Path, folder: &tree::Entry) -> Result<Vec<tree::Entry>> {
+        self.0.list(path, folder)
+    }
+
+    fn open<'s>(&'s self, path: &Path, file: &tree::Entry) -> Result<Box<dyn tree::ReadFile + 's>> {
+        self.0.open(path, file)
+    }
+
+    fn target(&self, path: &Path, link: &tree::Entry) -> Result<OsString> {
+        self.0.target(path, link)
+    }
+
+    fn attributes(&self, path: &Path, entry: &tree::Entry) -> Result<tree::Attributes> {
+        self.0.attributes(path, entry)
+    }
+}
+
+#[test]
+fn what_is_cut_while_it_is_copied_is_not_filled_with_zeros() {
+    let home = Home::new();
+    fs::write(home.path("local"), [7; 10_000]).unwrap();
+    home.view.write_file("there", &[7; 10_000]).unwrap();
+    let local = Cut(local::LocalTree::new(&home.path("local")));
+    let there = Cut(volume::VolumeTree::new(&home.view, Path::new("there")));
+    let target = local::LocalTree::new(&home.path("copy"));
+    for source in [&local as &dyn tree::Source, &there] {
+        let report = walk::run(source, &target, &RECURSIVE, &|_| true).unwrap();
+        assert_eq!((report.files, report.failures), (0, 1), "{:?}", report.failed);
+        assert!(!home.path("copy").exists());
+    }
+}

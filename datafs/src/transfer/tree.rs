@@ -63,6 +63,9 @@ pub(super) trait Source: Sync {
 pub(super) trait ReadFile {
     /// The next bytes and where they belong; what is skipped is a hole.
     fn next(&mut self) -> Result<Option<(u64, Bytes)>>;
+
+    /// Its size by now.
+    fn size(&self) -> Result<u64>;
 }
 
 /// Where files go.

@@ -187,6 +187,10 @@ impl ReadFile for VolumeFile<'_> {
         self.at += bytes.len() as u64;
         Ok(Some((at, bytes)))
     }
+
+    fn size(&self) -> Result<u64> {
+        Ok(self.file.attr()?.size)
+    }
 }
 
 impl Target for VolumeTree {

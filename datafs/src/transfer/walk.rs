@@ -182,6 +182,10 @@ impl Copy<'_> {
                 return Ok(());
             }
         }
+        if from.size()? < entry.size {
+            // Else zeros would take the place of what was cut off meanwhile.
+            return Err(Error::Stale { what: format!("the version of {} that was read", path.display()) });
+        }
         to.finish(&attributes)?;
         self.report.lock().files += 1;
         Ok(())
