@@ -37,7 +37,7 @@ use super::prerequisites::Prerequisites;
 use super::record_cache::RecordCache;
 use super::sqlite::{Snapshot, Sqlite};
 use super::turn::Turn;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_full};
 use crate::failpoint;
 use crate::metrics;
 
@@ -158,7 +158,7 @@ impl StoreAway {
             Error::StoreAway { place, operation, .. } => (place.clone(), *operation),
             _ => ("[datafs] store_url".to_owned(), "write"),
         };
-        StoreAway { place, operation, since, cause: with_sources(error) }
+        StoreAway { place, operation, since, cause: in_full(error) }
     }
 
     pub(super) fn since(&self) -> Instant {
@@ -697,7 +697,7 @@ impl Shared {
 
     /// Refuses everything from now on.
     pub(super) fn fail(&self, error: &Error) {
-        let cause = with_sources(error);
+        let cause = in_full(error);
         tracing::error!(place = %self.engine.place(), %cause, "committing metadata failed for good");
         let mut state = self.state.lock();
         state.failed = Some(cause.into());
@@ -709,16 +709,4 @@ impl Shared {
         self.work.notify_one();
         self.progress.notify_all();
     }
-}
-
-/// An error with its sources, in one line.
-fn with_sources(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }

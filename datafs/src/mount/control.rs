@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::stats::MountStats;
 use super::trace::TraceOptions;
 use super::watched::Watch;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_full};
 
 /// Below the home.
 const FOLDER: &str = "run";
@@ -145,7 +145,7 @@ fn answer(mut stream: UnixStream, watch: &Watch) -> io::Result<()> {
         Ok(Question::Stats) => Answer::Stats(Box::new(watch.stats())),
         Ok(Question::Trace(options)) => match watch.trace.start(&options, watch.device()) {
             Ok(()) => Answer::Done,
-            Err(error) => Answer::Refused(with_cause(&error)),
+            Err(error) => Answer::Refused(in_full(&error)),
         },
         Ok(Question::EndTrace) => {
             watch.trace.stop();
@@ -154,13 +154,6 @@ fn answer(mut stream: UnixStream, watch: &Watch) -> io::Result<()> {
         Err(error) => Answer::Refused(format!("another version of millrace serves this mount ({error})")),
     };
     send(&mut stream, &answer)
-}
-
-fn with_cause(error: &Error) -> String {
-    match std::error::Error::source(error) {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
-    }
 }
 
 fn send(stream: &mut UnixStream, message: &impl Serialize) -> io::Result<()> {

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::tree::{Attributes, Entry, Kind, Source, Target, is_partial};
 use super::{CopyOptions, CopyProgress, CopyReport};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_full};
 
 /// Files that were found and wait for a thread.
 const QUEUE: usize = 1_024;
@@ -205,14 +205,4 @@ impl Copy<'_> {
             }
         }
     }
-}
-
-fn in_full(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio_postgres::error::{Severity, SqlState};
 
 use super::tls;
-use crate::error::Error;
+use crate::error::{Error, in_full};
 
 /// Why a call has no result.
 #[derive(Debug, Clone)]
@@ -17,8 +17,13 @@ pub(super) enum Fault {
     Unknown(String),
     /// The server took the call back and may do better when it is repeated.
     TakenBack(String),
-    /// The server has no space left; nothing took effect.
-    NoSpace,
+    /// The server, or the store that the commit waits for, has no space left; nothing took effect.
+    NoSpace {
+        /// The full place, if it is not the server.
+        store: Option<String>,
+        /// It is a quota that is used up.
+        quota: bool,
+    },
     /// What the commit waits for could not be stored; nothing took effect.
     Store {
         /// The store.
@@ -39,7 +44,7 @@ pub(super) enum Fault {
 impl Fault {
     pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
         let Some(db) = error.as_db_error() else {
-            let text = describe(error);
+            let text = in_full(error);
             return if tls::is_refusal(error) { Fault::Refused(text) } else { Fault::Lost(text) };
         };
         let text = format!("{} ({})", db.message(), db.code().code());
@@ -64,7 +69,7 @@ impl Fault {
             return Fault::TakenBack(text);
         }
         match code {
-            c if *c == SqlState::DISK_FULL => Fault::NoSpace,
+            c if *c == SqlState::DISK_FULL => Fault::NoSpace { store: None, quota: false },
             c if *c == SqlState::UNIQUE_VIOLATION => Fault::Fenced,
             c if *c == SqlState::INVALID_PASSWORD => {
                 Fault::Refused(format!("{text}: see meta_url, PGPASSWORD and the password file"))
@@ -84,7 +89,9 @@ impl Fault {
         let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
         let source = match self {
             Fault::TakenBack(_) => return Error::Busy { place, waited_ms },
-            Fault::NoSpace => return Error::NoSpace { place, quota: false },
+            Fault::NoSpace { store, quota } => {
+                return Error::NoSpace { place: store.unwrap_or(place), quota };
+            }
             Fault::Store { place, operation, tried_ms, cause } => {
                 return Error::StoreAway { place, operation, tried_ms, source: cause.into() };
             }
@@ -114,17 +121,3 @@ impl fmt::Display for Reason {
 }
 
 impl std::error::Error for Reason {}
-
-/// An error with its causes, which the outermost does not repeat.
-fn describe(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
-}

@@ -18,7 +18,7 @@ use super::pool::{Lent, Link, Pause, block_on};
 use super::replay::Kept;
 use super::rows::{Reads, Rows, Value};
 use super::txn::Txn;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_full};
 use crate::meta::engine::Order;
 use crate::metrics;
 
@@ -202,11 +202,11 @@ impl Shared {
     fn send(&self, batch: &Arc<Batch>) -> Outcome {
         if let Err(error) = batch.prerequisites.run() {
             return Outcome::Failed(match error {
-                Error::NoSpace { .. } => Fault::NoSpace,
+                Error::NoSpace { place, quota } => Fault::NoSpace { store: Some(place), quota },
                 Error::StoreAway { place, operation, tried_ms, source } => {
-                    Fault::Store { place, operation, tried_ms, cause: source.to_string() }
+                    Fault::Store { place, operation, tried_ms, cause: in_full(source.as_ref()) }
                 }
-                other => Fault::Refused(format!("what the commit waits for failed: {other}")),
+                other => Fault::Refused(format!("what the commit waits for failed: {}", in_full(&other))),
             });
         }
         let deadline = self.pool.deadline();
