@@ -1,13 +1,14 @@
 //! Brings files of a store in the cloud onto this machine before somebody waits for them.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use parking_lot::Mutex;
 
 use crate::data::ObjectId;
 use crate::error::{Error, Result};
-use crate::fs::FileKind;
+use crate::fs::{FileKind, Node, OpenFlags};
 use crate::view::View;
 
 /// Objects that are fetched at a time.
@@ -15,6 +16,8 @@ const FETCHERS: usize = 8;
 /// Objects that are remembered, so that one which many files share is asked for once. Beyond, it may be
 /// looked at again, which costs a look into the cache.
 const SEEN_MAX: usize = 1 << 20;
+/// Entries of a folder that are looked at together.
+const PAGE: usize = 1_024;
 
 /// How far a [`View::warmup`] has come.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -87,28 +90,53 @@ impl View {
         Ok(state)
     }
 
-    /// Visits every regular file at or below a path with the objects that it consists of.
+    /// Visits every regular file at or below a path with the objects that it consists of. Keeps no more
+    /// than a page of a folder and of each of those it is in.
     fn each_file(&self, path: &str, visit: &mut dyn FnMut(Vec<ObjectId>) -> Result<()>) -> Result<()> {
-        let mut left = vec![path.to_owned()];
-        while let Some(path) = left.pop() {
-            let stat = match self.stat(&path) {
-                // Removed since its directory was listed, or a link to nowhere.
-                Err(error) if error.is_not_found() && !left.is_empty() => continue,
+        let top = self.stat(path)?;
+        if top.kind == FileKind::File {
+            return visit(self.with_file(path, |file| file.objects())?);
+        }
+        // Each with the cursor from which on it is left.
+        let mut left = vec![(top.node, 0)];
+        while let Some((folder, cursor)) = left.pop() {
+            let page = match self.readdir_attrs(folder, cursor, PAGE) {
+                // Removed since it was found.
+                Err(error) if error.is_not_found() && folder != top.node => continue,
                 other => other?,
             };
-            match stat.kind {
-                FileKind::Directory => {
-                    for entry in self.list(&path)? {
-                        if matches!(entry.stat.kind, FileKind::Directory | FileKind::File) {
-                            left.push(format!("{}/{}", path.trim_end_matches('/'), entry.name));
+            let Some((last, _)) = page.last() else { continue };
+            left.push((folder, last.cursor));
+            for (entry, attr) in page {
+                match attr.kind {
+                    FileKind::Directory if entry.name != "." && entry.name != ".." => {
+                        left.push((attr.node, 0));
+                    }
+                    FileKind::File => {
+                        if let Some(objects) = self.objects_of(folder, &entry.name, attr.node)? {
+                            visit(objects)?;
                         }
                     }
+                    _ => {}
                 }
-                FileKind::File => visit(self.with_file(&path, |file| file.objects())?)?,
-                _ => {}
             }
         }
         Ok(())
+    }
+
+    /// What the file of a name consists of, `node` when it was found; `None` when there is none any more.
+    fn objects_of(&self, folder: Node, name: &OsStr, mut node: Node) -> Result<Option<Vec<ObjectId>>> {
+        loop {
+            match self.open(node, OpenFlags::READ).and_then(|file| file.objects()) {
+                Err(error) if error.is_not_found() => {}
+                other => return other.map(Some),
+            }
+            match self.lookup(folder, name) {
+                Ok(attr) if attr.kind == FileKind::File && attr.node != node => node = attr.node,
+                Err(error) if !error.is_not_found() => return Err(error),
+                _ => return Ok(None),
+            }
+        }
     }
 }
 
@@ -124,4 +152,34 @@ fn take(reported: &Receiver<Report>, state: &mut Warmup, wait: bool) -> Result<b
         next = reported.try_recv().ok();
     }
     Ok(any)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::os::unix::ffi::OsStrExt as _;
+
+    use super::*;
+    use crate::fs::tests::{open, owner, volume};
+
+    #[test]
+    fn every_file_is_found_whatever_its_name() {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = open(home.path());
+        let view = volume(&datafs);
+        for folder in ["", "a/", "a/b/"] {
+            view.write_file(&format!("{folder}file"), b"x").unwrap();
+        }
+        let many = view.mkdir(view.root(), OsStr::new("many"), 0o755, owner()).unwrap().node;
+        for i in 0..PAGE + 10 {
+            let name = [format!("{i}").as_bytes(), b"\xff"].concat();
+            view.create(many, OsStr::from_bytes(&name), 0o644, owner(), OpenFlags::READ_WRITE).unwrap();
+        }
+        view.symlink(view.root(), OsStr::new("link"), OsStr::new("many"), owner()).unwrap();
+        let files = |path| view.warmup(path, &mut |_| {}).unwrap().files;
+        assert_eq!((files(""), files("a"), files("many")), (PAGE as u64 + 13, 2, PAGE as u64 + 10));
+        assert_eq!((files("file"), files("link")), (1, PAGE as u64 + 10));
+        assert!(view.warmup("missing", &mut |_| {}).unwrap_err().is_not_found());
+    }
 }

@@ -31,7 +31,7 @@ pub(crate) fn open(home: &Path) -> Datafs {
     Datafs::open(home, &config).unwrap()
 }
 
-pub(super) fn owner() -> Owner {
+pub(crate) fn owner() -> Owner {
     Owner { uid: 1000, gid: 100 }
 }
 
