@@ -41,6 +41,14 @@ pub(crate) fn volume(datafs: &Datafs) -> View {
     datafs.view(&"v".parse().unwrap()).unwrap()
 }
 
+/// A home and its volume `v`.
+fn setup() -> (tempfile::TempDir, Datafs, View) {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = open(home.path());
+    let view = volume(&datafs);
+    (home, datafs, view)
+}
+
 /// How many metadata rows a table (first byte of the key) has.
 pub(crate) fn rows(datafs: &Datafs, table: u8) -> usize {
     datafs

@@ -16,13 +16,6 @@ use crate::name::{Name, VolumeSpec};
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 
-fn setup() -> (tempfile::TempDir, Datafs, View) {
-    let home = tempfile::tempdir().unwrap();
-    let datafs = open(home.path());
-    let view = volume(&datafs);
-    (home, datafs, view)
-}
-
 #[test]
 fn offsets_at_the_end_of_the_world() {
     let (home, datafs, view) = setup();

@@ -9,13 +9,6 @@ use crate::name::VolumeSpec;
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 
-fn setup() -> (tempfile::TempDir, Datafs, View) {
-    let home = tempfile::tempdir().unwrap();
-    let datafs = open(home.path());
-    let view = volume(&datafs);
-    (home, datafs, view)
-}
-
 fn file(view: &View, name: &str) -> OpenFile {
     view.create(view.root(), name.as_ref(), 0o644, owner(), RW).unwrap().1
 }

@@ -10,13 +10,6 @@ use crate::publish::Publish;
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 
-fn setup() -> (tempfile::TempDir, Datafs, View) {
-    let home = tempfile::tempdir().unwrap();
-    let datafs = open(home.path());
-    let view = volume(&datafs);
-    (home, datafs, view)
-}
-
 fn names(view: &View, node: Node) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     let mut cursor = 0;
