@@ -139,8 +139,8 @@ fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metad
 
 /// The metadata on a server, shared with other machines.
 fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata, Session)> {
-    if config.session_lease_ms < 1_000 {
-        return Err(Error::Invalid("[datafs] session_lease_ms must be at least 1000".into()));
+    if !(1_000..=86_400_000).contains(&config.session_lease_ms) {
+        return Err(Error::Invalid("[datafs] session_lease_ms must be 1000 to 86400000, a day".into()));
     }
     let passfile = config.meta_passfile.as_ref().map(|path| home.join(path));
     let target = Target::parse(url.reveal(), &config.meta_schema, passfile.as_deref())?;
