@@ -1,6 +1,6 @@
 //! What people and programs see: tables or JSON on standard output, progress and notes on
 //! standard error. The one file that prints.
-#![allow(clippy::print_stdout, clippy::print_stderr)]
+#![expect(clippy::print_stderr, reason = "printing is what this file is for")]
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;

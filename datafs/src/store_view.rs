@@ -44,6 +44,7 @@ use upload::Upload;
 const STORE: &str = "datafs volume";
 /// Bytes of one chunk of a stream, and of one step of a copy.
 const CHUNK_BYTES: u64 = 2 * 1024 * 1024;
+
 impl View {
     /// This view as an object store: reads on every view, also writes on a live one.
     ///
@@ -399,6 +400,7 @@ impl ObjectStore for VolumeStore {
 /// Makes a staged file visible and tells its new tag.
 fn publish(view: &View, path: &str, staged: StagedFile) -> crate::error::Result<PutResult> {
     view.publish(Publish::new().file(path, staged))?;
+    // The file is there; if it cannot be looked at, its tag is left out.
     let e_tag = stat_file(view, path).ok().and_then(|attr| meta(Path::default(), &attr).e_tag);
     Ok(PutResult { e_tag, version: None })
 }

@@ -64,8 +64,15 @@ impl Evictor {
 
     /// Removes objects until the cache fits, and `short` bytes more are free.
     fn run(&self, short: u64) {
+        let path = self.root.join("evict.lock");
+        let lock = match File::create(&path) {
+            Ok(lock) => lock,
+            Err(error) => {
+                tracing::warn!(%error, path = %path.display(), "the cache cannot be made smaller");
+                return;
+            }
+        };
         // One process at a time is enough; the others go on.
-        let Ok(lock) = File::create(self.root.join("evict.lock")) else { return };
         let Ok(_lock) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return };
         let mut kept = self.list();
         let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
@@ -98,6 +105,7 @@ impl Evictor {
     fn list(&self) -> Vec<Kept> {
         let mut kept: HashMap<PathBuf, Kept> = HashMap::new();
         let now = SystemTime::now();
+        // What cannot be listed, or is gone by now, is not counted and not removed.
         for folder in fs::read_dir(&self.root).into_iter().flatten().flatten() {
             for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
                 let (path, Ok(data)) = (file.path(), file.metadata()) else { continue };

@@ -82,7 +82,8 @@ impl Upload {
         self.bytes += part.len() as u64;
         let (id, index) = (self.id, self.parts.len() + self.in_flight.len());
         let (store, upload) = (Arc::clone(&self.store), self.upload.clone());
-        // Taken here, so that the caller waits and not a growing number of tasks.
+        // Taken here, so that the caller waits and not a growing number of tasks. The semaphore is never
+        // closed; a part without a slot would only be one more on its way.
         let slots = Arc::clone(&self.store.sending);
         let slot = self.pool.runtime().wait(async move { slots.acquire_owned().await.ok() });
         let (sent, task) = self.pool.runtime().start_task(async move {

@@ -18,7 +18,6 @@ const OPCODES: std::ops::RangeInclusive<u32> = 31..=33;
 const FLOCK: u32 = 1;
 
 /// Whether a request for a lock of `owner` comes from `flock`.
-#[allow(unsafe_code)]
 pub(super) fn is_flock(request: &Request, owner: u64) -> bool {
     const { assert!(size_of::<Request>() == HEADER_BYTES) };
     let start = std::ptr::from_ref(request).cast::<u8>();
