@@ -18,4 +18,5 @@ mod processes;
 mod s3_server;
 mod scale;
 mod trouble;
+mod unnamed;
 mod writes;

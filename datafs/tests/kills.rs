@@ -9,7 +9,7 @@
 //! nothing wrong.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
-mod failpoints;
+pub(crate) mod failpoints;
 mod reopening;
 mod work;
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 /// Their names, in order.
-pub(super) fn all() -> Vec<String> {
+pub(crate) fn all() -> Vec<String> {
     let mut found = Vec::new();
     find(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
     found.sort();

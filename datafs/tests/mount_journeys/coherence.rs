@@ -7,6 +7,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
+use millrace_datafs::{OpenFlags, Owner};
+
 use super::{Home, eventually, mount_of, names};
 
 /// Two mounts whose processes could be two: each has the volume open for itself.
@@ -49,6 +51,29 @@ pub(super) fn an_open_is_never_stale() {
             assert_eq!(fs::read_to_string(writer.join("f")).unwrap(), text, "round {round}");
         }
     });
+}
+
+#[test]
+pub(super) fn a_file_that_the_library_names_is_found_whole_where_it_was_missing() {
+    let Some(home) = Home::new() else { return };
+    let (mount, other) = (home.mount("data"), home.again());
+    let view = other.view(&"data".parse().unwrap()).unwrap();
+    for round in 0..50 {
+        let name = round.to_string();
+        let (owner, flags) = (Owner { uid: 0, gid: 0 }, OpenFlags::READ_WRITE);
+        let (_, file) = view.create_unnamed(view.root(), 0o644, owner, flags).unwrap();
+        file.write_at(0, name.repeat(10_000).as_bytes()).unwrap();
+        assert!(File::open(mount.path().join(&name)).is_err());
+        file.link(view.root(), name.as_ref()).unwrap();
+        assert_eq!(fs::read_to_string(mount.path().join(&name)).unwrap(), name.repeat(10_000));
+        // Open there, it outlives its name for whoever has it open here.
+        let reader = File::open(mount.path().join(&name)).unwrap();
+        view.remove_file(&name).unwrap();
+        drop(file);
+        home.datafs.gc().unwrap();
+        other.gc().unwrap();
+        assert_eq!(std::io::read_to_string(reader).unwrap(), name.repeat(10_000));
+    }
 }
 
 #[test]

@@ -41,6 +41,7 @@ fn two_mounts_are_coherent_on_postgres() {
     on_postgres(&[
         coherence::an_open_is_never_stale,
         coherence::a_name_that_was_missing_is_found_once_it_is_there,
+        coherence::a_file_that_the_library_names_is_found_whole_where_it_was_missing,
         coherence::what_others_do_is_soon_seen_without_opening,
         coherence::a_reader_with_an_open_file_sees_it_grow,
         coherence::what_the_library_publishes_beside_a_mount_is_seen_through_it,
