@@ -42,7 +42,7 @@ pub(crate) fn volume(datafs: &Datafs) -> View {
 }
 
 /// A home and its volume `v`.
-fn setup() -> (tempfile::TempDir, Datafs, View) {
+pub(crate) fn setup() -> (tempfile::TempDir, Datafs, View) {
     let home = tempfile::tempdir().unwrap();
     let datafs = open(home.path());
     let view = volume(&datafs);

@@ -5,19 +5,12 @@ use std::path::Path;
 
 use super::*;
 use crate::datafs::Datafs;
-use crate::fs::tests::{objects, open, owner, rows, volume};
+use crate::fs::tests::{objects, open, owner, rows, setup};
 use crate::fs::{SetAttr, SetXattr};
 use crate::fsck::FsckOptions;
 use crate::name::Name;
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
-
-fn setup() -> (tempfile::TempDir, Datafs, View) {
-    let home = tempfile::tempdir().unwrap();
-    let datafs = open(home.path());
-    let view = volume(&datafs);
-    (home, datafs, view)
-}
 
 fn another(home: &Path) -> (Datafs, View) {
     let datafs = open(home);
