@@ -43,7 +43,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
         | E::Busy { .. }
         | E::NewerFormat { .. } => Exit::Conflict,
         E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) | E::WrongKey { .. } => Exit::Usage,
-        E::NoSpace { .. } => Exit::NoSpace,
+        E::NoSpace { .. } | E::NoSpaceToCommit { .. } => Exit::NoSpace,
         E::NotWritable { .. } | E::StoreAway { .. } | E::Unsupported(_) => Exit::Unavailable,
         E::Corrupt { .. } => Exit::Corrupt,
         _ => Exit::Failed,

@@ -113,6 +113,19 @@ pub enum Error {
         /// It is the quota that is used up, not the disk.
         quota: bool,
     },
+    /// What was done is in memory and cannot be committed while the disk under the metadata is full (ENOSPC),
+    /// or the quota of who writes there (EDQUOT). It is committed once there is space, unless the process
+    /// ends before.
+    #[error(
+        "{} at {place}, so that what was done is not on disk yet: free some space and retry",
+        no_space_words(*.quota)
+    )]
+    NoSpaceToCommit {
+        /// The full place.
+        place: String,
+        /// It is the quota that is used up, not the disk.
+        quota: bool,
+    },
     /// An application key no longer has the value that the publish expected (EAGAIN): somebody else
     /// published first. Read it again and decide.
     #[error("key {key:?} was changed by another writer")]
@@ -241,10 +254,14 @@ impl Error {
 
     /// Whether the operation surely changed nothing (a commit whose outcome is unknown is not one).
     pub(crate) fn is_definite(&self) -> bool {
-        // A commit that waits for a store goes on by itself.
+        // A commit that waits for a store or for space goes on by itself.
         !matches!(
             self,
-            Self::Metadata { .. } | Self::Failed { .. } | Self::Io { .. } | Self::StoreAway { .. }
+            Self::Metadata { .. }
+                | Self::Failed { .. }
+                | Self::Io { .. }
+                | Self::StoreAway { .. }
+                | Self::NoSpaceToCommit { .. }
         )
     }
 

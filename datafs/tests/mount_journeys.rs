@@ -6,6 +6,7 @@
 mod coherence;
 mod contents;
 mod extended;
+mod full;
 mod lifecycle;
 pub(crate) mod locking;
 mod on_postgres;

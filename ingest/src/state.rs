@@ -190,7 +190,7 @@ fn fenced(job: &Job) -> Error {
 pub(crate) fn volume_error(job: &Job, source: millrace_datafs::Error) -> Error {
     let (job_name, volume) = (job.name().to_owned(), job.config.volume.clone());
     match source {
-        millrace_datafs::Error::NoSpace { .. } => {
+        millrace_datafs::Error::NoSpace { .. } | millrace_datafs::Error::NoSpaceToCommit { .. } => {
             Error::NoSpace { job: job_name, volume, source: Box::new(source) }
         }
         source => Error::Volume { job: job_name, volume, source: Box::new(source) },

@@ -155,12 +155,15 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 shared.progress.notify_all();
                 return;
             }
-            Error::NoSpace { place, quota } if begin.elapsed() < shared.lock_wait && !state.stopping => {
-                tracing::warn!(%place, "no space to commit metadata; it is tried again");
+            // However long it takes: what was answered is not given up while there is hope.
+            Error::NoSpace { place, quota } if !state.stopping => {
+                if state.full.is_none() {
+                    tracing::error!(%place, quota, "no space to commit metadata; it is tried again and again");
+                }
                 state.full = Some((place.clone(), *quota));
             }
             Error::Busy { .. } if begin.elapsed() < shared.lock_wait => {}
-            // However long it takes: what was answered is not given up while there is hope.
+            // As long.
             error if error.is_store_trouble() && !state.stopping => {
                 if state.away.is_none() {
                     tracing::warn!(%error, "a commit waits for the object store; it is tried again");
@@ -183,7 +186,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     metrics::COMMIT_NANOS.inc_by(begin.elapsed().as_nanos() as u64);
     {
         let mut state = shared.state.lock();
-        state.full = None;
+        if state.full.take().is_some() {
+            tracing::info!("there is space again: what waited for it is committed");
+        }
         if state.away.take().is_some() {
             tracing::info!("the object store is back: what waited for it is committed");
         }
@@ -261,6 +266,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
 fn write(shared: &Shared, body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>) -> Result<()> {
     #[cfg(test)]
     if let Some(faults) = &shared.faults {
+        faults.check_space(&shared.engine.place())?;
         return super::faulty::attempt(shared.engine.as_ref(), faults.draw(), Durability::Relaxed, body);
     }
     shared.engine.write(Durability::Relaxed, body)

@@ -54,6 +54,7 @@ pub(crate) struct Faults {
     one_in: u32,
     place: Place,
     away: AtomicBool,
+    full: AtomicBool,
     drawn: AtomicU64,
 }
 
@@ -78,6 +79,7 @@ impl Faults {
             one_in,
             place,
             away: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             drawn: AtomicU64::new(0),
         })
     }
@@ -97,6 +99,18 @@ impl Faults {
             self.away.store(true, Ordering::Release);
         }
         Some(fault)
+    }
+
+    /// From now on a quota is used up, or not any more.
+    pub(crate) fn set_full(&self, full: bool) {
+        self.full.store(full, Ordering::Release);
+    }
+
+    pub(crate) fn check_space(&self, place: &str) -> Result<()> {
+        match self.full.load(Ordering::Acquire) {
+            true => Err(Error::NoSpace { place: place.to_owned(), quota: true }),
+            false => Ok(()),
+        }
     }
 
     /// How many there were.

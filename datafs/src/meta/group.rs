@@ -7,7 +7,8 @@
 //! cache of records to a snapshot of the engine, all of one moment, so that nobody waits for anybody.
 //!
 //! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
-//! is committed.
+//! is committed. What was answered before the disk, or a quota, was used up stays in memory and is tried again
+//! until there is space; meanwhile everything can be read and changes are refused.
 //!
 //! While a store in the cloud is away, what points at objects in it stays in memory: it is tried again
 //! until the store is back, who wants to be durable is told, and what was answered is kept.
@@ -388,6 +389,14 @@ impl State {
         }
     }
 
+    /// Fails while a commit waits for space that has been answered.
+    fn check_space_to_commit(&self) -> Result<()> {
+        match self.full.clone() {
+            None => Ok(()),
+            Some((place, quota)) => Err(Error::NoSpaceToCommit { place, quota }),
+        }
+    }
+
     pub(super) fn check(&self, shared: &Shared) -> Result<()> {
         match &self.failed {
             None => Ok(()),
@@ -617,6 +626,7 @@ impl Shared {
             self.turn.start(number);
             state.current.opened = Some(Instant::now());
             state.current.careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
+            state.careful = None;
         }
         state.version += 1;
         metrics::TRANSACTIONS.inc();
@@ -642,6 +652,8 @@ impl Shared {
                 return result.map(|()| number);
             }
             guard.check(self)?;
+            // The batch before it waits for space.
+            guard.check_space_to_commit()?;
             self.progress.wait(&mut guard);
         }
     }
@@ -666,6 +678,7 @@ impl Shared {
             state.check(self)?;
             // It stays in memory and is committed as soon as that is possible.
             state.check_store()?;
+            state.check_space_to_commit()?;
             self.progress.wait(&mut state);
         }
         Ok(())

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, params};
+use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, params};
 
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
@@ -347,10 +347,10 @@ impl Engine for Sqlite {
         let open = OpenTxn { connection };
         body(&mut Txn { engine: self, connection, start: Instant::now() })?;
         let start = Instant::now();
-        let committed = execute(connection, "COMMIT");
+        let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
         self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
-        committed.map_err(|error| self.translate(error, start))
+        committed
     }
 
     fn sync(&self) -> Result<()> {
@@ -465,8 +465,27 @@ fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(error.sqlite_error_code(), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
+/// Whether it was space that a failed call missed, and then whether a quota was used up. SQLite itself tells
+/// that only of a disk that is full while it writes; of others it passes on that they failed, and leaves the
+/// system's reason where it is. For the caller of what has just failed, on the same thread: a write or an open
+/// that fails sets the reason anew.
+fn used_up(error: &rusqlite::Error) -> Option<bool> {
+    let failed = error.sqlite_error()?.extended_code;
+    if !matches!(failed, ffi::SQLITE_IOERR_WRITE | ffi::SQLITE_IOERR_SHMSIZE | ffi::SQLITE_CANTOPEN) {
+        return None;
+    }
+    match std::io::Error::last_os_error().raw_os_error() {
+        Some(libc::EDQUOT) => Some(true),
+        Some(libc::ENOSPC) => Some(false),
+        _ => None,
+    }
+}
+
 fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
     let place = path.display().to_string();
+    if let Some(quota) = used_up(&error) {
+        return Error::NoSpace { place, quota };
+    }
     match error.sqlite_error_code() {
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
             Error::Busy { place, waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX) }

@@ -3,6 +3,7 @@
 
 mod faults;
 pub(crate) mod group;
+mod space;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
