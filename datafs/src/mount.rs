@@ -33,6 +33,7 @@ mod locks;
 mod opening;
 mod outcome;
 mod pace;
+mod passthrough;
 mod point;
 mod retry;
 mod session;

@@ -14,6 +14,7 @@ mod opening;
 mod sharing;
 mod streaming;
 mod unlinked;
+mod unprivileged;
 mod watching;
 mod writers;
 

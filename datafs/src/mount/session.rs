@@ -19,6 +19,7 @@ use super::handles::Handles;
 use super::locks::Locks;
 use super::opening::{self, Open, Opening};
 use super::pace::Pace;
+use super::passthrough;
 use super::point::{self, Attach};
 use super::stats::{self, MountStats};
 use super::watched::{Watch, Watched};
@@ -151,6 +152,12 @@ fn serve(
     let watched = Watched { adapter, watch: Arc::clone(watch), pace };
     let own_device = File::from(device.try_clone()?);
     let session = Session::from_fd(watched, device, acl, config)?;
+    if handles.has_passthrough() {
+        match passthrough::is_permitted(&own_device) {
+            Ok(permitted) => handles.set_passthrough(permitted),
+            Err(error) => tracing::debug!(%error, "trying whether the kernel takes files from us"),
+        }
+    }
     if !handles.view.is_snapshot() {
         locks.start(handles)?;
         let wake = Arc::clone(locks);

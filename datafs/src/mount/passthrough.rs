@@ -1,0 +1,42 @@
+//! Whether the kernel takes files from this process to read them itself. It may agree to that with
+//! everybody when a mount begins, and takes them from the privileged only.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use nix::errno::Errno;
+
+/// `struct fuse_backing_map`.
+#[repr(C)]
+struct Map {
+    file: i32,
+    flags: u32,
+    padding: u64,
+}
+
+mod ioctl {
+    use super::Map;
+
+    const MAGIC: u8 = 229;
+    nix::ioctl_write_ptr!(backing_open, MAGIC, 1, Map);
+    nix::ioctl_write_ptr!(backing_close, MAGIC, 2, u32);
+}
+
+/// Whether the kernel takes files over the device of a mount that has begun. Tried with a file that is always there.
+pub(super) fn is_permitted(device: &File) -> io::Result<bool> {
+    let file = File::open("/proc/self/exe")?;
+    let map = Map { file: file.as_raw_fd(), flags: 0, padding: 0 };
+    // SAFETY: the kernel reads the structure of the request, which lives until it has answered; both
+    // descriptors are open.
+    match unsafe { ioctl::backing_open(device.as_raw_fd(), &raw const map) } {
+        Ok(number) => {
+            let number = number as u32;
+            // SAFETY: the kernel reads the number, which is one that it has given us.
+            unsafe { ioctl::backing_close(device.as_raw_fd(), &raw const number)? };
+            Ok(true)
+        }
+        Err(Errno::EPERM | Errno::EACCES) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
