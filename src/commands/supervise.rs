@@ -104,7 +104,8 @@ fn start(context: &Context, args: &MountArgs) -> Result<Child> {
     tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
 }
 
-/// Waits for the end of a daemon; asks it to end when this process is asked to.
+/// Waits for the end of a daemon; asks it to end when this process is asked to, or cannot say that it
+/// serves.
 async fn serve(
     context: &Context,
     daemon: &mut Child,
@@ -113,23 +114,29 @@ async fn serve(
     let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
     let mut said = BufReader::new(stdout).lines();
     let mut was_ready = false;
-    tokio::select! {
-        line = said.next_line() => if let Some(line) = line? {
-            was_ready = true;
-            let told: serde_json::Value = serde_json::from_str(&line)?;
-            ready(&told)?;
+    let announced = tokio::select! {
+        line = said.next_line() => match line {
+            Ok(None) => Ok(()),
+            Ok(Some(line)) => {
+                was_ready = true;
+                serde_json::from_str(&line).map_err(anyhow::Error::from).and_then(|told| ready(&told))
+            }
+            Err(error) => Err(error.into()),
         },
-        () = context.stop.cancelled() => {}
-    }
-    tokio::select! {
-        status = daemon.wait() => return Ok(Served { status: status?, was_ready }),
-        () = context.stop.cancelled() => {}
+        () = context.stop.cancelled() => Ok(()),
+    };
+    if announced.is_ok() {
+        tokio::select! {
+            status = daemon.wait() => return Ok(Served { status: status?, was_ready }),
+            () = context.stop.cancelled() => {}
+        }
     }
     if let Some(pid) = daemon.id() {
         // It may have ended by itself just now.
         let _ = kill(Pid::from_raw(pid as i32), Signal::SIGTERM);
     }
-    Ok(Served { status: daemon.wait().await?, was_ready })
+    let status = daemon.wait().await?;
+    announced.map(|()| Served { status, was_ready })
 }
 
 /// Takes a dead mount off its path.
