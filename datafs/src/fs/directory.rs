@@ -131,7 +131,7 @@ fn dot(name: &str, node: Node, cursor: u64) -> NodeEntry {
 /// the cursor could not tell them apart.
 fn children(reader: &mut Reader<'_>, parent: u64, cursor: u64, limit: usize) -> Result<Vec<Pair>> {
     let end = keys::after_prefix(&keys::children(parent));
-    let start = keys::children_from(parent, (cursor + 1).max(keys::HASH_MIN));
+    let start = keys::children_from(parent, cursor.saturating_add(1).max(keys::HASH_MIN));
     let mut page = reader.scan(&start, &end, Order::Ascending, limit)?;
     if page.len() < limit {
         return Ok(page);

@@ -31,6 +31,7 @@ use crate::metrics;
 const WRITE_BYTES_MAX: u32 = 1024 * 1024;
 /// Requests that the kernel may have under way in the background (read-ahead).
 const BACKGROUND_MAX: u16 = 64;
+
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
 }
