@@ -84,8 +84,12 @@ pub(super) fn announce(
     )
 }
 
-/// The same command, for a program to read along, neither detached nor supervised.
-pub(super) fn same_command(context: &Context, args: &MountArgs) -> Result<std::process::Command> {
+/// The same command, for a program to read along, neither detached nor supervised, with metrics at an address.
+pub(super) fn same_command(
+    context: &Context,
+    args: &MountArgs,
+    metrics: Option<SocketAddr>,
+) -> Result<std::process::Command> {
     let mut command = std::process::Command::new(std::env::current_exe()?);
     command.arg("--json").arg("--log").arg(&context.log).arg("--home").arg(context.home.root());
     if let Some(file) = &context.loaded.file {
@@ -93,7 +97,7 @@ pub(super) fn same_command(context: &Context, args: &MountArgs) -> Result<std::p
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
     command.arg("--open").arg(args.open.to_string());
-    if let Some(metrics) = args.metrics {
+    if let Some(metrics) = metrics {
         command.arg("--metrics").arg(metrics.to_string());
     }
     if let Some(trace) = &args.trace {
@@ -106,7 +110,7 @@ pub(super) fn same_command(context: &Context, args: &MountArgs) -> Result<std::p
 /// Starts the same command in a session of its own and waits until it has mounted.
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     use std::os::unix::process::CommandExt;
-    let mut command = same_command(context, args)?;
+    let mut command = same_command(context, args, args.metrics)?;
     if args.supervise {
         command.arg("--supervise");
     }

@@ -4,6 +4,7 @@
 //! dead mount off, programs get ENOTCONN.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -41,10 +42,13 @@ struct Served {
 pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
     let at = std::path::absolute(&args.path)?;
     let (mut failures, mut announced) = (0, false);
+    let mut metrics = args.metrics;
     loop {
         let started = Instant::now();
-        let mut daemon = start(context, args)?;
+        let mut daemon = start(context, args, metrics)?;
         let served = serve(context, &mut daemon, |told| {
+            // Where it was announced, also when the system has chosen the port.
+            metrics = metrics_of(told);
             if !std::mem::replace(&mut announced, true) {
                 let at = Path::new(told["mount"].as_str().unwrap_or_default());
                 announce(context.out, &args.spec.to_string(), at, std::process::id(), metrics_of(told))?;
@@ -63,6 +67,10 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
         if stops || !announced || (was_ready && !mount::is_mounted(&at)?) {
             // It has said why, as the last thing.
             std::process::exit(status.code().unwrap_or(Exit::Failed as i32));
+        }
+        if !was_ready {
+            // The port that the system had chosen may be another's now.
+            metrics = args.metrics;
         }
         let elapsed = started.elapsed();
         failures = if elapsed >= WELL_AFTER { 1 } else { failures + 1 };
@@ -97,9 +105,9 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
 
 /// The command without supervision, in a process group of its own: a Ctrl-C in this terminal reaches
 /// this process, which passes it on once.
-fn start(context: &Context, args: &MountArgs) -> Result<Child> {
+fn start(context: &Context, args: &MountArgs, metrics: Option<SocketAddr>) -> Result<Child> {
     use std::os::unix::process::CommandExt;
-    let mut command = same_command(context, args)?;
+    let mut command = same_command(context, args, metrics)?;
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).env_remove(ready::SOCKET);
     tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
 }

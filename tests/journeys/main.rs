@@ -12,6 +12,7 @@ mod quickstart;
 mod readme;
 mod rooms;
 mod supervised;
+mod unprivileged;
 mod up;
 mod upkeep;
 mod watching;

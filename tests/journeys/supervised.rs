@@ -5,7 +5,7 @@ use std::io::Write as _;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{Home, Service, fuse_permitted, until};
+use crate::support::{Home, Service, fuse_permitted, operations, scrape, try_scrape, until};
 
 /// The daemon of a supervised mount.
 fn daemon_of(supervisor: &Service) -> Option<i32> {
@@ -58,6 +58,38 @@ fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
         assert_eq!(service.stop(), 0);
         assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
     }
+}
+
+#[test]
+fn a_supervised_mount_is_measured_at_one_address_whichever_daemon_serves_it() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    let mount = ["--json", "mount", "--supervise", "--metrics", "127.0.0.1:0", "v", at.to_str().unwrap()];
+    let mut supervisor = Service::spawn(home.command().args(mount));
+    let address = supervisor.object()["metrics"].as_str().unwrap().to_owned();
+    let mut made = 0;
+    for files in [7, 3] {
+        for _ in 0..files {
+            std::fs::write(at.join(made.to_string()), b"x").unwrap();
+            made += 1;
+        }
+        std::fs::File::open(&at).unwrap().sync_all().unwrap();
+        // Each daemon counts its own.
+        until("all is counted", || operations(&scrape(&address), &at, "create") == files);
+        let daemon = daemon_of(&supervisor).unwrap();
+        kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+        until("another daemon serves", || {
+            daemon_of(&supervisor).is_some_and(|now| now != daemon)
+                && std::fs::read_dir(&at).is_ok_and(|entries| entries.count() == made)
+        });
+        until("the address answers", || try_scrape(&address).is_some());
+    }
+    assert_eq!(supervisor.stop(), 0);
+    assert!(try_scrape(&address).is_none());
 }
 
 #[test]

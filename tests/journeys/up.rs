@@ -1,6 +1,6 @@
 //! `millrace up`: everything that a configuration declares, started together and stopped in order.
 
-use crate::support::{Home, fuse_permitted, project, until};
+use crate::support::{Home, fuse_permitted, operations, project, scrape, try_scrape, until};
 
 const CONFIG: &str = r#"
 [streams]
@@ -99,6 +99,32 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
     // Stopped in order: nothing is mounted, and all of it is there without the service.
     assert!(!home.dir.path().join("mnt/.snapshots").exists());
     assert_eq!(home.json(["--config", config, "feed", "digits@frozen:/train", "--dry"])["rows"], 1437);
+}
+
+#[test]
+fn a_service_without_models_serves_the_metrics_of_its_mounts() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let config = home.file(
+        "up.toml",
+        "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\nmetrics = \"127.0.0.1:0\"\n\
+         mounts = [{ volume = \"v\", path = \"mnt\" }, { volume = \"v\", path = \"m\" }]\n",
+    );
+    let mut up = home.start(["--config", config.to_str().unwrap(), "up", "--json"]);
+    let address = up.object()["metrics"].as_str().unwrap().to_owned();
+    let mounts = ["mnt", "m"].map(|name| home.dir.path().join(name));
+    for (i, at) in mounts.iter().enumerate() {
+        for file in 0..5 + i {
+            std::fs::write(at.join(format!("{i}.{file}")), b"x").unwrap();
+        }
+    }
+    for (i, at) in mounts.iter().enumerate() {
+        until("all is counted", || operations(&scrape(&address), at, "create") == 5 + i as u64);
+    }
+    assert_eq!(up.stop(), 0);
+    assert!(try_scrape(&address).is_none());
 }
 
 fn http_get(address: &str, path: &str) -> String {

@@ -1,18 +1,6 @@
 //! An operator watches mounts: statistics, metrics, traces.
 
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
-
-use crate::support::{Home, failure, fuse_permitted, project, until};
-
-fn scrape(address: &str) -> String {
-    let mut stream = TcpStream::connect(address).unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).unwrap();
-    assert!(text.starts_with("HTTP/1.1 200 "), "{text}");
-    text
-}
+use crate::support::{Home, failure, fuse_permitted, project, scrape, until};
 
 #[test]
 fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {

@@ -9,7 +9,8 @@
 )]
 
 use std::ffi::OsStr;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write as _};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -193,6 +194,30 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "waited {PATIENCE:?} until {what}");
         std::thread::park_timeout(Duration::from_millis(20));
     }
+}
+
+/// The metrics at an address; `None` while nobody answers there.
+pub fn try_scrape(address: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    assert!(text.starts_with("HTTP/1.1 200 "), "{text}");
+    Some(text)
+}
+
+/// The metrics at an address where somebody answers.
+pub fn scrape(address: &str) -> String {
+    try_scrape(address).unwrap_or_else(|| panic!("nobody answers at {address}"))
+}
+
+/// What a mount has done of one kind of operation, in metrics; 0 when it is not told.
+pub fn operations(metrics: &str, mount: &Path, op: &str) -> u64 {
+    let (mount, op) = (format!("mount=\"{}\"", mount.display()), format!("op=\"{op}\""));
+    let line = metrics.lines().find(|line| {
+        line.starts_with("millrace_mount_operations_total{") && line.contains(&mount) && line.contains(&op)
+    });
+    line.map_or(0, |line| line.rsplit_once(' ').unwrap().1.parse().unwrap())
 }
 
 /// Whether the kernel lets us mount; the reason goes to the log once.

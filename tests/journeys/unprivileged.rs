@@ -1,0 +1,80 @@
+//! A user without privileges mounts a volume: the kernel takes no files from him, so the daemon reads,
+//! and he is told so once.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::{Home, fuse_permitted};
+
+/// The user.
+const NOBODY: u32 = 65_534;
+
+/// In a mount namespace of its own: a device that everybody may open, then the journey as the user.
+const AS_USER: &str = r#"
+set -e
+mkdir "$3/dev"
+mount -t tmpfs tmpfs "$3/dev"
+mknod -m 666 "$3/dev/fuse" c 10 229
+mount --bind "$3/dev/fuse" /dev/fuse
+exec setpriv --reuid "$1" --regid "$1" --clear-groups --inh-caps=-all sh -c "$2" sh "$3"
+"#;
+
+/// The journey: a file of a snapshot that a privileged mount would hand to the kernel, read twice.
+const JOURNEY: &str = r#"
+set -e
+cd "$1"
+"$MILLRACE" volume create v
+"$MILLRACE" mount v mnt >told 2>notes &
+daemon=$!
+trap 'kill $daemon 2>/dev/null || true' EXIT
+while ! [ -s told ]; do kill -0 $daemon; sleep 0.05; done
+head -c 3000000 /dev/urandom >file
+cp file mnt/file
+"$MILLRACE" snapshot create v@s
+cmp file mnt/.snapshots/s/file
+cmp file mnt/.snapshots/s/file
+"$MILLRACE" umount mnt
+wait $daemon
+"#;
+
+/// Why the journey cannot be made here.
+fn obstacle(program: &Path) -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("only root can become another user".into());
+    }
+    for tool in ["unshare", "setpriv", "fusermount3"] {
+        if Command::new(tool).arg("--version").output().is_err() {
+            return Some(format!("{tool} is not installed"));
+        }
+    }
+    let closed = program
+        .ancestors()
+        .skip(1)
+        .find(|folder| std::fs::metadata(folder).is_ok_and(|of| of.permissions().mode() & 0o005 != 0o005));
+    closed.map(|folder| format!("others may not enter {}", folder.display()))
+}
+
+#[test]
+fn who_has_no_privilege_is_told_once_that_the_daemon_reads() {
+    let program = Path::new(env!("CARGO_BIN_EXE_millrace"));
+    if !fuse_permitted() {
+        return;
+    }
+    if let Some(obstacle) = obstacle(program) {
+        eprintln!("skipped: {obstacle}");
+        return;
+    }
+    let home = Home::new();
+    nix::unistd::chown(home.dir.path(), Some(NOBODY.into()), Some(NOBODY.into())).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", AS_USER, "sh"]);
+    command.arg(NOBODY.to_string()).arg(JOURNEY).arg(home.dir.path());
+    command.env("MILLRACE", program).env("MILLRACE_HOME", home.path()).env_remove("MILLRACE_CONFIG");
+    let output = command.output().unwrap();
+    let notes = std::fs::read_to_string(home.dir.path().join("notes")).unwrap_or_default();
+    assert!(output.status.success(), "{output:?}\n{notes}");
+    let told: Vec<_> = notes.lines().filter(|line| line.contains("opens files by")).collect();
+    assert_eq!(told.len(), 1, "{notes}");
+    assert!(told[0].starts_with("v opens files by pages: the kernel hands no files over here"), "{notes}");
+}
