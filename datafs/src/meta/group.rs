@@ -7,8 +7,8 @@
 //! cache of records to a snapshot of the engine, all of one moment, so that nobody waits for anybody.
 //!
 //! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
-//! is committed. What was answered before the disk, or a quota, was used up stays in memory and is tried again
-//! until there is space; meanwhile everything can be read and changes are refused.
+//! is committed. What was answered before the disk, or a quota, was used up stays in memory and is tried
+//! again until there is space; meanwhile everything can be read and changes are refused.
 //!
 //! While a store in the cloud is away, what points at objects in it stays in memory: it is tried again
 //! until the store is back, who wants to be durable is told, and what was answered is kept.
