@@ -70,10 +70,9 @@ impl Filesystem for Adapter {
             let wish = InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS;
             let _ = config.add_capabilities(wish);
         }
-        if self.passthrough {
+        if self.asks_for_passthrough {
             let granted = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
                 && config.set_max_stack_depth(2).is_ok();
-            self.passthrough = granted;
             self.handles.set_passthrough(granted);
         }
         self.direct = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP).is_ok();

@@ -44,7 +44,8 @@ pub(super) struct Adapter {
     pub(super) locks: Arc<Locks>,
     pub(super) coherence: Arc<Coherence>,
     pub(super) inodes: Inodes,
-    pub(super) passthrough: bool,
+    /// The kernel shall be asked to take files from us.
+    pub(super) asks_for_passthrough: bool,
     /// The kernel opens and closes files and directories by itself; reads carry no handle.
     pub(super) without_messages: bool,
     /// Files whose pages the kernel does not keep can be mapped nevertheless.
@@ -60,8 +61,8 @@ impl Adapter {
     ) -> Adapter {
         let inodes = Inodes::new(handles.view.root());
         let without_messages = way == Open::Pages && handles.view.is_snapshot();
-        let passthrough = way == Open::Passthrough;
-        Adapter { handles, locks, coherence, inodes, passthrough, without_messages, direct: false }
+        let asks_for_passthrough = way == Open::Passthrough;
+        Adapter { handles, locks, coherence, inodes, asks_for_passthrough, without_messages, direct: false }
     }
 
     pub(super) fn node(&self, ino: INodeNo) -> Node {
@@ -148,7 +149,7 @@ impl Adapter {
         size: u64,
         register: impl FnOnce(std::fs::File) -> io::Result<BackingId>,
     ) -> Option<BackingId> {
-        if !self.passthrough || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
+        if !self.handles.has_passthrough() || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
             return None;
         }
         let image = match handle.file.image() {

@@ -23,7 +23,11 @@ mod ioctl {
     nix::ioctl_write_ptr!(backing_close, MAGIC, 2, u32);
 }
 
-/// Whether the kernel takes files over the device of a mount that has begun. Tried with a file that is always there.
+/// Whether the kernel takes files over the device of a mount that has begun. Tried with a file that is
+/// always there.
+///
+/// # Errors
+/// Any other refusal than for lack of privilege; it says nothing of other files.
 pub(super) fn is_permitted(device: &File) -> io::Result<bool> {
     let file = File::open("/proc/self/exe")?;
     let map = Map { file: file.as_raw_fd(), flags: 0, padding: 0 };

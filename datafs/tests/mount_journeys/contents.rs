@@ -167,7 +167,11 @@ fn mapped_memory_is_read_and_written() {
     assert!(mapped == bytes);
     mapped[123_456] ^= 0xff;
     let changed = mapped[123_456];
+    // Written before it is unmapped: the kernel would write what is left while no thread of this process can
+    // map memory, and those that serve the mount are among them.
     // SAFETY: the mapping is this test's own and not used afterwards.
+    assert_eq!(unsafe { libc::msync(map, len, libc::MS_SYNC) }, 0);
+    // SAFETY: likewise.
     assert_eq!(unsafe { libc::munmap(map, len) }, 0);
     drop(file);
     assert_eq!(fs::read(&path).unwrap()[123_456], changed);
