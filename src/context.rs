@@ -3,6 +3,7 @@
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -13,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, fail};
 use crate::home::Home;
+use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
 
@@ -32,6 +34,8 @@ pub(crate) struct Context {
     pub(crate) loaded: Loaded,
     /// What is logged, for processes that are started with the same wish.
     pub(crate) log: String,
+    /// What switches this process's log while it runs.
+    pub(crate) switch: Arc<Switch>,
     /// Cancelled by the first Ctrl-C or SIGTERM.
     pub(crate) stop: CancellationToken,
 }

@@ -9,19 +9,19 @@ mod failure;
 mod fstab;
 mod home;
 mod inference;
+mod logging;
 mod output;
 mod quickstart;
 mod ready;
 mod service;
 mod settings;
 
-use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser};
 use tokio_util::sync::CancellationToken;
-use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
 use context::Context;
@@ -40,25 +40,19 @@ fn main() -> ExitCode {
 }
 
 fn start(cli: Cli) -> Result<()> {
-    let filter = EnvFilter::try_new(&cli.log)
-        .map_err(|error| failure::failure(failure::Exit::Usage, format!("--log {:?}: {error}", cli.log)))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    let switch = logging::start(&cli.log)?;
     if let Command::Worker = cli.command {
         // Has a small runtime of its own.
         return commands::train::worker();
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let result = runtime.block_on(run(cli));
+    let result = runtime.block_on(run(cli, switch));
     // Blocking calls that hang in a dead mount or library must not keep the process alive.
     runtime.shutdown_timeout(std::time::Duration::from_secs(5));
     result
 }
 
-async fn run(cli: Cli) -> Result<()> {
+async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     let out = Output::new(cli.json);
     if let Command::Completions { shell } = cli.command {
         let mut script = Vec::new();
@@ -86,7 +80,7 @@ async fn run(cli: Cli) -> Result<()> {
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
     let home = home::Home::open(root)?;
-    let context = Context { out, home, loaded, log: cli.log, stop: stop_signal()? };
+    let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,

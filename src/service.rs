@@ -260,7 +260,9 @@ impl Service {
                 );
             }
         };
-        let serving = millrace_serving::serve(config, source, self.front.stop.child_token()).await?;
+        let deps = millrace_serving::Deps { logging: Some(context.switch.clone()) };
+        let stop = self.front.stop.child_token();
+        let serving = millrace_serving::serve_with(config, source, deps, stop).await?;
         let addresses = serving.addresses();
         self.addresses.grpc = Some(addresses.grpc);
         self.addresses.http = Some(addresses.http);

@@ -37,7 +37,14 @@ pub struct Config {
     /// Sessions per model version, each of which runs one request at a time and holds the weights;
     /// 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
     pub sessions_max: usize,
-    /// How often the repository is looked through for new versions, in milliseconds; 0 never does.
+    /// Who decides what is served: `poll`, by which every version that is found is, or `explicit`, by
+    /// which only models are that `load` names or a client's call loaded.
+    pub control: Control,
+    /// Models that are loaded at the start under `control = "explicit"`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub load: Vec<String>,
+    /// How often the repository is looked through for new versions, in milliseconds; 0 never does, and
+    /// neither does `control = "explicit"`.
     pub poll_ms: u64,
     /// How long running requests may take after the server was told to stop, in milliseconds.
     pub drain_ms_max: u64,
@@ -60,6 +67,8 @@ impl Default for Config {
             device: Device::Cpu,
             threads_max: 0,
             sessions_max: 0,
+            control: Control::Poll,
+            load: Vec::new(),
             poll_ms: 1_000,
             drain_ms_max: 10_000,
             limits: Limits::default(),
@@ -77,6 +86,17 @@ impl Config {
             threads => threads,
         }
     }
+}
+
+/// Who decides which models are served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Control {
+    /// The repository: every version that is found in it.
+    #[default]
+    Poll,
+    /// Callers: models that `load` names or a call loaded, until a call unloads them.
+    Explicit,
 }
 
 /// Bounds on what comes from outside.

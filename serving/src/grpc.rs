@@ -1,8 +1,11 @@
-//! The gRPC face: the six calls of the Open Inference Protocol, and the one place where errors become
-//! gRPC statuses.
+//! The gRPC face: the calls of the Open Inference Protocol and those that Triton adds, and the one place
+//! where errors become gRPC statuses.
+
+mod control;
 
 use tonic::{Code, Request, Response, Status};
 
+use crate::control::Controls;
 use crate::error::InferError;
 use crate::infer::{self, Inference, parse_version};
 use crate::repository::Model;
@@ -16,8 +19,15 @@ use crate::wire::{check_output_parameters, check_parameters, read_inputs, write_
 pub(crate) const SERVER_NAME: &str = "millrace";
 /// Platform of every model, as Triton names it.
 pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
-/// Protocol extensions that the server speaks.
-pub(crate) const EXTENSIONS: [&str; 1] = ["binary_tensor_data"];
+/// Protocol extensions that every server speaks, as Triton names them; [`Controls::extensions`] adds
+/// those that depend on how the server was started.
+pub(crate) const EXTENSIONS: &[&str] = &[
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "statistics",
+];
 
 impl From<InferError> for Status {
     fn from(error: InferError) -> Status {
@@ -34,8 +44,12 @@ impl From<InferError> for Status {
 }
 
 /// The service for a tonic server. Requests above `message_bytes_max` are refused while they are read.
-pub(crate) fn service(inference: Inference, message_bytes_max: usize) -> GrpcInferenceServiceServer<Service> {
-    GrpcInferenceServiceServer::new(Service { inference })
+pub(crate) fn service(
+    inference: Inference,
+    controls: Controls,
+    message_bytes_max: usize,
+) -> GrpcInferenceServiceServer<Service> {
+    GrpcInferenceServiceServer::new(Service { inference, controls })
         .max_decoding_message_size(message_bytes_max)
         .max_encoding_message_size(usize::MAX)
 }
@@ -43,6 +57,7 @@ pub(crate) fn service(inference: Inference, message_bytes_max: usize) -> GrpcInf
 #[derive(Debug)]
 pub(crate) struct Service {
     inference: Inference,
+    controls: Controls,
 }
 
 impl Service {
@@ -84,7 +99,7 @@ impl GrpcInferenceService for Service {
         Ok(Response::new(pb::ServerMetadataResponse {
             name: SERVER_NAME.to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            extensions: EXTENSIONS.map(str::to_owned).to_vec(),
+            extensions: self.controls.extensions().into_iter().map(str::to_owned).collect(),
         }))
     }
 
@@ -125,6 +140,48 @@ impl GrpcInferenceService for Service {
         let (response, form) = self.inference.answer(&model, || decode(request)).await?;
         let message = write_response(&response.model, response.version, id, response.outputs, form);
         Ok(Response::new(message))
+    }
+
+    async fn model_config(
+        &self,
+        request: Request<pb::ModelConfigRequest>,
+    ) -> Result<Response<pb::ModelConfigResponse>, Status> {
+        Ok(Response::new(control::model_config(&self.controls, &request.into_inner())?))
+    }
+
+    async fn model_statistics(
+        &self,
+        request: Request<pb::ModelStatisticsRequest>,
+    ) -> Result<Response<pb::ModelStatisticsResponse>, Status> {
+        Ok(Response::new(control::model_statistics(&self.controls, &request.into_inner())?))
+    }
+
+    async fn repository_index(
+        &self,
+        request: Request<pb::RepositoryIndexRequest>,
+    ) -> Result<Response<pb::RepositoryIndexResponse>, Status> {
+        Ok(Response::new(control::repository_index(&self.controls, &request.into_inner()).await?))
+    }
+
+    async fn repository_model_load(
+        &self,
+        request: Request<pb::RepositoryModelLoadRequest>,
+    ) -> Result<Response<pb::RepositoryModelLoadResponse>, Status> {
+        Ok(Response::new(control::repository_model_load(&self.controls, request.into_inner()).await?))
+    }
+
+    async fn repository_model_unload(
+        &self,
+        request: Request<pb::RepositoryModelUnloadRequest>,
+    ) -> Result<Response<pb::RepositoryModelUnloadResponse>, Status> {
+        Ok(Response::new(control::repository_model_unload(&self.controls, request.into_inner()).await?))
+    }
+
+    async fn log_settings(
+        &self,
+        request: Request<pb::LogSettingsRequest>,
+    ) -> Result<Response<pb::LogSettingsResponse>, Status> {
+        Ok(Response::new(control::log_settings(&self.controls, request.into_inner())?))
     }
 }
 

@@ -121,13 +121,19 @@ impl Inference {
         model: &Model,
         decode: impl FnOnce() -> Result<(Request, X), InferError>,
     ) -> Result<(Response, X), InferError> {
+        let arrived = Instant::now();
         let outcome = match decode() {
-            Ok((request, extra)) => infer_with(model, &request).await.map(|response| (response, extra)),
+            Ok((request, extra)) => {
+                infer_with(model, &request, arrived).await.map(|response| (response, extra))
+            }
             Err(error) => Err(error),
         };
         match &outcome {
             Ok(_) => model.metrics.ok.inc(),
-            Err(error) => count_failure(model, error),
+            Err(error) => {
+                model.statistics.failed(arrived);
+                count_failure(model, error);
+            }
         }
         outcome
     }
@@ -164,16 +170,20 @@ fn count_failure(model: &Model, error: &InferError) {
 }
 
 /// Checks a request against one version and runs it.
-pub(crate) async fn infer_with(model: &Model, request: &Request) -> Result<Response, InferError> {
+async fn infer_with(model: &Model, request: &Request, arrived: Instant) -> Result<Response, InferError> {
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
     let inputs = ordered(&signature.inputs, &request.inputs)?;
     let rows = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
-    let start = Instant::now();
-    let (outputs, compute) = model.pool.run(&inputs, &outputs).await?;
-    model.metrics.request_seconds.observe(start.elapsed().as_secs_f64());
-    model.metrics.compute_seconds.observe(compute.as_secs_f64());
-    model.metrics.rows.inc_by(u64::try_from(rows).unwrap_or(0));
+    let rows = u64::try_from(rows).unwrap_or(0);
+    let (outputs, times) = model.pool.run(&inputs, &outputs).await?;
+    let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
+    model.metrics.request_seconds.observe(since(times.queued));
+    model.metrics.compute_seconds.observe(since(times.computing));
+    model.metrics.rows.inc_by(rows);
+    // A model whose first extent is no batch answers one inference per request.
+    let inferences = if model.max_batch_size() > 0 { rows } else { 1 };
+    model.statistics.succeeded(inferences, arrived, &times);
     Ok(Response { model: model.name().to_owned(), version: model.version(), outputs })
 }
 

@@ -2,7 +2,8 @@
 //!
 //! What is here: the repository that loads model bundles from a volume or a directory, the inference
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
-//! it; health; Prometheus metrics), a client, and the pipe that reads records from one topic and writes
+//! it, with Triton's calls for configurations, statistics, the repository and the log; health; reflection;
+//! Prometheus metrics), a client, and the pipe that reads records from one topic and writes
 //! predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
@@ -42,22 +43,27 @@
 mod blocking;
 pub mod client;
 pub mod config;
+mod control;
 pub mod error;
 mod grpc;
 pub mod infer;
+pub mod logging;
 pub mod metrics;
+mod model_config;
 pub mod pipe;
 pub mod record;
 pub mod repository;
+mod reflection;
 mod rest;
 pub mod runtime;
 mod server;
 mod session;
+mod statistics;
 pub mod tensor;
 pub mod wire;
 
-pub use config::{Config, Device, Limits, PipeConfig};
+pub use config::{Config, Control, Device, Limits, PipeConfig};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};
-pub use server::{Addresses, MetricsServer, Serving, serve};
+pub use server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};

@@ -1,32 +1,41 @@
 //! The models that are served: found in a volume or a directory, loaded, looked through again for new
 //! versions. A bad version is named and left out; it never takes the others down.
 
+mod control;
 mod refresh;
 mod source;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::{Manifest, Signature};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::blocking::blocking;
-use crate::config::Config;
+use crate::config::{Config, Control, Limits};
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
 use crate::session::Pool;
+use crate::statistics::Statistics;
 
+pub(crate) use control::Entry;
 pub use source::Source;
 
 /// One model version that is ready. Requests hold it, so it outlives its removal from the repository.
 #[derive(Debug)]
 pub struct Model {
     manifest: Manifest,
+    max_batch_size: i32,
     pub(crate) pool: Pool,
     pub(crate) metrics: ModelMetrics,
+    pub(crate) statistics: Statistics,
+    /// Fires when the last request has let the version go.
+    gone: CancellationToken,
+    // The last field, so that the sessions are gone before it fires.
+    _leaving: DropGuard,
 }
 
 impl Model {
@@ -48,6 +57,11 @@ impl Model {
     /// Inputs and outputs.
     pub fn signature(&self) -> &Signature {
         &self.manifest.signature
+    }
+
+    /// Most rows of a request; 0 when rows are none of the model's dimensions.
+    pub(crate) fn max_batch_size(&self) -> i32 {
+        self.max_batch_size
     }
 }
 
@@ -84,11 +98,13 @@ struct Versions {
     failed: BTreeMap<u64, Failure>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Models {
     models: HashMap<String, Versions>,
     /// Directories that are no version, with the reason.
     other: Vec<(String, String)>,
+    /// Models that a call unloaded, until one loads them again.
+    unloaded: BTreeSet<String>,
 }
 
 #[derive(Debug)]
@@ -98,6 +114,10 @@ struct Inner {
     models: RwLock<Arc<Models>>,
     /// One look through at a time.
     refreshing: tokio::sync::Mutex<()>,
+    /// Versions that are being loaded.
+    loading: Mutex<BTreeSet<(String, u64)>>,
+    /// One listing for an index at a time, so that callers cannot pile them up on the store.
+    indexing: tokio::sync::Mutex<()>,
     changes: watch::Sender<u64>,
 }
 
@@ -108,12 +128,15 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Loads every complete version once. Versions that cannot be loaded are in [`Repository::status`].
+    /// Loads every complete version once; under [`Control::Explicit`] those of the models in `load`.
+    /// Versions that cannot be loaded are in [`Repository::status`].
     ///
     /// # Errors
+    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`] and for a name in it that none is;
     /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
     /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
+        control::check(config)?;
         let device = config.device;
         blocking("model loading", move || crate::session::check_device(device)).await?;
         let inner = Inner {
@@ -121,16 +144,21 @@ impl Repository {
             config: config.clone(),
             models: RwLock::default(),
             refreshing: tokio::sync::Mutex::new(()),
+            loading: Mutex::default(),
+            indexing: tokio::sync::Mutex::new(()),
             changes: watch::Sender::new(0),
         };
         let repository = Repository { inner: Arc::new(inner) };
-        repository.refresh().await?;
+        match config.control {
+            Control::Poll => repository.refresh().await?,
+            Control::Explicit => repository.load_configured().await?,
+        }
         Ok(repository)
     }
 
     /// Looks through the source: loads new versions, drops the ones that are gone, tries failed ones
-    /// again after a while. Answers go on meanwhile. Cancel safe: what was not loaded is loaded by the
-    /// next call.
+    /// again after a while; under [`Control::Explicit`] of loaded models only. Answers go on meanwhile.
+    /// Cancel safe: what was not loaded is loaded by the next call.
     ///
     /// # Errors
     /// [`crate::Error::Repository`] when the source cannot be read; the models stay as they are.
@@ -141,9 +169,10 @@ impl Repository {
         outcome
     }
 
-    /// Runs [`Repository::refresh`] every `poll_ms` until cancelled; returns at once when that is 0.
+    /// Runs [`Repository::refresh`] every `poll_ms` until cancelled; returns at once when that is 0, and
+    /// under [`Control::Explicit`], where versions change only by a call.
     pub async fn poll(&self, cancel: CancellationToken) {
-        if self.inner.config.poll_ms == 0 {
+        if self.inner.config.poll_ms == 0 || self.inner.config.control == Control::Explicit {
             return;
         }
         let period = Duration::from_millis(self.inner.config.poll_ms);
@@ -194,6 +223,20 @@ impl Repository {
     pub fn versions(&self, model: &str) -> Option<Vec<u64>> {
         let models = self.inner.models.read().clone();
         models.models.get(model).map(|versions| versions.ready.keys().copied().collect())
+    }
+
+    /// Ready versions of one model, or of all, by name and version.
+    pub(crate) fn ready(&self, model: Option<&str>) -> Vec<Arc<Model>> {
+        let models = self.inner.models.read().clone();
+        let named = models.models.iter().filter(|(name, _)| model.is_none_or(|model| model == *name));
+        let mut ready: Vec<_> = named.flat_map(|(_, versions)| versions.ready.values().cloned()).collect();
+        ready.sort_by(|a, b| (a.name(), a.version()).cmp(&(b.name(), b.version())));
+        ready
+    }
+
+    /// The bounds that it loads within.
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.inner.config.limits
     }
 
     /// Every version that was found and what became of it, by name and version.

@@ -2,6 +2,7 @@
 //! one place where errors become HTTP statuses.
 
 mod body;
+mod control;
 mod elements;
 mod output;
 
@@ -18,8 +19,9 @@ use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use serde_json::json;
 
+use crate::control::Controls;
 use crate::error::{InferError, quote};
-use crate::grpc::{EXTENSIONS, PLATFORM, SERVER_NAME};
+use crate::grpc::{PLATFORM, SERVER_NAME};
 use crate::infer::{Inference, parse_version};
 
 /// Header that says how long the JSON part of a body with binary tensors is.
@@ -28,11 +30,12 @@ pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
 #[derive(Debug, Clone)]
 struct App {
     inference: Inference,
+    controls: Controls,
     message_bytes_max: usize,
 }
 
 /// The routes. Bodies above `message_bytes_max` are refused while they are read.
-pub(crate) fn router(inference: Inference, message_bytes_max: usize) -> Router {
+pub(crate) fn router(inference: Inference, controls: Controls, message_bytes_max: usize) -> Router {
     let version = "/v2/models/{model}/versions/{version}";
     Router::new()
         .route("/v2", get(server_metadata))
@@ -45,9 +48,10 @@ pub(crate) fn router(inference: Inference, message_bytes_max: usize) -> Router {
         .route(&format!("{version}/ready"), get(model_ready))
         .route("/v2/models/{model}/infer", post(infer))
         .route(&format!("{version}/infer"), post(infer))
+        .merge(control::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(App { inference, message_bytes_max })
+        .with_state(App { inference, controls, message_bytes_max })
 }
 
 /// An error as this protocol answers it: a status and `{"error": …}`.
@@ -105,11 +109,11 @@ async fn wrong_method() -> Failure {
     Failure { status: StatusCode::METHOD_NOT_ALLOWED, reason: "this path does not take this method".into() }
 }
 
-async fn server_metadata() -> Response {
+async fn server_metadata(State(app): State<App>) -> Response {
     Json(json!({
         "name": SERVER_NAME,
         "version": env!("CARGO_PKG_VERSION"),
-        "extensions": EXTENSIONS,
+        "extensions": app.controls.extensions(),
     }))
     .into_response()
 }

@@ -1,6 +1,7 @@
 //! The server: binds the three addresses, runs the transports, drains when told to stop.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -13,10 +14,12 @@ use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 
 use crate::config::Config;
+use crate::control::Controls;
 use crate::error::{Error, Result};
 use crate::infer::Inference;
+use crate::logging::Logging;
 use crate::repository::{Repository, Source};
-use crate::{grpc, metrics, rest};
+use crate::{grpc, metrics, reflection, rest};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
@@ -24,7 +27,7 @@ const SERVICE_NAME: &str = "inference.GRPCInferenceService";
 /// Where a server listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
-    /// gRPC: inference and health.
+    /// gRPC: inference, health and reflection.
     pub grpc: SocketAddr,
     /// REST.
     pub http: SocketAddr,
@@ -81,11 +84,31 @@ impl Serving {
 /// # Errors
 /// [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
+    serve_with(config, source, Deps::default(), cancel).await
+}
+
+/// What a server may use of the process that it runs in.
+#[derive(Debug, Clone, Default)]
+pub struct Deps {
+    /// What switches the process's log; without it the calls about logging are unimplemented.
+    pub logging: Option<Arc<dyn Logging>>,
+}
+
+/// The same as [`serve`], with parts of the process that the server may use.
+///
+/// # Errors
+/// As [`serve`].
+pub async fn serve_with(
+    config: &Config,
+    source: Source,
+    deps: Deps,
+    cancel: CancellationToken,
+) -> Result<Serving> {
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;
     let http = bind(config.http, "REST", "http").await?;
     let scrape = bind(config.metrics, "metrics", "metrics").await?;
     let repository = Repository::open(source, config).await?;
-    serve_on(config, Inference::new(repository), [grpc, http, scrape], cancel)
+    serve_on(config, Inference::new(repository), deps, [grpc, http, scrape], cancel)
 }
 
 async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
@@ -103,6 +126,7 @@ async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) ->
 fn serve_on(
     config: &Config,
     inference: Inference,
+    deps: Deps,
     [grpc, http, scrape]: [TcpListener; 3],
     cancel: CancellationToken,
 ) -> Result<Serving> {
@@ -116,6 +140,7 @@ fn serve_on(
     };
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
+    let controls = Controls::new(inference.clone(), deps.logging);
     let message_bytes_max = config.limits.message_bytes_max;
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
     let closing = CancellationToken::new();
@@ -124,7 +149,9 @@ fn serve_on(
     let mut transports: JoinSet<Result<()>> = JoinSet::new();
     let router = tonic::transport::Server::builder()
         .add_service(health_service)
-        .add_service(grpc::service(inference.clone(), message_bytes_max));
+        .add_service(reflection::v1()?)
+        .add_service(reflection::v1alpha()?)
+        .add_service(grpc::service(inference.clone(), controls.clone(), message_bytes_max));
     let incoming = TcpIncoming::from(grpc).with_nodelay(Some(true));
     let closed = closing.clone();
     transports.spawn(async move {
@@ -133,7 +160,7 @@ fn serve_on(
             .await
             .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
-    let routes = rest::router(inference.clone(), message_bytes_max);
+    let routes = rest::router(inference.clone(), controls, message_bytes_max);
     transports.spawn(serve_http("REST", http, routes, closing.clone()));
     let mut scraping = JoinSet::new();
     scraping.spawn(serve_http("metrics", scrape, scrape_routes(), ending.clone()));

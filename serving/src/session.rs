@@ -6,7 +6,7 @@
 mod values;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use millrace_bundle::{Bundle, Signature, TensorSpec};
 use ort::session::Session;
@@ -18,6 +18,7 @@ use tokio::sync::Semaphore;
 use crate::config::{Config, Device};
 use crate::error::{Error, InferError, Result};
 use crate::runtime::Runtime;
+use crate::statistics::Times;
 use crate::tensor::{Data, Tensor};
 use values::{datatype, run};
 
@@ -29,6 +30,8 @@ const INLINE_MICROS_MAX: usize = 500;
 /// Sessions of one model version.
 #[derive(Debug)]
 pub(crate) struct Pool {
+    device: Device,
+    sessions: usize,
     free: Mutex<Vec<Session>>,
     permits: Semaphore,
     waiting: AtomicUsize,
@@ -62,6 +65,8 @@ impl Pool {
             free.push(session);
         }
         let pool = Pool {
+            device: config.device,
+            sessions,
             permits: Semaphore::new(sessions),
             free: Mutex::new(free),
             waiting: AtomicUsize::new(0),
@@ -72,13 +77,24 @@ impl Pool {
         Ok(pool)
     }
 
+    /// Where the sessions run.
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// How many requests run at once.
+    pub(crate) fn sessions(&self) -> usize {
+        self.sessions
+    }
+
     /// Runs the model on checked inputs, which are in the signature's order; gives the wanted outputs
-    /// and the time inside ONNX Runtime. Cancel safe while it waits for a session.
+    /// and when each step was reached. Cancel safe while it waits for a session.
     pub(crate) async fn run(
         &self,
         inputs: &[&Tensor],
         outputs: &[&TensorSpec],
-    ) -> Result<(Vec<Tensor>, Duration), InferError> {
+    ) -> Result<(Vec<Tensor>, Times), InferError> {
+        let queued = Instant::now();
         let _permit = match self.permits.try_acquire() {
             Ok(permit) => permit,
             Err(_) => self.wait().await?,
@@ -90,9 +106,9 @@ impl Pool {
                 .is_ok_and(|handle| handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread)
         };
         if slow && many_threads() {
-            tokio::task::block_in_place(|| self.run_timed(lease.session()?, inputs, outputs))
+            tokio::task::block_in_place(|| self.run_timed(lease.session()?, inputs, outputs, queued))
         } else {
-            self.run_timed(lease.session()?, inputs, outputs)
+            self.run_timed(lease.session()?, inputs, outputs, queued)
         }
     }
 
@@ -121,14 +137,14 @@ impl Pool {
         session: &mut Session,
         inputs: &[&Tensor],
         outputs: &[&TensorSpec],
-    ) -> Result<(Vec<Tensor>, Duration), InferError> {
-        let start = Instant::now();
-        let tensors = run(session, inputs, outputs)?;
-        let elapsed = start.elapsed();
+        queued: Instant,
+    ) -> Result<(Vec<Tensor>, Times), InferError> {
+        let (tensors, times) = run(session, inputs, outputs, queued)?;
+        let elapsed = times.end.saturating_duration_since(times.computing);
         let micros = usize::try_from(elapsed.as_micros()).unwrap_or(usize::MAX);
         let typical = self.run_micros.load(Ordering::Relaxed);
         self.run_micros.store(towards(typical, micros), Ordering::Relaxed);
-        Ok((tensors, elapsed))
+        Ok((tensors, times))
     }
 
     /// One run per session on a row of zeros, so that the first request does not pay for lazily made
@@ -153,7 +169,7 @@ impl Pool {
         let inputs: Vec<&Tensor> = inputs.iter().collect();
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
         for session in self.free.lock().iter_mut() {
-            if let Err(error) = self.run_timed(session, &inputs, &outputs) {
+            if let Err(error) = self.run_timed(session, &inputs, &outputs, Instant::now()) {
                 tracing::debug!(%error, "the warm-up run failed");
                 return;
             }

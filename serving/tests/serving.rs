@@ -1,7 +1,9 @@
 //! The server as its users meet it: every call over real sockets, malformed requests, bad bundles,
-//! missing libraries, draining, and topic-to-topic inference.
+//! missing libraries, draining, control calls, statistics, and topic-to-topic inference.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "serving/control.rs"]
+mod control;
 #[path = "serving/lifecycle.rs"]
 mod lifecycle;
 #[path = "serving/malformed.rs"]
@@ -14,5 +16,7 @@ mod measure;
 mod pipe;
 #[path = "serving/protocol.rs"]
 mod protocol;
+#[path = "serving/statistics.rs"]
+mod statistics;
 #[path = "serving/support.rs"]
 mod support;

@@ -136,7 +136,7 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
-        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001"
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits"
     )]
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts

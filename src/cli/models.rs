@@ -146,6 +146,30 @@ pub(crate) struct ServeArgs {
     /// Where to run the models [default: serving.device]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceArg>,
+    /// Who decides what is served [default: serving.control]
+    #[arg(long, value_enum)]
+    pub(crate) control: Option<ControlArg>,
+    /// A model to load at the start under `--control explicit`; may be repeated [default: serving.load]
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) load: Vec<String>,
+}
+
+/// Who decides which models are served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ControlArg {
+    /// The repository: every version that is found in it
+    Poll,
+    /// Callers: models that --load names or a client loads
+    Explicit,
+}
+
+impl From<ControlArg> for millrace_serving::Control {
+    fn from(control: ControlArg) -> Self {
+        match control {
+            ControlArg::Poll => millrace_serving::Control::Poll,
+            ControlArg::Explicit => millrace_serving::Control::Explicit,
+        }
+    }
 }
 
 /// `millrace predict`

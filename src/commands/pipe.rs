@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use millrace_serving::pipe::{self, Deps, Until};
-use millrace_serving::{Inference, PipeConfig, Repository, Source};
+use millrace_serving::{Control, Inference, PipeConfig, Repository, Source};
 
 use crate::cli::PipeArgs;
 use crate::context::{Context, live};
@@ -14,7 +14,10 @@ use crate::output::count;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let mut config = config(context, &args)?;
-    let serving = context.loaded.settings.serving.clone();
+    let mut serving = context.loaded.settings.serving.clone();
+    // No client can tell this process what to load.
+    serving.control = Control::Poll;
+    serving.load.clear();
     let datafs = context.datafs()?;
     let spec = live(&args.volume);
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;

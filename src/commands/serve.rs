@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use millrace_serving::repository::{State, VersionStatus};
-use millrace_serving::{Serving, Source, serve};
+use millrace_serving::{Deps, Serving, Source, serve_with};
 
 use crate::cli::ServeArgs;
 use crate::context::Context;
@@ -21,6 +21,12 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     if let Some(device) = args.device {
         config.device = device.as_str().parse()?;
     }
+    if let Some(control) = args.control {
+        config.control = control.into();
+    }
+    if !args.load.is_empty() {
+        config.load = args.load;
+    }
     let source = match (&args.volume, &args.models) {
         (Some(spec), _) => {
             let datafs = context.datafs()?;
@@ -33,7 +39,8 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     };
     // Two servers on one home are fine; the first one tells others its addresses.
     let mut lock = context.home.lock("serve").ok();
-    let serving = serve(&config, source, context.stop.clone()).await?;
+    let deps = Deps { logging: Some(context.switch.clone()) };
+    let serving = serve_with(&config, source, deps, context.stop.clone()).await?;
     let addresses = serving.addresses();
     if let Some(lock) = &mut lock {
         lock.announce(Addresses {

@@ -105,6 +105,13 @@ fn python_clients_use_a_running_pipeline() {
         let said = program(python(script).arg(address(&report, name)).arg("digits").arg(&test));
         assert!(said.contains("360 predictions"), "{said}");
     }
+    // A second server over the same volume, which serves only what it is told to.
+    let mut explicit = home.start(["serve", "--volume", "digits", "--control", "explicit", "--json"]);
+    let listens = explicit.object();
+    let (grpc, http) = (listens["grpc"].as_str().unwrap(), listens["http"].as_str().unwrap());
+    let said = program(python("triton_control.py").args([grpc, http, "digits"]));
+    assert!(said.contains("loaded and unloaded twice"), "{said}");
+    assert_eq!(explicit.stop(), 0);
     if fuse_permitted() {
         let said = program(python("parquet.py").arg(address(&report, "mount")).arg(records("digits.jsonl")));
         assert!(said.contains("1437 rows"), "{said}");

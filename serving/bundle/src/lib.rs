@@ -55,7 +55,9 @@ pub use error::{Error, Result};
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
 };
-pub use repository::{Limits, Listing, ModelVersion, Skipped, list, load, load_with, next_version, scan};
+pub use repository::{
+    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,
+};
 pub use signature::{Datatype, Signature, TensorSpec};
 
 #[cfg(test)]

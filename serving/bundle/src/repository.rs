@@ -80,24 +80,45 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
             listing.skipped.push(Skipped { path: model.to_string(), reason });
             continue;
         }
-        for path in directories(store, &model).await? {
-            let version = path.filename().unwrap_or_default().to_owned();
-            let found = match parse_version(&version) {
-                Some(version) => inspect(store, &path, &name, version).await,
-                None => Err(Error::InvalidVersion { version: shorten(&version) }),
-            };
-            match found {
-                Ok((manifest, _)) => listing.complete.push(ModelVersion {
-                    name: name.clone(),
-                    version: manifest.version,
-                    manifest,
-                }),
-                Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
-            }
-        }
+        add_versions(store, &model, &name, &mut listing).await?;
     }
     listing.complete.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
     Ok(listing)
+}
+
+/// Everything of one model below `root`; nothing when there is no such model.
+///
+/// # Errors
+/// [`Error::InvalidName`]; [`Error::Store`] when the store itself fails.
+pub async fn scan_model(store: &dyn ObjectStore, root: &str, name: &str) -> Result<Listing> {
+    let mut listing = Listing::default();
+    add_versions(store, &model_path(root, name)?, name, &mut listing).await?;
+    listing.complete.sort_by_key(|found| found.version);
+    Ok(listing)
+}
+
+async fn add_versions(
+    store: &dyn ObjectStore,
+    model: &Path,
+    name: &str,
+    listing: &mut Listing,
+) -> Result<()> {
+    for path in directories(store, model).await? {
+        let version = path.filename().unwrap_or_default().to_owned();
+        let found = match parse_version(&version) {
+            Some(version) => inspect(store, &path, name, version).await,
+            None => Err(Error::InvalidVersion { version: shorten(&version) }),
+        };
+        match found {
+            Ok((manifest, _)) => listing.complete.push(ModelVersion {
+                name: name.to_owned(),
+                version: manifest.version,
+                manifest,
+            }),
+            Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
+        }
+    }
+    Ok(())
 }
 
 /// Loads one version with the default [`Limits`]; every byte is verified.
@@ -149,9 +170,7 @@ pub async fn load_with(
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].
 pub async fn next_version(store: &dyn ObjectStore, root: &str, name: &str) -> Result<u64> {
-    let first = version_path(root, name, 1)?;
-    let model = Path::from_iter(first.parts().take(first.parts_count().saturating_sub(1)));
-    let highest = directories(store, &model)
+    let highest = directories(store, &model_path(root, name)?)
         .await?
         .iter()
         .filter_map(|path| path.filename().and_then(parse_version))
@@ -161,13 +180,25 @@ pub async fn next_version(store: &dyn ObjectStore, root: &str, name: &str) -> Re
 
 /// Path of a version's directory; checks the name and the version.
 pub(crate) fn version_path(root: &str, name: &str, version: u64) -> Result<Path> {
-    if !is_model_name(name) {
-        return Err(Error::InvalidName { name: shorten(name) });
-    }
+    let model = model_path(root, name)?;
     if version == 0 {
         return Err(Error::InvalidVersion { version: version.to_string() });
     }
-    Ok(root_path(root)?.join(name).join(version.to_string()))
+    Ok(model.join(version.to_string()))
+}
+
+/// Path of a model's directory; checks the name.
+fn model_path(root: &str, name: &str) -> Result<Path> {
+    check_name(name)?;
+    Ok(root_path(root)?.join(name))
+}
+
+/// Whether a string may name a model.
+///
+/// # Errors
+/// [`Error::InvalidName`], which says what a name is made of.
+pub fn check_name(name: &str) -> Result<()> {
+    if is_model_name(name) { Ok(()) } else { Err(Error::InvalidName { name: shorten(name) }) }
 }
 
 fn root_path(root: &str) -> Result<Path> {

@@ -4,26 +4,46 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::Manifest;
+use millrace_bundle::{Listing, Manifest};
+use tokio_util::sync::CancellationToken;
 
 use super::{Failure, Model, Models, Repository, Versions};
 use crate::blocking::blocking;
 use crate::error::{Result, chain};
+use crate::config::Control;
 use crate::metrics::{MODELS, ModelMetrics};
+use crate::model_config::max_batch_size;
 use crate::session::Pool;
+use crate::statistics::Statistics;
 
 /// A version that failed to load is tried again after this time, or at once when its manifest changed.
-const RETRY_AFTER: Duration = Duration::from_secs(30);
+pub(super) const RETRY_AFTER: Duration = Duration::from_secs(30);
 
 impl Repository {
     /// Looks through the source once; only one call may run at a time.
     pub(super) async fn refresh_now(&self) -> Result<()> {
         let inner = &self.inner;
+        if inner.config.control == Control::Explicit {
+            return self.refresh_loaded().await;
+        }
         let listing = millrace_bundle::scan(inner.source.store.as_ref(), &inner.source.root).await?;
         let before = inner.models.read().clone();
         let mut next = Models::default();
-        let mut changed = false;
+        self.settle(listing, &before, &mut next, RETRY_AFTER).await;
+        self.publish(&before, next);
+        Ok(())
+    }
 
+    /// Adds what was found to `next`: versions that are ready stay, new ones are loaded, and ones that
+    /// failed longer ago than `retry_after`.
+    pub(super) async fn settle(
+        &self,
+        listing: Listing,
+        before: &Models,
+        next: &mut Models,
+        retry_after: Duration,
+    ) {
+        let inner = &self.inner;
         for skipped in listing.skipped {
             let reason = chain(&skipped.reason);
             match self.version_of(&skipped.path) {
@@ -64,7 +84,7 @@ impl Repository {
                     }
                     (_, Some(failure))
                         if failure.manifest.as_ref() == Some(&manifest)
-                            && failure.at.elapsed() < RETRY_AFTER =>
+                            && failure.at.elapsed() < retry_after =>
                     {
                         entry.failed.insert(manifest.version, failure.clone());
                         continue;
@@ -76,7 +96,6 @@ impl Repository {
                     Ok(loaded) => {
                         tracing::info!(model, version, "a model version is ready");
                         entry.ready.insert(version, Arc::new(loaded));
-                        changed = true;
                     }
                     Err(error) => {
                         let reason = chain(&error);
@@ -88,15 +107,27 @@ impl Repository {
                 }
             }
         }
+    }
 
+    /// Makes `next` what is served.
+    pub(super) fn publish(&self, before: &Models, next: Models) {
+        let inner = &self.inner;
+        let same = |a: &Models, b: &Models, model: &String, version: &u64| {
+            let ready = |models: &Models| Some(Arc::as_ptr(models.models.get(model)?.ready.get(version)?));
+            ready(a) == ready(b)
+        };
+        let mut changed = false;
         for (model, versions) in &before.models {
             for version in versions.ready.keys() {
                 let kept = next.models.get(model).is_some_and(|now| now.ready.contains_key(version));
                 if !kept {
                     tracing::info!(model, version, "a model version is gone");
-                    changed = true;
                 }
+                changed |= !kept;
             }
+        }
+        for (model, versions) in &next.models {
+            changed |= versions.ready.keys().any(|version| !same(before, &next, model, version));
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
         MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()));
@@ -105,11 +136,11 @@ impl Repository {
         if changed {
             inner.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
-        Ok(())
     }
 
     async fn load(&self, manifest: &Manifest) -> Result<Model> {
         let inner = &self.inner;
+        let _loading = self.loading(&manifest.name, manifest.version);
         let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
         let bundle = millrace_bundle::load_with(
             inner.source.store.as_ref(),
@@ -124,13 +155,22 @@ impl Repository {
             let pool = Pool::build(&bundle, &config)?;
             let manifest = bundle.manifest().clone();
             let metrics = ModelMetrics::new(&manifest.name, manifest.version);
-            Ok(Model { manifest, pool, metrics })
+            let gone = CancellationToken::new();
+            Ok(Model {
+                max_batch_size: max_batch_size(&manifest.signature, config.limits.message_bytes_max),
+                manifest,
+                pool,
+                metrics,
+                statistics: Statistics::default(),
+                _leaving: gone.clone().drop_guard(),
+                gone,
+            })
         })
         .await
     }
 
     /// Name and version of a path in the store, when it has the form of a version's path.
-    fn version_of(&self, path: &str) -> Option<(String, u64)> {
+    pub(super) fn version_of(&self, path: &str) -> Option<(String, u64)> {
         let root = self.inner.source.root.trim_matches('/');
         let relative = path.strip_prefix(root)?.trim_start_matches('/');
         let (model, version) = relative.split_once('/')?;

@@ -1,11 +1,14 @@
 //! Tensors in and out of ONNX Runtime.
 
+use std::time::Instant;
+
 use millrace_bundle::{Datatype, TensorSpec};
 use ort::session::{Session, SessionInputValue, SessionOutputs};
 use ort::value::{DynValue, TensorElementType, TensorRef};
 
 use super::one_line;
 use crate::error::{InferError, Result};
+use crate::statistics::Times;
 use crate::tensor::{Data, Tensor, for_numbers};
 
 /// The protocol's datatype of an element type; `None` for those that it cannot carry.
@@ -30,22 +33,32 @@ pub(super) fn datatype(ty: TensorElementType) -> Option<Datatype> {
     })
 }
 
-/// Runs a session on inputs in the signature's order.
+/// Runs a session on inputs in the signature's order, for a request that waits since `queued`.
 pub(super) fn run(
     session: &mut Session,
     inputs: &[&Tensor],
     outputs: &[&TensorSpec],
-) -> Result<Vec<Tensor>, InferError> {
+    queued: Instant,
+) -> Result<(Vec<Tensor>, Times), InferError> {
     let failed = |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let computing = Instant::now();
     // At most one input and output are the rule, so the array form spares a map.
-    let values = match inputs {
-        [input] => session.run([value(input)?]).map_err(failed)?,
+    let (values, input_end) = match inputs {
+        [input] => {
+            let values = [value(input)?];
+            let input_end = Instant::now();
+            (session.run(values).map_err(failed)?, input_end)
+        }
         _ => {
             let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
-            session.run(values.as_slice()).map_err(failed)?
+            let input_end = Instant::now();
+            (session.run(values.as_slice()).map_err(failed)?, input_end)
         }
     };
-    outputs.iter().map(|spec| output(&values, spec)).collect()
+    let output_start = Instant::now();
+    let tensors = outputs.iter().map(|spec| output(&values, spec)).collect::<Result<_, _>>()?;
+    let end = Instant::now();
+    Ok((tensors, Times { queued, computing, input_end, output_start, end }))
 }
 
 /// A view of the tensor's elements; only strings are copied.

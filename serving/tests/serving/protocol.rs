@@ -29,7 +29,7 @@ fn assert_close(found: &Data, expected: &[f32]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn grpc_answers_all_six_calls() {
+async fn grpc_answers_every_call_of_the_protocol() {
     if !have_runtime() {
         return;
     }
@@ -43,7 +43,7 @@ async fn grpc_answers_all_six_calls() {
     assert!(!client.model_ready("other", "").await.unwrap());
     let metadata = client.server_metadata().await.unwrap();
     assert_eq!(metadata.name, "millrace");
-    assert_eq!(metadata.extensions, ["binary_tensor_data"]);
+    assert!(metadata.extensions.contains(&"binary_tensor_data".to_owned()), "{metadata:?}");
     let metadata = client.model_metadata("mlp", "").await.unwrap();
     assert_eq!(metadata.versions, ["1", "3"]);
     assert_eq!(metadata.platform, "onnxruntime_onnx");

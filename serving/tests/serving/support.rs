@@ -13,6 +13,11 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::sync::CancellationToken;
 
+/// A client of the whole service.
+pub(crate) type Triton = millrace_serving::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient<
+    tonic::transport::Channel,
+>;
+
 /// Inputs of the small network.
 pub(crate) const FEATURES: usize = 4;
 /// Outputs of the small network.
@@ -153,6 +158,18 @@ pub(crate) fn echo(datatypes: &[Datatype]) -> Vec<u8> {
     model(graph)
 }
 
+/// Gives its input back: `input` INT32 [2, 3], no batch, to `output`.
+pub(crate) fn fixed() -> Vec<u8> {
+    use tensor_proto::DataType::Int32;
+    model(GraphProto {
+        name: Some("fixed".into()),
+        node: vec![node("Identity", &["input"], "output")],
+        input: vec![value("input", Int32, &[2, 3])],
+        output: vec![value("output", Int32, &[2, 3])],
+        ..Default::default()
+    })
+}
+
 /// Takes a good part of a second for 256 rows: `input` FP32 [batch, 512] through many layers.
 pub(crate) fn slow(layers: usize) -> Vec<u8> {
     use tensor_proto::DataType::Float;
@@ -212,6 +229,11 @@ impl Server {
         let source = Source::directory(dir.path()).unwrap();
         let serving = serve(&config, source, cancel.clone()).await.unwrap();
         Server { dir, serving, cancel }
+    }
+
+    /// A client of the generated code, for calls that [`Client`] does not have.
+    pub(crate) async fn triton(&self) -> Triton {
+        Triton::connect(format!("http://{}", self.serving.addresses().grpc)).await.unwrap()
     }
 
     pub(crate) async fn client(&self) -> Client {

@@ -1,4 +1,4 @@
-"""tritonclient.grpc against a running server: metadata and inference, with and without errors."""
+"""tritonclient.grpc against a running server: metadata, control calls and inference, with and without errors."""
 import json
 import sys
 
@@ -47,6 +47,35 @@ with triton.InferenceServerClient(url) as client:
             assert status in error.status(), error
         else:
             raise AssertionError(f"{name} {datatype} {array.shape} was accepted")
+    config = client.get_model_config(model).config
+    assert (config.name, config.platform, config.backend) == (model, "onnxruntime_onnx", "onnxruntime"), config
+    assert config.max_batch_size >= len(rows), config
+    assert [(i.name, list(i.dims)) for i in config.input] == [("input", [64])], config
+    assert [(o.name, list(o.dims)) for o in config.output] == [("logits", [10])], config
+    assert config.instance_group[0].count >= 1
+    (statistics,) = client.get_inference_statistics(model, metadata.versions[-1]).model_stats
+    assert statistics.inference_count >= len(rows) + 1 and statistics.execution_count >= 2, statistics
+    assert statistics.inference_stats.fail.count >= 3, statistics
+    assert {1, len(rows)} <= {batch.batch_size for batch in statistics.batch_stats}, statistics
+    index = client.get_model_repository_index().models
+    assert (model, "READY") in [(entry.name, entry.state) for entry in index], index
+    try:
+        client.load_model(model)
+    except InferenceServerException as error:
+        assert "not allowed if polling is enabled" in str(error), error
+    else:
+        raise AssertionError("a server that polls loads models by a call")
+    before = client.get_log_settings(as_json=True)["settings"]
+    changed = client.update_log_settings({"log_verbose_level": 1, "log_info": True}, as_json=True)["settings"]
+    assert changed["log_verbose_level"] == {"uint32_param": 1} and changed["log_info"] == {"bool_param": True}, changed
+    client.update_log_settings({"log_verbose_level": 0, "log_info": before["log_info"]["bool_param"]})
+    try:
+        client.update_log_settings({"log_file": "/tmp/x"})
+    except InferenceServerException as error:
+        assert "INVALID_ARGUMENT" in error.status(), error
+    else:
+        raise AssertionError("a call named a file to log to")
+
     try:
         client.get_model_metadata("no-such-model")
     except InferenceServerException as error:

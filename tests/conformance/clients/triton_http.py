@@ -1,4 +1,4 @@
-"""tritonclient.http against a running server: metadata, JSON and binary inference, errors."""
+"""tritonclient.http against a running server: metadata, control calls, JSON and binary inference, errors."""
 import json
 import sys
 
@@ -30,6 +30,21 @@ with triton.InferenceServerClient(url) as client:
     for binary_in in [True, False]:
         for binary_out in [True, False]:
             assert np.allclose(infer(pixels[:32], binary_in, binary_out), reference[:32], atol=1e-5)
+
+    config = client.get_model_config(model)
+    assert (config["name"], config["platform"]) == (model, "onnxruntime_onnx"), config
+    assert config["max_batch_size"] >= len(rows), config
+    assert [(i["name"], i["data_type"], i["dims"]) for i in config["input"]] == [("input", "TYPE_FP32", [64])], config
+    assert config == client.get_model_config(model, metadata["versions"][-1])
+    (statistics,) = client.get_inference_statistics(model, metadata["versions"][-1])["model_stats"]
+    assert statistics["inference_count"] >= len(rows), statistics
+    assert len(rows) in [batch["batch_size"] for batch in statistics["batch_stats"]], statistics
+    assert client.get_inference_statistics()["model_stats"]
+    index = client.get_model_repository_index()
+    assert (model, "READY") in [(entry["name"], entry["state"]) for entry in index], index
+    before = client.get_log_settings()
+    assert client.update_log_settings({"log_verbose_level": 1})["log_verbose_level"] == 1
+    assert client.update_log_settings({"log_verbose_level": before["log_verbose_level"]}) == before
 
     for call in [lambda: infer(pixels[:1], True, True, name="wrong"), lambda: infer(pixels[:1, :63].copy(), False, False)]:
         try:

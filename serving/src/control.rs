@@ -1,0 +1,208 @@
+//! The calls that tell and change how the server works, whatever the transport: configurations,
+//! statistics, the index of the repository, loading and unloading, the log.
+
+use std::sync::Arc;
+
+use crate::error::{InferError, quote};
+use crate::grpc::EXTENSIONS;
+use crate::infer::{Inference, parse_version};
+use crate::logging::{Change, LogSettings, Logging, Value};
+use crate::repository::Entry;
+use crate::wire::inference as pb;
+use crate::{model_config, statistics};
+
+/// Most parameters or settings of a call; no call has more than a few.
+const PARAMETERS_MAX: usize = 64;
+
+/// What the control calls work on. Cheap to clone; all clones are one.
+#[derive(Debug, Clone)]
+pub(crate) struct Controls {
+    inference: Inference,
+    logging: Option<Arc<dyn Logging>>,
+}
+
+impl Controls {
+    pub(crate) fn new(inference: Inference, logging: Option<Arc<dyn Logging>>) -> Controls {
+        Controls { inference, logging }
+    }
+
+    /// Names of the protocol's extensions that this server speaks.
+    pub(crate) fn extensions(&self) -> Vec<&'static str> {
+        let mut extensions = EXTENSIONS.to_vec();
+        if self.logging.is_some() {
+            extensions.push("logging");
+        }
+        extensions
+    }
+
+    /// How a version is served, the latest when `version` is empty.
+    ///
+    /// # Errors
+    /// [`InferError::NotFound`], [`InferError::Unavailable`]; [`InferError::Invalid`] for a version that
+    /// is no number.
+    pub(crate) fn model_config(&self, model: &str, version: &str) -> Result<pb::ModelConfig, InferError> {
+        let repository = self.inference.repository();
+        let model = repository.get(model, parse_version(version)?)?;
+        Ok(model_config::describe(&model, repository.limits()))
+    }
+
+    /// The figures of a version, of all ready versions of a model when `version` is empty, of all models
+    /// when `model` is, too.
+    ///
+    /// # Errors
+    /// As [`Controls::model_config`].
+    pub(crate) fn statistics(
+        &self,
+        model: &str,
+        version: &str,
+    ) -> Result<Vec<pb::ModelStatistics>, InferError> {
+        let repository = self.inference.repository();
+        let version = parse_version(version)?;
+        let models = match (model, version) {
+            ("", None) => repository.ready(None),
+            ("", Some(version)) => {
+                return Err(InferError::invalid(format!("version {version} of no model: name the model")));
+            }
+            (model, Some(version)) => vec![repository.get(model, Some(version))?],
+            (model, None) => {
+                // Says why when there is nothing to tell.
+                repository.get(model, None)?;
+                repository.ready(Some(model))
+            }
+        };
+        Ok(models.iter().map(|model| statistics::describe(model)).collect())
+    }
+
+    /// Every version in the repository and its state, or those that are ready.
+    ///
+    /// # Errors
+    /// [`InferError::Unsupported`] for the name of a repository, as there is one; what
+    /// [`crate::Repository::index`] says.
+    pub(crate) async fn index(&self, repository: &str, ready: bool) -> Result<Vec<Entry>, InferError> {
+        check_repository(repository)?;
+        let mut entries = self.inference.repository().index().await?;
+        entries.retain(|entry| !ready || entry.is_ready());
+        Ok(entries)
+    }
+
+    /// Loads a model and waits until it is ready. The model is loaded even when the caller goes away.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for any parameter; what [`crate::Repository::load_model`] says.
+    pub(crate) async fn load(
+        &self,
+        repository: &str,
+        model: String,
+        parameters: &[&str],
+    ) -> Result<(), InferError> {
+        let entered = self.inference.enter()?;
+        check_repository(repository)?;
+        if let Some(name) = parameters.first() {
+            return Err(match *name {
+                "config" => InferError::invalid(
+                    "parameter \"config\" is refused: the configuration of a model follows from its bundle, which does not change",
+                ),
+                name if name.starts_with("file:") => InferError::invalid(format!(
+                    "parameter {} is refused: bundles do not change, publish the files as a new version",
+                    quote(name)
+                )),
+                name => InferError::invalid(format!("load has no parameter {}", quote(name))),
+            });
+        }
+        let repository = self.inference.repository().clone();
+        finish(async move {
+            let _entered = entered;
+            repository.load_model(&model).await
+        })
+        .await
+    }
+
+    /// Unloads a model and waits until the requests that it answers are done. A parameter's value is
+    /// `None` when it is not a boolean.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for parameters other than `unload_dependents`; what
+    /// [`crate::Repository::unload_model`] says.
+    pub(crate) async fn unload(
+        &self,
+        repository: &str,
+        model: String,
+        parameters: &[(&str, Option<bool>)],
+    ) -> Result<(), InferError> {
+        let entered = self.inference.enter()?;
+        check_repository(repository)?;
+        for (name, value) in parameters {
+            match (*name, value) {
+                // No model depends on another one here, so either value means the same.
+                ("unload_dependents", Some(_)) => {}
+                ("unload_dependents", None) => {
+                    return Err(InferError::invalid("parameter \"unload_dependents\" is not true or false"));
+                }
+                (name, _) => {
+                    return Err(InferError::invalid(format!(
+                        "unload has no parameter {}, it has unload_dependents",
+                        quote(name)
+                    )));
+                }
+            }
+        }
+        let repository = self.inference.repository().clone();
+        finish(async move {
+            let _entered = entered;
+            repository.unload_model(&model).await
+        })
+        .await
+    }
+
+    /// Changes what is logged, all of it or nothing, and gives what is in force then.
+    ///
+    /// # Errors
+    /// [`InferError::Unsupported`] in a process that does not let the server; [`InferError::Invalid`] for
+    /// settings that there are not; [`InferError::Unavailable`] when the log cannot be switched.
+    pub(crate) fn log_settings<'a>(
+        &self,
+        changes: impl ExactSizeIterator<Item = (&'a str, Value)>,
+    ) -> Result<LogSettings, InferError> {
+        let Some(logging) = &self.logging else {
+            return Err(InferError::Unsupported {
+                reason: "this server does not switch the log of the process that it runs in".into(),
+            });
+        };
+        if changes.len() > PARAMETERS_MAX {
+            let reason = format!("{} log settings, the limit is {PARAMETERS_MAX}", changes.len());
+            return Err(InferError::Invalid { reason });
+        }
+        let changes: Vec<Change> =
+            changes.map(|(name, value)| Change::parse(name, &value)).collect::<Result<_, _>>()?;
+        if changes.is_empty() {
+            return Ok(logging.settings());
+        }
+        let changed = logging.change(&|settings| changes.iter().for_each(|change| change.apply(settings)));
+        let settings = changed.map_err(|reason| InferError::Unavailable { reason })?;
+        tracing::info!(?settings, "a client switched the log");
+        Ok(settings)
+    }
+}
+
+/// There is one repository, and it has no name.
+fn check_repository(name: &str) -> Result<(), InferError> {
+    if name.is_empty() {
+        return Ok(());
+    }
+    Err(InferError::Unsupported {
+        reason: format!("repository {}: there is one repository, leave its name out", quote(name)),
+    })
+}
+
+/// Runs work to its end, also when the call is dropped.
+async fn finish(
+    work: impl Future<Output = Result<(), InferError>> + Send + 'static,
+) -> Result<(), InferError> {
+    match tokio::spawn(work).await {
+        Ok(outcome) => outcome,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => Err(InferError::Unavailable { reason: "the server is stopping".into() }),
+        },
+    }
+}

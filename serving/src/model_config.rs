@@ -1,0 +1,221 @@
+//! The configuration of a model as Triton describes it: read off what is served, never off a file.
+
+use millrace_bundle::{Datatype, MODEL_FILE, Signature, TensorSpec};
+use serde_json::{Value, json};
+
+use crate::config::{Device, Limits};
+use crate::grpc::PLATFORM;
+use crate::repository::Model;
+use crate::wire::inference as pb;
+
+/// Backend of every model, as Triton names it.
+const BACKEND: &str = "onnxruntime";
+/// Most rows that a configuration promises, however large a message may be.
+const BATCH_ROWS_MAX: usize = 65_536;
+/// Bytes of the length before each element of BYTES.
+const BYTES_PREFIX: usize = 4;
+
+/// Most rows of a request, or 0 when rows are none of the model's dimensions.
+///
+/// A model takes rows when the first extent of all its inputs and outputs is the caller's to choose. How
+/// many is bounded by what fits in a request message; an inner extent that is the caller's to choose, too,
+/// counts as 1, an element of BYTES as its length alone.
+pub(crate) fn max_batch_size(signature: &Signature, message_bytes_max: usize) -> i32 {
+    let batched = |spec: &TensorSpec| spec.shape.first() == Some(&-1);
+    if !signature.inputs.iter().chain(&signature.outputs).all(batched) {
+        return 0;
+    }
+    let row_bytes = signature.inputs.iter().fold(0usize, |sum, spec| sum.saturating_add(row_bytes(spec)));
+    let rows = message_bytes_max.checked_div(row_bytes).unwrap_or(BATCH_ROWS_MAX);
+    // The bound is far below what an i32 holds.
+    rows.clamp(1, BATCH_ROWS_MAX) as i32
+}
+
+/// The least bytes that a row of an input can have.
+fn row_bytes(spec: &TensorSpec) -> usize {
+    let width = spec.datatype.element_bytes().unwrap_or(BYTES_PREFIX);
+    spec.shape.iter().skip(1).fold(width, |bytes, extent| {
+        bytes.saturating_mul(usize::try_from(*extent).unwrap_or(1))
+    })
+}
+
+/// What is served under a name and version, and how.
+pub(crate) fn describe(model: &Model, limits: &Limits) -> pb::ModelConfig {
+    let max_batch_size = model.max_batch_size();
+    let latest = pb::model_version_policy::Latest {
+        num_versions: u32::try_from(limits.versions_max.max(1)).unwrap_or(u32::MAX),
+    };
+    let signature = model.signature();
+    let input = |spec: &TensorSpec| pb::ModelInput {
+        name: spec.name.clone(),
+        data_type: data_type(spec.datatype).into(),
+        dims: dims(spec, max_batch_size),
+        ..Default::default()
+    };
+    let output = |spec: &TensorSpec| pb::ModelOutput {
+        name: spec.name.clone(),
+        data_type: data_type(spec.datatype).into(),
+        dims: dims(spec, max_batch_size),
+        ..Default::default()
+    };
+    pb::ModelConfig {
+        name: model.name().to_owned(),
+        platform: PLATFORM.to_owned(),
+        backend: BACKEND.to_owned(),
+        version_policy: Some(pb::ModelVersionPolicy {
+            policy_choice: Some(pb::model_version_policy::PolicyChoice::Latest(latest)),
+        }),
+        max_batch_size,
+        input: signature.inputs.iter().map(input).collect(),
+        output: signature.outputs.iter().map(output).collect(),
+        instance_group: vec![instances(model)],
+        default_model_filename: MODEL_FILE.to_owned(),
+        // Requests run one by one; a server that puts requests together says so here.
+        scheduling_choice: None,
+        ..Default::default()
+    }
+}
+
+/// The sessions, which are what Triton calls instances.
+fn instances(model: &Model) -> pb::ModelInstanceGroup {
+    use pb::model_instance_group::Kind;
+    let (kind, gpus) = match model.pool.device() {
+        Device::Cpu => (Kind::Cpu, Vec::new()),
+        Device::Cuda(ordinal) => (Kind::Gpu, vec![ordinal]),
+    };
+    pb::ModelInstanceGroup {
+        name: format!("{}_0", model.name()),
+        kind: kind.into(),
+        count: i32::try_from(model.pool.sessions()).unwrap_or(i32::MAX),
+        gpus,
+        ..Default::default()
+    }
+}
+
+/// Extents without the rows, where the model takes rows.
+fn dims(spec: &TensorSpec, max_batch_size: i32) -> Vec<i64> {
+    let rows = usize::from(max_batch_size > 0);
+    spec.shape.iter().skip(rows).copied().collect()
+}
+
+fn data_type(datatype: Datatype) -> pb::DataType {
+    match datatype {
+        Datatype::Bool => pb::DataType::TypeBool,
+        Datatype::Uint8 => pb::DataType::TypeUint8,
+        Datatype::Uint16 => pb::DataType::TypeUint16,
+        Datatype::Uint32 => pb::DataType::TypeUint32,
+        Datatype::Uint64 => pb::DataType::TypeUint64,
+        Datatype::Int8 => pb::DataType::TypeInt8,
+        Datatype::Int16 => pb::DataType::TypeInt16,
+        Datatype::Int32 => pb::DataType::TypeInt32,
+        Datatype::Int64 => pb::DataType::TypeInt64,
+        Datatype::Fp16 => pb::DataType::TypeFp16,
+        Datatype::Bf16 => pb::DataType::TypeBf16,
+        Datatype::Fp32 => pb::DataType::TypeFp32,
+        Datatype::Fp64 => pb::DataType::TypeFp64,
+        Datatype::Bytes => pb::DataType::TypeString,
+    }
+}
+
+/// A configuration in the JSON that Triton's clients read: field names as in the protocol, enumerations
+/// by their names, 64-bit integers as numbers, and every plain field, set or not.
+pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
+    use pb::model_version_policy::PolicyChoice;
+    let version_policy = config.version_policy.as_ref().and_then(|policy| policy.policy_choice.as_ref());
+    let version_policy = match version_policy {
+        Some(PolicyChoice::Latest(latest)) => json!({ "latest": { "num_versions": latest.num_versions } }),
+        Some(PolicyChoice::Specific(specific)) => json!({ "specific": { "versions": specific.versions } }),
+        Some(PolicyChoice::All(_)) => json!({ "all": {} }),
+        None => json!({}),
+    };
+    json!({
+        "name": config.name,
+        "platform": config.platform,
+        "backend": config.backend,
+        "runtime": config.runtime,
+        "version_policy": version_policy,
+        "max_batch_size": config.max_batch_size,
+        "input": config.input.iter().map(input_json).collect::<Vec<_>>(),
+        "output": config.output.iter().map(output_json).collect::<Vec<_>>(),
+        "batch_input": [],
+        "batch_output": [],
+        "instance_group": config.instance_group.iter().map(instances_json).collect::<Vec<_>>(),
+        "default_model_filename": config.default_model_filename,
+        "cc_model_filenames": {},
+        "metric_tags": {},
+        "parameters": {},
+        "model_warmup": [],
+    })
+}
+
+fn input_json(input: &pb::ModelInput) -> Value {
+    json!({
+        "name": input.name,
+        "data_type": input.data_type().as_str_name(),
+        "format": input.format().as_str_name(),
+        "dims": input.dims,
+        "is_shape_tensor": input.is_shape_tensor,
+        "allow_ragged_batch": input.allow_ragged_batch,
+        "optional": input.optional,
+        "is_non_linear_format_io": input.is_non_linear_format_io,
+    })
+}
+
+fn output_json(output: &pb::ModelOutput) -> Value {
+    json!({
+        "name": output.name,
+        "data_type": output.data_type().as_str_name(),
+        "dims": output.dims,
+        "label_filename": output.label_filename,
+        "is_shape_tensor": output.is_shape_tensor,
+        "is_non_linear_format_io": output.is_non_linear_format_io,
+    })
+}
+
+fn instances_json(group: &pb::ModelInstanceGroup) -> Value {
+    json!({
+        "name": group.name,
+        "kind": group.kind().as_str_name(),
+        "count": group.count,
+        "gpus": group.gpus,
+        "secondary_devices": [],
+        "profile": group.profile,
+        "passive": group.passive,
+        "host_policy": group.host_policy,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(datatype: Datatype, shape: &[i64]) -> TensorSpec {
+        TensorSpec { name: "x".into(), datatype, shape: shape.to_vec() }
+    }
+
+    fn rows(inputs: Vec<TensorSpec>, output: &[i64], message_bytes_max: usize) -> i32 {
+        let outputs = vec![spec(Datatype::Fp32, output)];
+        max_batch_size(&Signature { inputs, outputs }, message_bytes_max)
+    }
+
+    #[test]
+    fn rows_are_counted_only_where_all_tensors_have_them() {
+        let fp32 = |shape: &[i64]| vec![spec(Datatype::Fp32, shape)];
+        assert_eq!(rows(fp32(&[-1, 4]), &[-1, 3], 1600), 100);
+        assert_eq!(rows(fp32(&[-1, 4]), &[1, 3], 1600), 0);
+        assert_eq!(rows(fp32(&[4]), &[-1], 1600), 0);
+        assert_eq!(rows(fp32(&[]), &[-1], 1600), 0);
+        assert_eq!(rows(fp32(&[-1, 4]), &[], 1600), 0);
+    }
+
+    #[test]
+    fn rows_are_bounded_by_the_message_and_never_none() {
+        let wide = vec![spec(Datatype::Fp64, &[-1, i64::MAX, i64::MAX])];
+        assert_eq!(rows(wide, &[-1], usize::MAX), 1);
+        assert_eq!(rows(vec![spec(Datatype::Fp32, &[-1, 400])], &[-1], 4), 1);
+        assert_eq!(rows(vec![spec(Datatype::Bool, &[-1])], &[-1], usize::MAX), 65_536);
+        assert_eq!(rows(vec![spec(Datatype::Bytes, &[-1, 2])], &[-1], 80), 10);
+        assert_eq!(rows(vec![spec(Datatype::Fp16, &[-1, -1])], &[-1], 80), 40);
+        assert_eq!(rows(vec![spec(Datatype::Fp32, &[-1, 0])], &[-1], 80), 65_536);
+    }
+}

@@ -1,0 +1,290 @@
+//! Loading and unloading models by a call, and the index of what the repository holds.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::{Models, Repository};
+use crate::config::{Config, Control};
+use crate::error::{Error, InferError, Result, chain, quote};
+
+/// A version in the index of the repository.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Model name.
+    pub(crate) model: String,
+    /// Version.
+    pub(crate) version: u64,
+    /// `READY`, `LOADING` or `UNAVAILABLE`, as Triton has them.
+    pub(crate) state: &'static str,
+    /// Why it is unavailable, else empty.
+    pub(crate) reason: String,
+}
+
+impl Entry {
+    /// Whether it answers requests.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.state == READY
+    }
+}
+
+const READY: &str = "READY";
+const LOADING: &str = "LOADING";
+const UNAVAILABLE: &str = "UNAVAILABLE";
+
+/// A version in the set of those that are being loaded, which it leaves when dropped.
+pub(super) struct Loading<'a> {
+    repository: &'a Repository,
+    version: (String, u64),
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.repository.inner.loading.lock().remove(&self.version);
+    }
+}
+
+/// Refuses settings that contradict each other.
+pub(super) fn check(config: &Config) -> Result<()> {
+    if config.control == Control::Poll && !config.load.is_empty() {
+        return Err(Error::Config {
+            reason: format!(
+                "load names models ({}) and control is \"poll\", which serves all there are: set control = \"explicit\" (--control explicit), or leave load out",
+                config.load.iter().take(8).map(|name| quote(name)).collect::<Vec<_>>().join(", ")
+            ),
+        });
+    }
+    for name in &config.load {
+        millrace_bundle::check_name(name)
+            .map_err(|error| Error::Config { reason: format!("load: {error}") })?;
+    }
+    Ok(())
+}
+
+impl Repository {
+    /// Loads the models that the configuration names. One that cannot be loaded is logged, and the
+    /// index says why it is not served.
+    pub(super) async fn load_configured(&self) -> Result<()> {
+        let _one = self.inner.refreshing.lock().await;
+        for name in &self.inner.config.load {
+            if let Err(error) = self.load_now(name, Duration::ZERO).await? {
+                tracing::warn!(model = name, %error, "a model that load names is not served");
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks again at the models that are loaded.
+    pub(super) async fn refresh_loaded(&self) -> Result<()> {
+        let loaded: Vec<String> = self.inner.models.read().models.keys().cloned().collect();
+        for name in loaded {
+            // A model that left the repository is dropped by a call alone.
+            self.load_now(&name, super::refresh::RETRY_AFTER).await?.ok();
+        }
+        Ok(())
+    }
+
+    /// Loads a model, or what is new of it. Versions that are ready already and did not change stay,
+    /// with their statistics. Cancel safe: a dropped call changes nothing.
+    ///
+    /// # Errors
+    /// [`InferError::Unavailable`] unless `control` is `explicit`, and when a version cannot be loaded or
+    /// none is complete, in which case the other versions are served; [`InferError::Invalid`],
+    /// [`InferError::NotFound`] for the name.
+    pub(crate) async fn load_model(&self, name: &str) -> Result<(), InferError> {
+        self.check_call(name)?;
+        let _one = self.inner.refreshing.lock().await;
+        self.load_now(name, Duration::ZERO).await.map_err(|error| InferError::Unavailable {
+            reason: format!("model {name:?} cannot be looked for: {}", chain(&error)),
+        })?
+    }
+
+    /// Loads a model; only one call may run at a time.
+    async fn load_now(&self, name: &str, retry_after: Duration) -> Result<Result<(), InferError>> {
+        let source = &self.inner.source;
+        let listing = millrace_bundle::scan_model(source.store.as_ref(), &source.root, name).await?;
+        let before = self.inner.models.read().clone();
+        if listing.complete.is_empty() {
+            let Some(skipped) = listing.skipped.last() else {
+                let reason = format!("there is no model {} in the repository", quote(name));
+                return Ok(Err(InferError::NotFound { reason }));
+            };
+            let reason = format!("model {name:?} has no complete version: {}", chain(&skipped.reason));
+            return Ok(Err(InferError::Unavailable { reason }));
+        }
+        let broken = listing.skipped.iter().find(|skipped| {
+            // One that is still being written is none yet, and a directory of another name never is.
+            !matches!(
+                skipped.reason,
+                millrace_bundle::Error::Incomplete { .. } | millrace_bundle::Error::InvalidVersion { .. }
+            )
+        });
+        let broken = broken.map(|skipped| chain(&skipped.reason));
+        let mut next = Models::clone(&before);
+        next.models.remove(name);
+        next.unloaded.remove(name);
+        let root = source.root.trim_matches('/');
+        let of_model = |path: &str| {
+            let relative = path.strip_prefix(root).unwrap_or(path).trim_start_matches('/');
+            relative.split('/').next() == Some(name)
+        };
+        next.other.retain(|(path, _)| !of_model(path));
+        self.settle(listing, &before, &mut next, retry_after).await;
+        let failed = next.models.get(name).and_then(|versions| {
+            let mut failed = versions.failed.iter().filter(|(_, failure)| failure.manifest.is_some());
+            failed.next_back().map(|(version, failure)| {
+                format!("model {name:?} version {version} cannot be served: {}", failure.reason)
+            })
+        });
+        self.publish(&before, next);
+        Ok(match failed.or_else(|| broken.map(|reason| format!("model {name:?}: {reason}"))) {
+            Some(reason) => Err(InferError::Unavailable { reason }),
+            None => Ok(()),
+        })
+    }
+
+    /// Takes a model out of service, then waits until the requests that it answers are done, at most
+    /// `drain_ms_max`; those that take longer finish all the same. Cancel safe: a dropped call has either
+    /// taken the model out or changed nothing.
+    ///
+    /// # Errors
+    /// [`InferError::Unavailable`] unless `control` is `explicit`; [`InferError::Invalid`],
+    /// [`InferError::NotFound`] for the name.
+    pub(crate) async fn unload_model(&self, name: &str) -> Result<(), InferError> {
+        self.check_call(name)?;
+        let leaving: Vec<CancellationToken> = {
+            let _one = self.inner.refreshing.lock().await;
+            let before = self.inner.models.read().clone();
+            let mut next = Models::clone(&before);
+            let Some(versions) = next.models.remove(name) else {
+                return Err(InferError::NotFound { reason: format!("model {} is not loaded", quote(name)) });
+            };
+            next.unloaded.insert(name.to_owned());
+            let leaving = versions.ready.values().map(|model| model.gone.clone()).collect();
+            self.publish(&before, next);
+            leaving
+        };
+        let drained = futures::future::join_all(leaving.iter().map(CancellationToken::cancelled));
+        let drain = Duration::from_millis(self.inner.config.drain_ms_max);
+        if tokio::time::timeout(drain, drained).await.is_err() {
+            tracing::warn!(model = name, drain_ms_max = drain.as_millis() as u64, "an unloaded model still runs");
+        }
+        Ok(())
+    }
+
+    fn check_call(&self, name: &str) -> Result<(), InferError> {
+        if self.inner.config.control == Control::Poll {
+            return Err(InferError::Unavailable {
+                reason: "explicit model load / unload is not allowed if polling is enabled: start the server with --control explicit or [serving] control = \"explicit\"".into(),
+            });
+        }
+        millrace_bundle::check_name(name).map_err(|error| InferError::invalid(error.to_string()))
+    }
+
+    /// Notes that a version is being loaded, until the guard is dropped.
+    pub(super) fn loading(&self, model: &str, version: u64) -> Loading<'_> {
+        let version = (model.to_owned(), version);
+        self.inner.loading.lock().insert(version.clone());
+        Loading { repository: self, version }
+    }
+
+    /// Every version and its state, by name and version. Under [`Control::Explicit`] that is everything
+    /// that the repository holds at this moment, else what the last look through it found.
+    ///
+    /// # Errors
+    /// [`InferError::Unavailable`] when the repository cannot be read.
+    pub(crate) async fn index(&self) -> Result<Vec<Entry>, InferError> {
+        let mut found: BTreeMap<(String, u64), (&'static str, String)> = BTreeMap::new();
+        if self.inner.config.control == Control::Explicit {
+            self.add_unloaded(&mut found).await.map_err(|error| InferError::Unavailable {
+                reason: format!("the repository cannot be read: {}", chain(&error)),
+            })?;
+        }
+        let models = self.inner.models.read().clone();
+        for (model, versions) in &models.models {
+            for version in versions.ready.keys() {
+                found.insert((model.clone(), *version), (READY, String::new()));
+            }
+            for (version, failure) in &versions.failed {
+                found.insert((model.clone(), *version), (UNAVAILABLE, failure.reason.clone()));
+            }
+        }
+        for version in self.inner.loading.lock().iter() {
+            let entry = found.entry(version.clone()).or_insert((LOADING, String::new()));
+            // What is served stays ready while its successor under the same number is loaded.
+            if entry.0 != READY {
+                *entry = (LOADING, String::new());
+            }
+        }
+        let entry = |((model, version), (state, reason))| Entry { model, version, state, reason };
+        Ok(found.into_iter().map(entry).collect())
+    }
+
+    /// Everything that the repository holds, as not loaded.
+    async fn add_unloaded(
+        &self,
+        found: &mut BTreeMap<(String, u64), (&'static str, String)>,
+    ) -> Result<()> {
+        let source = &self.inner.source;
+        let _one = self.inner.indexing.lock().await;
+        let listing = millrace_bundle::scan(source.store.as_ref(), &source.root).await?;
+        let models = self.inner.models.read().clone();
+        for version in listing.complete {
+            let reason = if models.unloaded.contains(&version.name) { "unloaded" } else { "not loaded" };
+            found.insert((version.name, version.version), (UNAVAILABLE, reason.to_owned()));
+        }
+        for skipped in listing.skipped {
+            if let Some(version) = self.version_of(&skipped.path) {
+                found.insert(version, (UNAVAILABLE, chain(&skipped.reason)));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::Arc;
+
+    use super::super::{Inner, Source};
+    use super::*;
+
+    /// A repository over an empty store, which needs no ONNX Runtime.
+    fn empty(control: Control) -> Repository {
+        let store = Arc::new(object_store::memory::InMemory::new());
+        Repository {
+            inner: Arc::new(Inner {
+                source: Source::new(store, "models"),
+                config: Config { control, ..Config::default() },
+                models: Default::default(),
+                refreshing: Default::default(),
+                loading: Default::default(),
+                indexing: Default::default(),
+                changes: tokio::sync::watch::Sender::new(0),
+            }),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_version_is_loading_until_its_guard_is_gone() {
+        for control in [Control::Poll, Control::Explicit] {
+            let repository = empty(control);
+            assert!(repository.index().await.unwrap().is_empty());
+            let guard = repository.loading("mlp", 3);
+            let entry = Entry { model: "mlp".into(), version: 3, state: LOADING, reason: String::new() };
+            assert_eq!(repository.index().await.unwrap(), [entry]);
+            drop(guard);
+            assert!(repository.index().await.unwrap().is_empty());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_for_a_model_that_is_not_there_changes_nothing() {
+        let repository = empty(Control::Explicit);
+        assert!(matches!(repository.load_model("mlp").await, Err(InferError::NotFound { .. })));
+        assert!(matches!(repository.unload_model("mlp").await, Err(InferError::NotFound { .. })));
+        assert_eq!((repository.versions("mlp"), *repository.changes().borrow()), (None, 0));
+    }
+}

@@ -1,0 +1,153 @@
+//! Triton's control calls over REST: JSON in, JSON out.
+
+use axum::Json;
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures::StreamExt;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{App, Failure, Target};
+use crate::error::InferError;
+use crate::logging;
+use crate::{model_config, statistics};
+
+/// Largest body of a control call, in bytes: none needs more than a few names.
+const BODY_BYTES_MAX: usize = 64 << 10;
+
+/// The routes of the control calls.
+pub(super) fn routes() -> Router<App> {
+    let version = "/v2/models/{model}/versions/{version}";
+    Router::new()
+        .route("/v2/models/{model}/config", get(config))
+        .route(&format!("{version}/config"), get(config))
+        .route("/v2/models/stats", get(all_statistics))
+        .route("/v2/models/{model}/stats", get(model_statistics))
+        .route(&format!("{version}/stats"), get(model_statistics))
+        .route("/v2/repository/index", post(index))
+        .route("/v2/repository/models/{model}/load", post(load))
+        .route("/v2/repository/models/{model}/unload", post(unload))
+        .route("/v2/logging", get(log_settings).post(set_log_settings))
+}
+
+/// The body of an index, load or unload call.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Call {
+    ready: bool,
+    parameters: Map<String, Value>,
+}
+
+/// Reads a small JSON body; none at all is the same as an empty object.
+async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, Failure> {
+    let (mut stream, mut content) = (body.into_data_stream(), Vec::new());
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body broke off: {error}")))?;
+        if content.len().saturating_add(chunk.len()) > BODY_BYTES_MAX {
+            return Err(Failure {
+                status: StatusCode::PAYLOAD_TOO_LARGE,
+                reason: format!("the body of a control call is larger than {BODY_BYTES_MAX} bytes"),
+            });
+        }
+        content.extend_from_slice(&chunk);
+    }
+    if content.trim_ascii().is_empty() {
+        return Ok(T::default());
+    }
+    serde_json::from_slice(&content)
+        .map_err(|error| InferError::invalid(format!("the body is not what this call takes: {error}")).into())
+}
+
+async fn config(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+    target.version()?;
+    let version = target.version.as_deref().unwrap_or_default();
+    let config = app.controls.model_config(&target.model, version)?;
+    Ok(Json(model_config::to_json(&config)).into_response())
+}
+
+async fn all_statistics(State(app): State<App>) -> Result<Response, Failure> {
+    tell_statistics(&app, "", "")
+}
+
+async fn model_statistics(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+    target.version()?;
+    if target.model.is_empty() {
+        return Err(InferError::invalid("the model's name is empty").into());
+    }
+    tell_statistics(&app, &target.model, target.version.as_deref().unwrap_or_default())
+}
+
+fn tell_statistics(app: &App, model: &str, version: &str) -> Result<Response, Failure> {
+    let statistics = app.controls.statistics(model, version)?;
+    let statistics: Vec<Value> = statistics.iter().map(statistics::to_json).collect();
+    Ok(Json(json!({ "model_stats": statistics })).into_response())
+}
+
+async fn index(State(app): State<App>, body: Body) -> Result<Response, Failure> {
+    let call: Call = read(body).await?;
+    let entries = app.controls.index("", call.ready).await?;
+    let entries: Vec<Value> = entries
+        .into_iter()
+        .map(|entry| {
+            json!({
+                "name": entry.model,
+                "version": entry.version.to_string(),
+                "state": entry.state,
+                "reason": entry.reason,
+            })
+        })
+        .collect();
+    Ok(Json(entries).into_response())
+}
+
+async fn load(State(app): State<App>, Path(target): Path<Target>, body: Body) -> Result<Response, Failure> {
+    let call: Call = read(body).await?;
+    let parameters: Vec<&str> = call.parameters.keys().map(String::as_str).collect();
+    app.controls.load("", target.model, &parameters).await?;
+    Ok(Json(json!({})).into_response())
+}
+
+async fn unload(State(app): State<App>, Path(target): Path<Target>, body: Body) -> Result<Response, Failure> {
+    let call: Call = read(body).await?;
+    let parameters: Vec<_> =
+        call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
+    app.controls.unload("", target.model, &parameters).await?;
+    Ok(Json(json!({})).into_response())
+}
+
+async fn log_settings(State(app): State<App>) -> Result<Response, Failure> {
+    change_log_settings(&app, &Map::new())
+}
+
+async fn set_log_settings(State(app): State<App>, body: Body) -> Result<Response, Failure> {
+    change_log_settings(&app, &read(body).await?)
+}
+
+fn change_log_settings(app: &App, changes: &Map<String, Value>) -> Result<Response, Failure> {
+    let changes = changes.iter().map(|(name, value)| {
+        let value = match value {
+            Value::Bool(on) => logging::Value::Bool(*on),
+            Value::Number(number) => number.as_u64().map_or(logging::Value::Other, logging::Value::Number),
+            Value::String(text) => logging::Value::Text(text.clone()),
+            _ => logging::Value::Other,
+        };
+        (name.as_str(), value)
+    });
+    let settings: Map<String, Value> = logging::named(app.controls.log_settings(changes)?)
+        .into_iter()
+        .map(|(name, value)| {
+            let value = match value {
+                logging::Value::Bool(on) => json!(on),
+                logging::Value::Number(number) => json!(number),
+                logging::Value::Text(text) => json!(text),
+                logging::Value::Other => Value::Null,
+            };
+            (name.to_owned(), value)
+        })
+        .collect();
+    Ok(Json(settings).into_response())
+}

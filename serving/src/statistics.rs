@@ -1,0 +1,297 @@
+//! What a model version did: counts and times of its requests and runs, as Triton's clients read them.
+//!
+//! Every figure is an atomic of its own, so that a request takes no lock and adds some ten relaxed
+//! additions to what it costs. A reader sees each figure exactly, but a request that ends meanwhile may
+//! show in some figures and not yet in others.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+
+use crate::repository::Model;
+use crate::wire::inference as pb;
+
+/// Sizes of runs that are told apart; runs of further sizes count in all figures but the ones by size.
+const SIZES_MAX: usize = 64;
+
+/// When the steps of a request were reached that ran.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Times {
+    /// It began to wait for a session.
+    pub(crate) queued: Instant,
+    /// It had one, and its values were made.
+    pub(crate) computing: Instant,
+    /// ONNX Runtime took over.
+    pub(crate) input_end: Instant,
+    /// ONNX Runtime was done, and its values were taken out.
+    pub(crate) output_start: Instant,
+    /// The outputs were there.
+    pub(crate) end: Instant,
+}
+
+/// A count and the time that it took together.
+#[derive(Debug, Default)]
+struct Spent {
+    count: AtomicU64,
+    nanos: AtomicU64,
+}
+
+impl Spent {
+    fn add(&self, time: Duration) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.nanos.fetch_add(nanos(time), Ordering::Relaxed);
+    }
+
+    fn read(&self) -> pb::StatisticDuration {
+        let read = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
+        pb::StatisticDuration { count: read(&self.count), ns: read(&self.nanos) }
+    }
+}
+
+/// Runs of one size; the size is 0 as long as the place is free.
+#[derive(Debug, Default)]
+struct Size {
+    rows: AtomicU64,
+    runs: AtomicU64,
+    input_nanos: AtomicU64,
+    infer_nanos: AtomicU64,
+    output_nanos: AtomicU64,
+}
+
+/// The figures of one model version since it was loaded.
+#[derive(Debug)]
+pub(crate) struct Statistics {
+    last_inference_ms: AtomicU64,
+    rows: AtomicU64,
+    runs: AtomicU64,
+    success: Spent,
+    fail: Spent,
+    queue: Spent,
+    input: Spent,
+    infer: Spent,
+    output: Spent,
+    sizes: [Size; SIZES_MAX],
+}
+
+impl Default for Statistics {
+    fn default() -> Self {
+        Statistics {
+            last_inference_ms: AtomicU64::default(),
+            rows: AtomicU64::default(),
+            runs: AtomicU64::default(),
+            success: Spent::default(),
+            fail: Spent::default(),
+            queue: Spent::default(),
+            input: Spent::default(),
+            infer: Spent::default(),
+            output: Spent::default(),
+            sizes: std::array::from_fn(|_| Size::default()),
+        }
+    }
+}
+
+impl Statistics {
+    /// Counts a request of `rows` that arrived at `arrived` and was answered by a run of its own.
+    pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
+        self.arrived();
+        let input = times.input_end.saturating_duration_since(times.computing);
+        let infer = times.output_start.saturating_duration_since(times.input_end);
+        let output = times.end.saturating_duration_since(times.output_start);
+        self.rows.fetch_add(rows, Ordering::Relaxed);
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        self.success.add(times.end.saturating_duration_since(arrived));
+        self.queue.add(times.computing.saturating_duration_since(times.queued));
+        self.input.add(input);
+        self.infer.add(infer);
+        self.output.add(output);
+        if let Some(size) = self.size(rows) {
+            size.runs.fetch_add(1, Ordering::Relaxed);
+            size.input_nanos.fetch_add(nanos(input), Ordering::Relaxed);
+            size.infer_nanos.fetch_add(nanos(infer), Ordering::Relaxed);
+            size.output_nanos.fetch_add(nanos(output), Ordering::Relaxed);
+        }
+    }
+
+    /// Counts a request that arrived at `arrived` and was refused or failed.
+    pub(crate) fn failed(&self, arrived: Instant) {
+        self.arrived();
+        self.fail.add(arrived.elapsed());
+    }
+
+    fn arrived(&self) {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let now = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+        self.last_inference_ms.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// The place of a size: the one that has it, else a free one that gets it, else none.
+    fn size(&self, rows: u64) -> Option<&Size> {
+        if rows == 0 {
+            return None;
+        }
+        // Small sizes, which are the frequent ones, find their place at once.
+        let first = (rows - 1) as usize % SIZES_MAX;
+        (0..SIZES_MAX).map(|step| &self.sizes[(first + step) % SIZES_MAX]).find(|size| {
+            match size.rows.load(Ordering::Relaxed) {
+                0 => match size.rows.compare_exchange(0, rows, Ordering::Relaxed, Ordering::Relaxed) {
+                    Ok(_) => true,
+                    Err(taken) => taken == rows,
+                },
+                taken => taken == rows,
+            }
+        })
+    }
+
+    fn sizes(&self) -> Vec<pb::InferBatchStatistics> {
+        let mut sizes: Vec<_> = self
+            .sizes
+            .iter()
+            .filter_map(|size| {
+                let count = size.runs.load(Ordering::Relaxed);
+                let spent = |nanos: &AtomicU64| {
+                    Some(pb::StatisticDuration { count, ns: nanos.load(Ordering::Relaxed) })
+                };
+                (count > 0).then(|| pb::InferBatchStatistics {
+                    batch_size: size.rows.load(Ordering::Relaxed),
+                    compute_input: spent(&size.input_nanos),
+                    compute_infer: spent(&size.infer_nanos),
+                    compute_output: spent(&size.output_nanos),
+                })
+            })
+            .collect();
+        sizes.sort_by_key(|size| size.batch_size);
+        sizes
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The figures of a version as they are now. Memory is not measured, so there is no entry for it; one
+/// request has one response, so there are no statistics by response.
+pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
+    let statistics = &model.statistics;
+    let read = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
+    pb::ModelStatistics {
+        name: model.name().to_owned(),
+        version: model.version().to_string(),
+        last_inference: read(&statistics.last_inference_ms),
+        inference_count: read(&statistics.rows),
+        execution_count: read(&statistics.runs),
+        inference_stats: Some(pb::InferStatistics {
+            success: Some(statistics.success.read()),
+            fail: Some(statistics.fail.read()),
+            queue: Some(statistics.queue.read()),
+            compute_input: Some(statistics.input.read()),
+            compute_infer: Some(statistics.infer.read()),
+            compute_output: Some(statistics.output.read()),
+            // There is no cache of responses.
+            cache_hit: Some(pb::StatisticDuration::default()),
+            cache_miss: Some(pb::StatisticDuration::default()),
+        }),
+        batch_stats: statistics.sizes(),
+        memory_usage: Vec::new(),
+        response_stats: Default::default(),
+    }
+}
+
+/// The same in the JSON that Triton's clients read.
+pub(crate) fn to_json(statistics: &pb::ModelStatistics) -> Value {
+    let spent = |spent: &Option<pb::StatisticDuration>| {
+        let spent = spent.unwrap_or_default();
+        json!({ "count": spent.count, "ns": spent.ns })
+    };
+    let size = |size: &pb::InferBatchStatistics| {
+        json!({
+            "batch_size": size.batch_size,
+            "compute_input": spent(&size.compute_input),
+            "compute_infer": spent(&size.compute_infer),
+            "compute_output": spent(&size.compute_output),
+        })
+    };
+    let inference = statistics.inference_stats.unwrap_or_default();
+    json!({
+        "name": statistics.name,
+        "version": statistics.version,
+        "last_inference": statistics.last_inference,
+        "inference_count": statistics.inference_count,
+        "execution_count": statistics.execution_count,
+        "inference_stats": {
+            "success": spent(&inference.success),
+            "fail": spent(&inference.fail),
+            "queue": spent(&inference.queue),
+            "compute_input": spent(&inference.compute_input),
+            "compute_infer": spent(&inference.compute_infer),
+            "compute_output": spent(&inference.compute_output),
+            "cache_hit": spent(&inference.cache_hit),
+            "cache_miss": spent(&inference.cache_miss),
+        },
+        "response_stats": {},
+        "batch_stats": statistics.batch_stats.iter().map(size).collect::<Vec<_>>(),
+        "memory_usage": [],
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn times(start: Instant) -> Times {
+        let at = |micros| start + Duration::from_micros(micros);
+        Times { queued: at(1), computing: at(3), input_end: at(7), output_start: at(15), end: at(31) }
+    }
+
+    #[test]
+    fn every_step_counts_where_it_belongs() {
+        let (statistics, start) = (Statistics::default(), Instant::now());
+        for rows in [1, 8, 8] {
+            statistics.succeeded(rows, start, &times(start));
+        }
+        statistics.failed(start);
+        let figures = [
+            (statistics.success.read(), 31),
+            (statistics.queue.read(), 2),
+            (statistics.input.read(), 4),
+            (statistics.infer.read(), 8),
+            (statistics.output.read(), 16),
+        ];
+        for (spent, micros) in figures {
+            assert_eq!((spent.count, spent.ns), (3, 3 * micros * 1_000));
+        }
+        assert_eq!(statistics.rows.load(Ordering::Relaxed), 17);
+        assert_eq!(statistics.fail.read().count, 1);
+        let sizes = statistics.sizes();
+        let counts = |size: &pb::InferBatchStatistics| (size.batch_size, size.compute_infer.unwrap_or_default());
+        assert_eq!(sizes.iter().map(|size| counts(size).0).collect::<Vec<_>>(), [1, 8]);
+        assert_eq!((counts(&sizes[1]).1.count, counts(&sizes[1]).1.ns), (2, 16_000));
+    }
+
+    #[test]
+    fn sizes_beyond_the_bound_count_in_the_sums_alone() {
+        let (statistics, start) = (Statistics::default(), Instant::now());
+        // All of these begin their search at the same place.
+        for size in 0..2 * SIZES_MAX as u64 {
+            statistics.succeeded(size * SIZES_MAX as u64 + 1, start, &times(start));
+        }
+        statistics.succeeded(u64::MAX, start, &times(start));
+        assert_eq!(statistics.sizes().len(), SIZES_MAX);
+        assert_eq!(statistics.runs.load(Ordering::Relaxed), 2 * SIZES_MAX as u64 + 1);
+        statistics.succeeded(0, start, &times(start));
+        assert_eq!(statistics.sizes().len(), SIZES_MAX);
+    }
+
+    #[test]
+    fn threads_that_find_a_size_at_once_share_its_place() {
+        let (statistics, start) = (Statistics::default(), Instant::now());
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (1..=32).for_each(|rows| statistics.succeeded(rows, start, &times(start))));
+            }
+        });
+        let sizes = statistics.sizes();
+        assert_eq!(sizes.len(), 32);
+        assert!(sizes.iter().all(|size| size.compute_input.unwrap_or_default().count == 4), "{sizes:?}");
+    }
+}

@@ -1,0 +1,489 @@
+//! Control calls as clients make them, over gRPC and REST: the index of the repository, loading and
+//! unloading, the log, reflection; and what is refused.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use millrace_serving::client::ClientError;
+use millrace_serving::logging::{LogSettings, Logging};
+use millrace_serving::tensor::Tensor;
+use millrace_serving::wire::Form;
+use millrace_serving::wire::inference as pb;
+use millrace_serving::{Config, Control, Deps, Source, serve, serve_with};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+
+use crate::support::*;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn explicit(load: &[&str]) -> Config {
+    let load = load.iter().map(ToString::to_string).collect();
+    Config { control: Control::Explicit, load, ..config() }
+}
+
+fn row() -> Vec<Tensor> {
+    vec![Tensor::fp32("input", vec![1, FEATURES as i64], vec![0.5; FEATURES]).unwrap()]
+}
+
+/// The version that answers, or the code of the refusal.
+async fn answers(server: &Server, model: &str) -> Result<String, Code> {
+    match server.client().await.infer(model, None, row(), Form::Raw).await {
+        Ok(prediction) => Ok(prediction.version),
+        Err(ClientError::Refused { code, .. }) => Err(code),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+async fn index(client: &mut Triton, ready: bool) -> Vec<(String, String, String)> {
+    let request = pb::RepositoryIndexRequest { ready, ..Default::default() };
+    let models = client.repository_index(request).await.unwrap().into_inner().models;
+    models.into_iter().map(|model| (format!("{}/{}", model.name, model.version), model.state, model.reason)).collect()
+}
+
+async fn load(client: &mut Triton, model: &str) -> Result<(), tonic::Status> {
+    let request = pb::RepositoryModelLoadRequest { model_name: model.into(), ..Default::default() };
+    client.repository_model_load(request).await.map(drop)
+}
+
+async fn unload(client: &mut Triton, model: &str) -> Result<(), tonic::Status> {
+    let request = pb::RepositoryModelUnloadRequest { model_name: model.into(), ..Default::default() };
+    client.repository_model_unload(request).await.map(drop)
+}
+
+fn entry(name: &str, state: &str, reason: &str) -> (String, String, String) {
+    (name.to_owned(), state.to_owned(), reason.to_owned())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn explicit_control_serves_what_calls_load() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = explicit(&["mlp", "missing"]);
+    config.poll_ms = 1;
+    let server = Server::start(config, &[("other", 4, mlp())]).await;
+    let repository = server.serving.repository().clone();
+    let mut client = server.triton().await;
+    let not_loaded = entry("other/4", "UNAVAILABLE", "not loaded");
+    assert_eq!(index(&mut client, false).await, [entry("mlp/1", "READY", ""), not_loaded.clone()]);
+    assert_eq!(index(&mut client, true).await, [entry("mlp/1", "READY", "")]);
+    assert_eq!(answers(&server, "other").await, Err(Code::NotFound));
+
+    load(&mut client, "other").await.unwrap();
+    assert_eq!(answers(&server, "other").await, Ok("4".into()));
+    // Nothing looks through the repository by itself, whatever poll_ms is.
+    tokio::time::timeout(PATIENCE, repository.poll(CancellationToken::new())).await.unwrap();
+    publish(server.dir.path(), "mlp", 2, mlp()).await;
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    load(&mut client, "mlp").await.unwrap();
+    assert_eq!(answers(&server, "mlp").await, Ok("2".into()));
+
+    let reply = server.http("POST", "/v2/repository/models/mlp/unload", &[], b"").await;
+    assert_eq!((reply.status, reply.json()), (200, json!({})));
+    assert_eq!(answers(&server, "mlp").await, Err(Code::NotFound));
+    repository.refresh().await.unwrap();
+    assert_eq!((repository.versions("mlp"), repository.versions("other")), (None, Some(vec![4])));
+    let reply = server.http("POST", "/v2/repository/index", &[], b"").await;
+    assert_eq!(
+        reply.json(),
+        json!([
+            { "name": "mlp", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded" },
+            { "name": "mlp", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded" },
+            { "name": "other", "version": "4", "state": "READY", "reason": "" },
+        ])
+    );
+    let reply = server.http("POST", "/v2/repository/index", &[], br#"{"ready": true}"#).await;
+    assert_eq!(reply.json().as_array().unwrap().len(), 1);
+    assert_eq!(unload(&mut client, "mlp").await.unwrap_err().code(), Code::NotFound);
+    let reply = server.http("POST", "/v2/repository/models/mlp/load", &[], b"{}").await;
+    assert_eq!(reply.status, 200);
+    assert_eq!(answers(&server, "mlp").await, Ok("2".into()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(explicit(&["mlp"]), &[]).await;
+    let mut client = server.triton().await;
+    let damage = |version: u64| {
+        let path = server.dir.path().join(format!("mlp/{version}/model.onnx"));
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[60] ^= 0x55;
+        std::fs::write(&path, bytes).unwrap();
+    };
+    publish(server.dir.path(), "mlp", 2, mlp()).await;
+    damage(2);
+    let error = load(&mut client, "mlp").await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable);
+    assert!(error.message().contains("version 2") && error.message().contains("SHA-256"), "{error}");
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    let found = index(&mut client, false).await;
+    assert_eq!(found[0], entry("mlp/1", "READY", ""));
+    assert!(found[1].1 == "UNAVAILABLE" && found[1].2.contains("SHA-256"), "{found:?}");
+    let reply = server.http("POST", "/v2/repository/models/mlp/load", &[], b"").await;
+    assert_eq!(reply.status, 503);
+    assert!(reply.json()["error"].as_str().unwrap().contains("SHA-256"));
+
+    // A manifest that is none is told, a version that is still being written is not.
+    std::fs::remove_dir_all(server.dir.path().join("mlp/2")).unwrap();
+    publish(server.dir.path(), "mlp", 3, mlp()).await;
+    std::fs::write(server.dir.path().join("mlp/3/bundle.json"), "{").unwrap();
+    let error = load(&mut client, "mlp").await.unwrap_err();
+    assert!(error.message().contains("bundle.json"), "{error}");
+    std::fs::remove_file(server.dir.path().join("mlp/3/bundle.json")).unwrap();
+    std::fs::create_dir(server.dir.path().join("mlp/latest")).unwrap();
+    std::fs::write(server.dir.path().join("mlp/latest/notes"), "x").unwrap();
+    load(&mut client, "mlp").await.unwrap();
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+
+    // A model whose only version is bad, once mended, comes with the next call.
+    publish(server.dir.path(), "new", 1, mlp()).await;
+    std::fs::remove_file(server.dir.path().join("new/1/bundle.json")).unwrap();
+    let error = load(&mut client, "new").await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable);
+    assert!(error.message().contains("no complete version"), "{error}");
+    std::fs::remove_dir_all(server.dir.path().join("new")).unwrap();
+    assert_eq!(load(&mut client, "new").await.unwrap_err().code(), Code::NotFound);
+    publish(server.dir.path(), "new", 1, mlp()).await;
+    load(&mut client, "new").await.unwrap();
+    assert_eq!(answers(&server, "new").await, Ok("1".into()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unloading_waits_for_requests_that_hold_the_model() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = explicit(&["mlp"]);
+    config.drain_ms_max = 60_000;
+    let server = Server::start(config, &[]).await;
+    let repository = server.serving.repository().clone();
+    let held = repository.get("mlp", None).unwrap();
+    let mut client = server.triton().await;
+    let unloading = tokio::spawn(async move { unload(&mut client, "mlp").await });
+    let gone = async {
+        while repository.versions("mlp").is_some() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, gone).await.unwrap();
+    assert!(!unloading.is_finished());
+    // What takes its place meanwhile is another one.
+    load(&mut server.triton().await, "mlp").await.unwrap();
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    assert!(!unloading.is_finished());
+    drop(held);
+    tokio::time::timeout(PATIENCE, unloading).await.unwrap().unwrap().unwrap();
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn polling_refuses_to_load_and_unload() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[]).await;
+    let mut client = server.triton().await;
+    assert_eq!(index(&mut client, false).await, [entry("mlp/1", "READY", "")]);
+    for error in [load(&mut client, "mlp").await, unload(&mut client, "mlp").await] {
+        let error = error.unwrap_err();
+        assert_eq!(error.code(), Code::Unavailable);
+        assert!(error.message().contains("not allowed if polling is enabled"), "{error}");
+        assert!(error.message().contains("--control explicit"), "{error}");
+    }
+    for call in ["load", "unload"] {
+        let path = format!("/v2/repository/models/mlp/{call}");
+        assert_eq!(server.http("POST", &path, &[], b"{}").await.status, 503);
+        assert_eq!(server.http("GET", &path, &[], b"").await.status, 405);
+    }
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_control_calls_are_refused_by_name() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(explicit(&["mlp"]), &[]).await;
+    let mut client = server.triton().await;
+    let long = "m".repeat(10_000);
+    for name in ["", "../mlp", "..", "mlp/1", "a\0b", ".hidden", "-x", "mlp ", "é", &long] {
+        for error in [load(&mut client, name).await, unload(&mut client, name).await] {
+            let error = error.unwrap_err();
+            assert_eq!(error.code(), Code::InvalidArgument, "{name:?}: {error}");
+            assert!(error.message().contains("is not a model name") && error.message().len() < 1_000, "{error}");
+        }
+    }
+    for path in ["..%2Fmlp", "a%00b", "mlp%2F1", "%2E%2E", &long] {
+        let reply = server.http("POST", &format!("/v2/repository/models/{path}/load"), &[], b"").await;
+        assert_eq!(reply.status, 400, "{path}");
+    }
+    assert_eq!(load(&mut client, "nosuch").await.unwrap_err().code(), Code::NotFound);
+
+    use pb::model_repository_parameter::ParameterChoice;
+    let parameters = |name: &str, choice: Option<ParameterChoice>| {
+        let value = pb::ModelRepositoryParameter { parameter_choice: choice };
+        std::collections::HashMap::from([(name.to_owned(), value)])
+    };
+    for (name, choice, part) in [
+        ("config", ParameterChoice::StringParam("{}".into()), "does not change"),
+        ("file:1/model.onnx", ParameterChoice::BytesParam(vec![1, 2]), "publish the files"),
+        ("colour", ParameterChoice::BoolParam(true), "\"colour\""),
+    ] {
+        let parameters = parameters(name, Some(choice));
+        let request =
+            pb::RepositoryModelLoadRequest { model_name: "mlp".into(), parameters, ..Default::default() };
+        let error = client.repository_model_load(request).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.message().contains(part), "{error}");
+    }
+    for (name, choice) in [
+        ("unload_dependents", None),
+        ("unload_dependents", Some(ParameterChoice::Int64Param(1))),
+        ("unload_everything", Some(ParameterChoice::BoolParam(true))),
+    ] {
+        let parameters = parameters(name, choice);
+        let request =
+            pb::RepositoryModelUnloadRequest { model_name: "mlp".into(), parameters, ..Default::default() };
+        let error = client.repository_model_unload(request).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.message().contains("unload_dependents"), "{error}");
+    }
+    let request = pb::RepositoryIndexRequest { repository_name: "second".into(), ..Default::default() };
+    assert_eq!(client.repository_index(request).await.unwrap_err().code(), Code::Unimplemented);
+
+    let huge = vec![b' '; 1 << 20];
+    let bodies: [(&str, &[u8], u16); 9] = [
+        ("index", b"{", 400),
+        ("index", b"[]", 400),
+        ("index", br#"{"ready": "yes"}"#, 400),
+        ("index", br#"{"all": true}"#, 400),
+        ("index", &huge, 413),
+        ("models/mlp/load", br#"{"parameters": {"config": "{}"}}"#, 400),
+        ("models/mlp/load", br#"{"parameters": []}"#, 400),
+        ("models/mlp/unload", br#"{"parameters": {"unload_dependents": "no"}}"#, 400),
+        ("models/mlp/unload", b"\xff", 400),
+    ];
+    for (path, body, status) in bodies {
+        let reply = server.http("POST", &format!("/v2/repository/{path}"), &[], body).await;
+        assert_eq!(reply.status, status, "{path}: {}", String::from_utf8_lossy(&reply.body));
+    }
+    assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
+    let body = br#"{"parameters": {"unload_dependents": false}}"#;
+    let reply = server.http("POST", "/v2/repository/models/mlp/unload", &[], body).await;
+    assert_eq!(reply.status, 200);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn settings_that_contradict_each_other_are_refused_at_the_start() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (config, part) in [
+        (Config { control: Control::Poll, ..explicit(&["mlp"]) }, "control is \"poll\""),
+        (explicit(&["../mlp"]), "is not a model name"),
+    ] {
+        let source = Source::directory(dir.path()).unwrap();
+        let error = serve(&config, source, CancellationToken::new()).await.unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("load"), "{error}");
+    }
+}
+
+/// A log that notes what it was switched to.
+#[derive(Debug)]
+struct Log(Mutex<LogSettings>);
+
+impl Logging for Log {
+    fn settings(&self) -> LogSettings {
+        *self.0.lock().unwrap()
+    }
+
+    fn change(&self, change: &dyn Fn(&mut LogSettings)) -> Result<LogSettings, String> {
+        let mut settings = self.0.lock().unwrap();
+        change(&mut settings);
+        if settings.verbose_level > 100 {
+            return Err("the log is full".into());
+        }
+        Ok(*settings)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_log_is_switched_by_calls() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let started = LogSettings { error: true, warning: true, info: false, verbose_level: 0 };
+    let log = Arc::new(Log(Mutex::new(started)));
+    let (cancel, deps) = (CancellationToken::new(), Deps { logging: Some(log.clone()) });
+    let source = Source::directory(dir.path()).unwrap();
+    let serving = serve_with(&config(), source, deps, cancel.clone()).await.unwrap();
+    let server = Server { dir, serving, cancel };
+    let mut client = server.triton().await;
+    let metadata = server.client().await.server_metadata().await.unwrap();
+    assert!(metadata.extensions.contains(&"logging".to_owned()));
+
+    use pb::log_settings_request::setting_value::ParameterChoice as Ask;
+    use pb::log_settings_response::setting_value::ParameterChoice as Told;
+    let ask = |settings: &[(&str, Option<Ask>)]| pb::LogSettingsRequest {
+        settings: settings
+            .iter()
+            .map(|(name, choice)| {
+                let value = pb::log_settings_request::SettingValue { parameter_choice: choice.clone() };
+                ((*name).to_owned(), value)
+            })
+            .collect(),
+    };
+    let told = client.log_settings(ask(&[])).await.unwrap().into_inner().settings;
+    let value = |name: &str| told[name].parameter_choice.clone().unwrap();
+    assert_eq!((told.len(), value("log_error"), value("log_info")), (6, Told::BoolParam(true), Told::BoolParam(false)));
+    assert_eq!(value("log_verbose_level"), Told::Uint32Param(0));
+    assert_eq!(value("log_format"), Told::StringParam("default".into()));
+
+    let request = ask(&[("log_info", Some(Ask::BoolParam(true))), ("log_verbose_level", Some(Ask::Uint32Param(2)))]);
+    client.log_settings(request).await.unwrap();
+    assert_eq!(log.settings(), LogSettings { info: true, verbose_level: 2, ..started });
+    let body = br#"{"log_warning": false, "log_verbose_level": 1, "log_file": "", "log_format": "default"}"#;
+    let reply = server.http("POST", "/v2/logging", &[], body).await;
+    let changed = LogSettings { warning: false, info: true, verbose_level: 1, ..started };
+    assert_eq!((reply.status, log.settings()), (200, changed));
+    let shown = json!({
+        "log_file": "", "log_info": true, "log_warning": false, "log_error": true,
+        "log_verbose_level": 1, "log_format": "default",
+    });
+    assert_eq!(reply.json(), shown);
+    assert_eq!(server.http("GET", "/v2/logging", &[], b"").await.json(), shown);
+
+    // A call with one bad setting changes none.
+    for (body, part) in [
+        (r#"{"log_error": false, "log_file": "/etc/passwd"}"#, "log_file"),
+        (r#"{"log_error": false, "log_format": "ISO8601"}"#, "ISO8601"),
+        (r#"{"log_error": false, "log_verbose_level": -1}"#, "log_verbose_level"),
+        (r#"{"log_error": false, "log_verbose_level": 1.5}"#, "log_verbose_level"),
+        (r#"{"log_error": null}"#, "log_error"),
+        (r#"{"log_colour": true}"#, "log_colour"),
+        ("[1]", "not what this call takes"),
+    ] {
+        let reply = server.http("POST", "/v2/logging", &[], body.as_bytes()).await;
+        assert_eq!(reply.status, 400, "{body}");
+        assert!(reply.json()["error"].as_str().unwrap().contains(part), "{body}");
+    }
+    let request = ask(&[("log_error", Some(Ask::BoolParam(false))), ("log_info", None)]);
+    assert_eq!(client.log_settings(request).await.unwrap_err().code(), Code::InvalidArgument);
+    let many: Vec<String> = (0..100).map(|number| format!("log_{number}")).collect();
+    let many: Vec<_> = many.iter().map(|name| (name.as_str(), Some(Ask::BoolParam(true)))).collect();
+    let error = client.log_settings(ask(&many)).await.unwrap_err();
+    assert!(error.code() == Code::InvalidArgument && error.message().contains("limit is 64"), "{error}");
+    assert_eq!(log.settings(), changed);
+    let error = client.log_settings(ask(&[("log_verbose_level", Some(Ask::Uint32Param(101)))])).await.unwrap_err();
+    assert_eq!((error.code(), error.message()), (Code::Unavailable, "the log is full"));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_keeps_its_log_says_so() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[]).await;
+    let error = server.triton().await.log_settings(pb::LogSettingsRequest::default()).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unimplemented);
+    assert!(error.message().contains("log"), "{error}");
+    for method in ["GET", "POST"] {
+        assert_eq!(server.http(method, "/v2/logging", &[], b"").await.status, 501);
+    }
+    let extensions = server.http("GET", "/v2", &[], b"").await.json()["extensions"].clone();
+    let extensions: Vec<String> = serde_json::from_value(extensions).unwrap();
+    for name in ["binary_tensor_data", "model_configuration", "model_repository", "statistics"] {
+        assert!(extensions.iter().any(|extension| extension == name), "{extensions:?}");
+    }
+    assert!(!extensions.iter().any(|extension| extension == "logging"), "{extensions:?}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn draining_refuses_to_load_and_still_tells() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(explicit(&["mlp"]), &[]).await;
+    let mut client = server.triton().await;
+    server.serving.inference().drain();
+    assert_eq!(load(&mut client, "mlp").await.unwrap_err().code(), Code::Unavailable);
+    assert_eq!(unload(&mut client, "nosuch").await.unwrap_err().code(), Code::Unavailable);
+    assert_eq!(index(&mut client, true).await, [entry("mlp/1", "READY", "")]);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reflection_describes_the_services() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[]).await;
+    let url = format!("http://{}", server.serving.addresses().grpc);
+    macro_rules! describe {
+        ($version:ident) => {{
+            use tonic_reflection::pb::$version as reflection;
+            use reflection::server_reflection_request::MessageRequest;
+            use reflection::server_reflection_response::MessageResponse;
+            let mut client =
+                reflection::server_reflection_client::ServerReflectionClient::connect(url.clone()).await.unwrap();
+            let ask = |message: MessageRequest| reflection::ServerReflectionRequest {
+                host: String::new(),
+                message_request: Some(message),
+            };
+            let symbol = |name: &str| ask(MessageRequest::FileContainingSymbol(name.to_owned()));
+            let asked = [
+                ask(MessageRequest::ListServices(String::new())),
+                symbol("inference.GRPCInferenceService.ModelStatistics"),
+                symbol("grpc.health.v1.Health"),
+                symbol("inference.NoSuchMessage"),
+            ];
+            let count = asked.len();
+            let mut answers = client
+                .server_reflection_info(futures::stream::iter(asked))
+                .await
+                .unwrap()
+                .into_inner();
+            let mut told = Vec::new();
+            while told.len() < count {
+                match answers.message().await {
+                    Ok(Some(answer)) => told.push(match answer.message_response.unwrap() {
+                        MessageResponse::ListServicesResponse(list) => {
+                            list.service.into_iter().map(|service| service.name).collect::<Vec<_>>().join(" ")
+                        }
+                        MessageResponse::FileDescriptorResponse(files) => files
+                            .file_descriptor_proto
+                            .iter()
+                            .map(|file| String::from_utf8_lossy(file).into_owned())
+                            .collect(),
+                        other => format!("{other:?}"),
+                    }),
+                    Ok(None) => break,
+                    Err(status) => told.push(format!("{:?}", status.code())),
+                }
+            }
+            told
+        }};
+    }
+    for told in [describe!(v1), describe!(v1alpha)] {
+        assert!(told[0].contains("inference.GRPCInferenceService"), "{}", told[0]);
+        assert!(told[0].contains("grpc.health.v1.Health"), "{}", told[0]);
+        assert!(told[1].contains("ModelStatisticsResponse"), "{}", told[1]);
+        assert!(told[2].contains("HealthCheckRequest"), "{}", told[2]);
+        assert!(!told[3].contains("proto3"), "{}", told[3]);
+    }
+    server.stop().await;
+}
