@@ -262,7 +262,9 @@ impl Service {
         };
         let deps = millrace_serving::Deps { logging: Some(context.switch.clone()) };
         let stop = self.front.stop.child_token();
-        let serving = millrace_serving::serve_with(config, source, deps, stop).await?;
+        let mut resolved = config.clone();
+        resolved.trace_directory = resolved.trace_directory.map(|path| context.loaded.resolve(&path));
+        let serving = millrace_serving::serve_with(&resolved, source, deps, stop).await?;
         let addresses = serving.addresses();
         self.addresses.grpc = Some(addresses.grpc);
         self.addresses.http = Some(addresses.http);

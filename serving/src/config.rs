@@ -46,6 +46,9 @@ pub struct Config {
     /// How often the repository is looked through for new versions, in milliseconds; 0 never does, and
     /// neither does `control = "explicit"`.
     pub poll_ms: u64,
+    /// Folder for the traces that clients ask for, which exists; without it none are written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace_directory: Option<PathBuf>,
     /// How long running requests may take after the server was told to stop, in milliseconds.
     pub drain_ms_max: u64,
     /// Bounds on requests and models.
@@ -70,6 +73,7 @@ impl Default for Config {
             control: Control::Poll,
             load: Vec::new(),
             poll_ms: 1_000,
+            trace_directory: None,
             drain_ms_max: 10_000,
             limits: Limits::default(),
             pipes: Vec::new(),

@@ -1,5 +1,5 @@
 //! The calls that tell and change how the server works, whatever the transport: configurations,
-//! statistics, the index of the repository, loading and unloading, the log.
+//! statistics, the index of the repository, loading and unloading, traces, the log.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::infer::{Inference, parse_version};
 use crate::logging::{Change, LogSettings, Logging, Value};
 use crate::repository::Entry;
 use crate::wire::inference as pb;
-use crate::{model_config, statistics};
+use crate::{model_config, statistics, trace};
 
 /// Most parameters or settings of a call; no call has more than a few.
 const PARAMETERS_MAX: usize = 64;
@@ -31,6 +31,9 @@ impl Controls {
         let mut extensions = EXTENSIONS.to_vec();
         if self.logging.is_some() {
             extensions.push("logging");
+        }
+        if self.inference.tracer().is_possible() {
+            extensions.push("trace");
         }
         extensions
     }
@@ -152,6 +155,38 @@ impl Controls {
             repository.unload_model(&model).await
         })
         .await
+    }
+
+    /// Changes which requests are traced, all of it or nothing, for one model or, when `model` is empty,
+    /// for all, and gives what is in force then.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for settings that there are not, and for traces where there is no folder
+    /// for them; [`InferError::NotFound`], [`InferError::Unavailable`] for the model.
+    pub(crate) fn trace_settings(
+        &self,
+        model: &str,
+        changes: &[(&str, Vec<&str>)],
+    ) -> Result<[(&'static str, Vec<String>); 6], InferError> {
+        let model = (!model.is_empty()).then_some(model);
+        if let Some(model) = model {
+            // Settings of a name are kept, so it has to be one that is served.
+            self.inference.repository().get(model, None)?;
+        }
+        if changes.len() > PARAMETERS_MAX {
+            let reason = format!("{} trace settings, the limit is {PARAMETERS_MAX}", changes.len());
+            return Err(InferError::Invalid { reason });
+        }
+        let changes: Vec<trace::Change> = changes
+            .iter()
+            .map(|(name, values)| trace::Change::parse(name, values))
+            .collect::<Result<_, _>>()?;
+        let tracer = self.inference.tracer();
+        if !changes.is_empty() {
+            tracer.change(model, &changes)?;
+            tracing::info!(model, ?changes, "a client changed what is traced");
+        }
+        Ok(tracer.settings(model))
     }
 
     /// Changes what is logged, all of it or nothing, and gives what is in force then.

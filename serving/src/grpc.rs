@@ -177,6 +177,13 @@ impl GrpcInferenceService for Service {
         Ok(Response::new(control::repository_model_unload(&self.controls, request.into_inner()).await?))
     }
 
+    async fn trace_setting(
+        &self,
+        request: Request<pb::TraceSettingRequest>,
+    ) -> Result<Response<pb::TraceSettingResponse>, Status> {
+        Ok(Response::new(control::trace_setting(&self.controls, &request.into_inner())?))
+    }
+
     async fn log_settings(
         &self,
         request: Request<pb::LogSettingsRequest>,

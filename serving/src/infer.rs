@@ -12,6 +12,7 @@ use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::repository::{Model, Repository};
 use crate::tensor::Tensor;
+use crate::trace::Tracer;
 
 /// Most input or output tensors in a request.
 pub(crate) const TENSORS_MAX: usize = 1024;
@@ -52,12 +53,19 @@ struct Gate {
 pub struct Inference {
     repository: Repository,
     gate: Arc<Gate>,
+    tracer: Arc<Tracer>,
 }
 
 impl Inference {
     /// Serves the models of a repository.
     pub fn new(repository: Repository) -> Inference {
-        Inference { repository, gate: Arc::default() }
+        let tracer = Arc::new(Tracer::new(repository.trace_directory()));
+        Inference { repository, gate: Arc::default(), tracer }
+    }
+
+    /// The traces.
+    pub(crate) fn tracer(&self) -> &Tracer {
+        &self.tracer
     }
 
     /// The models.
@@ -124,7 +132,7 @@ impl Inference {
         let arrived = Instant::now();
         let outcome = match decode() {
             Ok((request, extra)) => {
-                infer_with(model, &request, arrived).await.map(|response| (response, extra))
+                infer_with(model, &request, arrived, &self.tracer).await.map(|response| (response, extra))
             }
             Err(error) => Err(error),
         };
@@ -170,7 +178,12 @@ fn count_failure(model: &Model, error: &InferError) {
 }
 
 /// Checks a request against one version and runs it.
-async fn infer_with(model: &Model, request: &Request, arrived: Instant) -> Result<Response, InferError> {
+async fn infer_with(
+    model: &Model,
+    request: &Request,
+    arrived: Instant,
+    tracer: &Tracer,
+) -> Result<Response, InferError> {
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
     let inputs = ordered(&signature.inputs, &request.inputs)?;
@@ -184,6 +197,7 @@ async fn infer_with(model: &Model, request: &Request, arrived: Instant) -> Resul
     // A model whose first extent is no batch answers one inference per request.
     let inferences = if model.max_batch_size() > 0 { rows } else { 1 };
     model.statistics.succeeded(inferences, arrived, &times);
+    tracer.answered(model, arrived, &times);
     Ok(Response { model: model.name().to_owned(), version: model.version(), outputs })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! What is here: the repository that loads model bundles from a volume or a directory, the inference
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
-//! it, with Triton's calls for configurations, statistics, the repository and the log; health; reflection;
+//! it, with Triton's calls for configurations, statistics, the repository, traces and the log; health; reflection;
 //! Prometheus metrics), a client, and the pipe that reads records from one topic and writes
 //! predictions to another.
 //!
@@ -52,14 +52,15 @@ pub mod metrics;
 mod model_config;
 pub mod pipe;
 pub mod record;
-pub mod repository;
 mod reflection;
+pub mod repository;
 mod rest;
 pub mod runtime;
 mod server;
 mod session;
 mod statistics;
 pub mod tensor;
+mod trace;
 pub mod wire;
 
 pub use config::{Config, Control, Device, Limits, PipeConfig};

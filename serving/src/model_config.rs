@@ -34,9 +34,10 @@ pub(crate) fn max_batch_size(signature: &Signature, message_bytes_max: usize) ->
 /// The least bytes that a row of an input can have.
 fn row_bytes(spec: &TensorSpec) -> usize {
     let width = spec.datatype.element_bytes().unwrap_or(BYTES_PREFIX);
-    spec.shape.iter().skip(1).fold(width, |bytes, extent| {
-        bytes.saturating_mul(usize::try_from(*extent).unwrap_or(1))
-    })
+    spec.shape
+        .iter()
+        .skip(1)
+        .fold(width, |bytes, extent| bytes.saturating_mul(usize::try_from(*extent).unwrap_or(1)))
 }
 
 /// What is served under a name and version, and how.

@@ -6,6 +6,7 @@ mod refresh;
 mod source;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -232,6 +233,11 @@ impl Repository {
         let mut ready: Vec<_> = named.flat_map(|(_, versions)| versions.ready.values().cloned()).collect();
         ready.sort_by(|a, b| (a.name(), a.version()).cmp(&(b.name(), b.version())));
         ready
+    }
+
+    /// Where traces of requests are written.
+    pub(crate) fn trace_directory(&self) -> Option<PathBuf> {
+        self.inner.config.trace_directory.clone()
     }
 
     /// The bounds that it loads within.

@@ -104,6 +104,10 @@ pub async fn serve_with(
     deps: Deps,
     cancel: CancellationToken,
 ) -> Result<Serving> {
+    if let Some(directory) = config.trace_directory.as_deref().filter(|path| !path.is_dir()) {
+        let reason = format!("trace_directory {} is not a folder", directory.display());
+        return Err(Error::Config { reason });
+    }
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;
     let http = bind(config.http, "REST", "http").await?;
     let scrape = bind(config.metrics, "metrics", "metrics").await?;
@@ -201,6 +205,7 @@ fn serve_on(
         ending.cancel();
         scraping.shutdown().await;
         polling.abort();
+        served.tracer().finish();
         tracing::info!("the server has stopped");
         outcome
     });

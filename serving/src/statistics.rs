@@ -263,7 +263,8 @@ mod tests {
         assert_eq!(statistics.rows.load(Ordering::Relaxed), 17);
         assert_eq!(statistics.fail.read().count, 1);
         let sizes = statistics.sizes();
-        let counts = |size: &pb::InferBatchStatistics| (size.batch_size, size.compute_infer.unwrap_or_default());
+        let counts =
+            |size: &pb::InferBatchStatistics| (size.batch_size, size.compute_infer.unwrap_or_default());
         assert_eq!(sizes.iter().map(|size| counts(size).0).collect::<Vec<_>>(), [1, 8]);
         assert_eq!((counts(&sizes[1]).1.count, counts(&sizes[1]).1.ns), (2, 16_000));
     }

@@ -6,6 +6,8 @@
 mod control;
 #[path = "serving/lifecycle.rs"]
 mod lifecycle;
+#[path = "serving/logging.rs"]
+mod logging;
 #[path = "serving/malformed.rs"]
 mod malformed;
 #[path = "serving/malformed_rest.rs"]
@@ -16,7 +18,11 @@ mod measure;
 mod pipe;
 #[path = "serving/protocol.rs"]
 mod protocol;
+#[path = "serving/reflection.rs"]
+mod reflection;
 #[path = "serving/statistics.rs"]
 mod statistics;
 #[path = "serving/support.rs"]
 mod support;
+#[path = "serving/trace.rs"]
+mod trace;

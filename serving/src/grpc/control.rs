@@ -62,6 +62,23 @@ pub(super) async fn repository_model_unload(
     Ok(pb::RepositoryModelUnloadResponse {})
 }
 
+pub(super) fn trace_setting(
+    controls: &Controls,
+    request: &pb::TraceSettingRequest,
+) -> Result<pb::TraceSettingResponse, InferError> {
+    let changes: Vec<(&str, Vec<&str>)> = request
+        .settings
+        .iter()
+        .map(|(name, setting)| (name.as_str(), setting.value.iter().map(String::as_str).collect()))
+        .collect();
+    let settings = controls.trace_settings(&request.model_name, &changes)?;
+    let settings = settings
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), pb::trace_setting_response::SettingValue { value }))
+        .collect();
+    Ok(pb::TraceSettingResponse { settings })
+}
+
 pub(super) fn log_settings(
     controls: &Controls,
     request: pb::LogSettingsRequest,

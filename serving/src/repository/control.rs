@@ -168,7 +168,11 @@ impl Repository {
         let drained = futures::future::join_all(leaving.iter().map(CancellationToken::cancelled));
         let drain = Duration::from_millis(self.inner.config.drain_ms_max);
         if tokio::time::timeout(drain, drained).await.is_err() {
-            tracing::warn!(model = name, drain_ms_max = drain.as_millis() as u64, "an unloaded model still runs");
+            tracing::warn!(
+                model = name,
+                drain_ms_max = drain.as_millis() as u64,
+                "an unloaded model still runs"
+            );
         }
         Ok(())
     }
@@ -222,10 +226,7 @@ impl Repository {
     }
 
     /// Everything that the repository holds, as not loaded.
-    async fn add_unloaded(
-        &self,
-        found: &mut BTreeMap<(String, u64), (&'static str, String)>,
-    ) -> Result<()> {
+    async fn add_unloaded(&self, found: &mut BTreeMap<(String, u64), (&'static str, String)>) -> Result<()> {
         let source = &self.inner.source;
         let _one = self.inner.indexing.lock().await;
         let listing = millrace_bundle::scan(source.store.as_ref(), &source.root).await?;

@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Failure, Model, Models, Repository, Versions};
 use crate::blocking::blocking;
-use crate::error::{Result, chain};
 use crate::config::Control;
+use crate::error::{Result, chain};
 use crate::metrics::{MODELS, ModelMetrics};
 use crate::model_config::max_batch_size;
 use crate::session::Pool;

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{App, Failure, Target};
-use crate::error::InferError;
+use crate::error::{InferError, quote};
 use crate::logging;
 use crate::{model_config, statistics};
 
@@ -31,6 +31,8 @@ pub(super) fn routes() -> Router<App> {
         .route("/v2/repository/index", post(index))
         .route("/v2/repository/models/{model}/load", post(load))
         .route("/v2/repository/models/{model}/unload", post(unload))
+        .route("/v2/trace/setting", get(trace_settings).post(set_trace_settings))
+        .route("/v2/models/{model}/trace/setting", get(model_trace_settings).post(set_model_trace_settings))
         .route("/v2/logging", get(log_settings).post(set_log_settings))
 }
 
@@ -117,6 +119,63 @@ async fn unload(State(app): State<App>, Path(target): Path<Target>, body: Body) 
         call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
     app.controls.unload("", target.model, &parameters).await?;
     Ok(Json(json!({})).into_response())
+}
+
+async fn trace_settings(State(app): State<App>) -> Result<Response, Failure> {
+    change_trace_settings(&app, "", &Map::new())
+}
+
+async fn set_trace_settings(State(app): State<App>, body: Body) -> Result<Response, Failure> {
+    change_trace_settings(&app, "", &read(body).await?)
+}
+
+async fn model_trace_settings(
+    State(app): State<App>,
+    Path(target): Path<Target>,
+) -> Result<Response, Failure> {
+    change_trace_settings(&app, &target.model, &Map::new())
+}
+
+async fn set_model_trace_settings(
+    State(app): State<App>,
+    Path(target): Path<Target>,
+    body: Body,
+) -> Result<Response, Failure> {
+    change_trace_settings(&app, &target.model, &read(body).await?)
+}
+
+/// A setting is a text, a number or a list of texts; null clears it.
+fn change_trace_settings(app: &App, model: &str, changes: &Map<String, Value>) -> Result<Response, Failure> {
+    let mut texts: Vec<(&str, Vec<String>)> = Vec::with_capacity(changes.len());
+    for (name, value) in changes {
+        let one = |value: &Value| match value {
+            Value::String(text) => Ok(text.clone()),
+            Value::Number(number) => Ok(number.to_string()),
+            _ => Err(InferError::invalid(format!(
+                "trace setting {} is neither text nor a number, nor a list of them, nor null",
+                quote(name)
+            ))),
+        };
+        let values = match value {
+            Value::Null => Vec::new(),
+            Value::Array(values) => values.iter().map(one).collect::<Result<_, _>>()?,
+            value => vec![one(value)?],
+        };
+        texts.push((name, values));
+    }
+    let changes: Vec<(&str, Vec<&str>)> =
+        texts.iter().map(|(name, values)| (*name, values.iter().map(String::as_str).collect())).collect();
+    let settings: Map<String, Value> = app
+        .controls
+        .trace_settings(model, &changes)?
+        .into_iter()
+        .map(|(name, mut values)| {
+            // The level alone is a list, as several could be set.
+            let value = if name == "trace_level" { json!(values) } else { json!(values.pop()) };
+            (name.to_owned(), value)
+        })
+        .collect();
+    Ok(Json(settings).into_response())
 }
 
 async fn log_settings(State(app): State<App>) -> Result<Response, Failure> {

@@ -1,15 +1,13 @@
 //! Control calls as clients make them, over gRPC and REST: the index of the repository, loading and
-//! unloading, the log, reflection; and what is refused.
+//! unloading; and what is refused.
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use millrace_serving::client::ClientError;
-use millrace_serving::logging::{LogSettings, Logging};
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::{Config, Control, Deps, Source, serve, serve_with};
+use millrace_serving::{Config, Control, Source, serve};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
@@ -39,7 +37,10 @@ async fn answers(server: &Server, model: &str) -> Result<String, Code> {
 async fn index(client: &mut Triton, ready: bool) -> Vec<(String, String, String)> {
     let request = pb::RepositoryIndexRequest { ready, ..Default::default() };
     let models = client.repository_index(request).await.unwrap().into_inner().models;
-    models.into_iter().map(|model| (format!("{}/{}", model.name, model.version), model.state, model.reason)).collect()
+    models
+        .into_iter()
+        .map(|model| (format!("{}/{}", model.name, model.version), model.state, model.reason))
+        .collect()
 }
 
 async fn load(client: &mut Triton, model: &str) -> Result<(), tonic::Status> {
@@ -219,7 +220,10 @@ async fn hostile_control_calls_are_refused_by_name() {
         for error in [load(&mut client, name).await, unload(&mut client, name).await] {
             let error = error.unwrap_err();
             assert_eq!(error.code(), Code::InvalidArgument, "{name:?}: {error}");
-            assert!(error.message().contains("is not a model name") && error.message().len() < 1_000, "{error}");
+            assert!(
+                error.message().contains("is not a model name") && error.message().len() < 1_000,
+                "{error}"
+            );
         }
     }
     for path in ["..%2Fmlp", "a%00b", "mlp%2F1", "%2E%2E", &long] {
@@ -299,119 +303,6 @@ async fn settings_that_contradict_each_other_are_refused_at_the_start() {
     }
 }
 
-/// A log that notes what it was switched to.
-#[derive(Debug)]
-struct Log(Mutex<LogSettings>);
-
-impl Logging for Log {
-    fn settings(&self) -> LogSettings {
-        *self.0.lock().unwrap()
-    }
-
-    fn change(&self, change: &dyn Fn(&mut LogSettings)) -> Result<LogSettings, String> {
-        let mut settings = self.0.lock().unwrap();
-        change(&mut settings);
-        if settings.verbose_level > 100 {
-            return Err("the log is full".into());
-        }
-        Ok(*settings)
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_log_is_switched_by_calls() {
-    if !have_runtime() {
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let started = LogSettings { error: true, warning: true, info: false, verbose_level: 0 };
-    let log = Arc::new(Log(Mutex::new(started)));
-    let (cancel, deps) = (CancellationToken::new(), Deps { logging: Some(log.clone()) });
-    let source = Source::directory(dir.path()).unwrap();
-    let serving = serve_with(&config(), source, deps, cancel.clone()).await.unwrap();
-    let server = Server { dir, serving, cancel };
-    let mut client = server.triton().await;
-    let metadata = server.client().await.server_metadata().await.unwrap();
-    assert!(metadata.extensions.contains(&"logging".to_owned()));
-
-    use pb::log_settings_request::setting_value::ParameterChoice as Ask;
-    use pb::log_settings_response::setting_value::ParameterChoice as Told;
-    let ask = |settings: &[(&str, Option<Ask>)]| pb::LogSettingsRequest {
-        settings: settings
-            .iter()
-            .map(|(name, choice)| {
-                let value = pb::log_settings_request::SettingValue { parameter_choice: choice.clone() };
-                ((*name).to_owned(), value)
-            })
-            .collect(),
-    };
-    let told = client.log_settings(ask(&[])).await.unwrap().into_inner().settings;
-    let value = |name: &str| told[name].parameter_choice.clone().unwrap();
-    assert_eq!((told.len(), value("log_error"), value("log_info")), (6, Told::BoolParam(true), Told::BoolParam(false)));
-    assert_eq!(value("log_verbose_level"), Told::Uint32Param(0));
-    assert_eq!(value("log_format"), Told::StringParam("default".into()));
-
-    let request = ask(&[("log_info", Some(Ask::BoolParam(true))), ("log_verbose_level", Some(Ask::Uint32Param(2)))]);
-    client.log_settings(request).await.unwrap();
-    assert_eq!(log.settings(), LogSettings { info: true, verbose_level: 2, ..started });
-    let body = br#"{"log_warning": false, "log_verbose_level": 1, "log_file": "", "log_format": "default"}"#;
-    let reply = server.http("POST", "/v2/logging", &[], body).await;
-    let changed = LogSettings { warning: false, info: true, verbose_level: 1, ..started };
-    assert_eq!((reply.status, log.settings()), (200, changed));
-    let shown = json!({
-        "log_file": "", "log_info": true, "log_warning": false, "log_error": true,
-        "log_verbose_level": 1, "log_format": "default",
-    });
-    assert_eq!(reply.json(), shown);
-    assert_eq!(server.http("GET", "/v2/logging", &[], b"").await.json(), shown);
-
-    // A call with one bad setting changes none.
-    for (body, part) in [
-        (r#"{"log_error": false, "log_file": "/etc/passwd"}"#, "log_file"),
-        (r#"{"log_error": false, "log_format": "ISO8601"}"#, "ISO8601"),
-        (r#"{"log_error": false, "log_verbose_level": -1}"#, "log_verbose_level"),
-        (r#"{"log_error": false, "log_verbose_level": 1.5}"#, "log_verbose_level"),
-        (r#"{"log_error": null}"#, "log_error"),
-        (r#"{"log_colour": true}"#, "log_colour"),
-        ("[1]", "not what this call takes"),
-    ] {
-        let reply = server.http("POST", "/v2/logging", &[], body.as_bytes()).await;
-        assert_eq!(reply.status, 400, "{body}");
-        assert!(reply.json()["error"].as_str().unwrap().contains(part), "{body}");
-    }
-    let request = ask(&[("log_error", Some(Ask::BoolParam(false))), ("log_info", None)]);
-    assert_eq!(client.log_settings(request).await.unwrap_err().code(), Code::InvalidArgument);
-    let many: Vec<String> = (0..100).map(|number| format!("log_{number}")).collect();
-    let many: Vec<_> = many.iter().map(|name| (name.as_str(), Some(Ask::BoolParam(true)))).collect();
-    let error = client.log_settings(ask(&many)).await.unwrap_err();
-    assert!(error.code() == Code::InvalidArgument && error.message().contains("limit is 64"), "{error}");
-    assert_eq!(log.settings(), changed);
-    let error = client.log_settings(ask(&[("log_verbose_level", Some(Ask::Uint32Param(101)))])).await.unwrap_err();
-    assert_eq!((error.code(), error.message()), (Code::Unavailable, "the log is full"));
-    server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_that_keeps_its_log_says_so() {
-    if !have_runtime() {
-        return;
-    }
-    let server = Server::start(config(), &[]).await;
-    let error = server.triton().await.log_settings(pb::LogSettingsRequest::default()).await.unwrap_err();
-    assert_eq!(error.code(), Code::Unimplemented);
-    assert!(error.message().contains("log"), "{error}");
-    for method in ["GET", "POST"] {
-        assert_eq!(server.http(method, "/v2/logging", &[], b"").await.status, 501);
-    }
-    let extensions = server.http("GET", "/v2", &[], b"").await.json()["extensions"].clone();
-    let extensions: Vec<String> = serde_json::from_value(extensions).unwrap();
-    for name in ["binary_tensor_data", "model_configuration", "model_repository", "statistics"] {
-        assert!(extensions.iter().any(|extension| extension == name), "{extensions:?}");
-    }
-    assert!(!extensions.iter().any(|extension| extension == "logging"), "{extensions:?}");
-    server.stop().await;
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draining_refuses_to_load_and_still_tells() {
     if !have_runtime() {
@@ -423,67 +314,5 @@ async fn draining_refuses_to_load_and_still_tells() {
     assert_eq!(load(&mut client, "mlp").await.unwrap_err().code(), Code::Unavailable);
     assert_eq!(unload(&mut client, "nosuch").await.unwrap_err().code(), Code::Unavailable);
     assert_eq!(index(&mut client, true).await, [entry("mlp/1", "READY", "")]);
-    server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reflection_describes_the_services() {
-    if !have_runtime() {
-        return;
-    }
-    let server = Server::start(config(), &[]).await;
-    let url = format!("http://{}", server.serving.addresses().grpc);
-    macro_rules! describe {
-        ($version:ident) => {{
-            use tonic_reflection::pb::$version as reflection;
-            use reflection::server_reflection_request::MessageRequest;
-            use reflection::server_reflection_response::MessageResponse;
-            let mut client =
-                reflection::server_reflection_client::ServerReflectionClient::connect(url.clone()).await.unwrap();
-            let ask = |message: MessageRequest| reflection::ServerReflectionRequest {
-                host: String::new(),
-                message_request: Some(message),
-            };
-            let symbol = |name: &str| ask(MessageRequest::FileContainingSymbol(name.to_owned()));
-            let asked = [
-                ask(MessageRequest::ListServices(String::new())),
-                symbol("inference.GRPCInferenceService.ModelStatistics"),
-                symbol("grpc.health.v1.Health"),
-                symbol("inference.NoSuchMessage"),
-            ];
-            let count = asked.len();
-            let mut answers = client
-                .server_reflection_info(futures::stream::iter(asked))
-                .await
-                .unwrap()
-                .into_inner();
-            let mut told = Vec::new();
-            while told.len() < count {
-                match answers.message().await {
-                    Ok(Some(answer)) => told.push(match answer.message_response.unwrap() {
-                        MessageResponse::ListServicesResponse(list) => {
-                            list.service.into_iter().map(|service| service.name).collect::<Vec<_>>().join(" ")
-                        }
-                        MessageResponse::FileDescriptorResponse(files) => files
-                            .file_descriptor_proto
-                            .iter()
-                            .map(|file| String::from_utf8_lossy(file).into_owned())
-                            .collect(),
-                        other => format!("{other:?}"),
-                    }),
-                    Ok(None) => break,
-                    Err(status) => told.push(format!("{:?}", status.code())),
-                }
-            }
-            told
-        }};
-    }
-    for told in [describe!(v1), describe!(v1alpha)] {
-        assert!(told[0].contains("inference.GRPCInferenceService"), "{}", told[0]);
-        assert!(told[0].contains("grpc.health.v1.Health"), "{}", told[0]);
-        assert!(told[1].contains("ModelStatisticsResponse"), "{}", told[1]);
-        assert!(told[2].contains("HealthCheckRequest"), "{}", told[2]);
-        assert!(!told[3].contains("proto3"), "{}", told[3]);
-    }
     server.stop().await;
 }

@@ -117,8 +117,7 @@ async fn statistics_count_what_was_asked() {
     let inference = mlp.inference_stats.unwrap();
     let (success, fail) = (inference.success.unwrap(), inference.fail.unwrap());
     assert_eq!((success.count, fail.count), (3, 1));
-    let steps =
-        [inference.queue, inference.compute_input, inference.compute_infer, inference.compute_output];
+    let steps = [inference.queue, inference.compute_input, inference.compute_infer, inference.compute_output];
     assert!(steps.iter().all(|step| step.unwrap().count == 3), "{inference:?}");
     let sum: u64 = steps.iter().map(|step| step.unwrap().ns).sum();
     assert!(inference.compute_infer.unwrap().ns > 0 && sum <= success.ns, "{inference:?}");

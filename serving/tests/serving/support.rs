@@ -14,9 +14,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::sync::CancellationToken;
 
 /// A client of the whole service.
-pub(crate) type Triton = millrace_serving::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient<
-    tonic::transport::Channel,
->;
+pub(crate) type Triton =
+    millrace_serving::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient<
+        tonic::transport::Channel,
+    >;
 
 /// Inputs of the small network.
 pub(crate) const FEATURES: usize = 4;

@@ -1,11 +1,13 @@
 """tritonclient.grpc and .http load and unload models of a server that was started with explicit control."""
+import json
 import sys
 
+import numpy as np
 import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-grpc_url, http_url, model = sys.argv[1:4]
+grpc_url, http_url, model, traces = sys.argv[1:5]
 
 
 def refused(call, part):
@@ -23,14 +25,29 @@ def states(client):
     return [entry["state"] for entry in entries if entry["name"] == model]
 
 
-for client in [tritonclient.grpc.InferenceServerClient(grpc_url), tritonclient.http.InferenceServerClient(http_url)]:
-    with client:
+def trace_levels(settings):
+    return settings["trace_level"] if isinstance(settings, dict) else list(settings.settings["trace_level"].value)
+
+
+for library, url in [(tritonclient.grpc, grpc_url), (tritonclient.http, http_url)]:
+    with library.InferenceServerClient(url) as client:
         assert not client.is_model_ready(model)
         assert set(states(client)) == {"UNAVAILABLE"}, states(client)
         refused(lambda: client.get_model_config(model), "no model")
         client.load_model(model)
         assert client.is_model_ready(model) and "READY" in states(client)
         client.load_model(model)
+        name = f"{library.__name__}.json"
+        on = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_file": name}
+        assert trace_levels(client.update_trace_settings(model, on)) == ["TIMESTAMPS"]
+        given = library.InferInput("input", [1, 64], "FP32")
+        given.set_data_from_numpy(np.zeros([1, 64], dtype=np.float32))
+        client.infer(model, [given])
+        assert trace_levels(client.update_trace_settings(model, {"trace_level": None})) == ["OFF"]
+        assert trace_levels(client.get_trace_settings()) == ["OFF"]
+        (trace,) = json.load(open(f"{traces}/{name}"))
+        assert trace["model_name"] == model and len(trace["timestamps"]) == 7, trace
+        refused(lambda: client.update_trace_settings(settings={"trace_file": "/tmp/x"}), "trace_file")
         refused(lambda: client.load_model(model, config='{"max_batch_size": 1}'), "bundle")
         refused(lambda: client.load_model("no-such-model"), "no-such-model")
         client.unload_model(model, unload_dependents=True)

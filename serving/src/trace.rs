@@ -1,0 +1,176 @@
+//! Traces of requests: which ones are traced, and what is written of them, as Triton's clients set it.
+//!
+//! Nothing is traced at first, and then a request pays one relaxed load. While something is, each
+//! answered request takes a lock to find out whether it is its turn.
+
+mod file;
+mod settings;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Instant, SystemTime};
+
+use parking_lot::Mutex;
+
+use crate::error::InferError;
+use crate::repository::Model;
+use crate::statistics::Times;
+use file::Traces;
+pub(crate) use settings::Change;
+use settings::{Scope, Settings};
+
+/// The settings, and the files that are being written.
+#[derive(Debug)]
+pub(crate) struct Tracer {
+    directory: Option<PathBuf>,
+    active: AtomicBool,
+    next_id: AtomicU64,
+    /// An instant and what the clock said then, in nanoseconds since the epoch.
+    start: (Instant, u64),
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    all: Scope,
+    models: BTreeMap<String, Scope>,
+    /// Files by their names.
+    files: BTreeMap<String, Traces>,
+}
+
+impl State {
+    fn settings(&self, model: Option<&str>) -> Settings {
+        let own = model.and_then(|model| self.models.get(model));
+        let all = self.all.over(Settings::default());
+        own.map_or(all.clone(), |own| own.over(all))
+    }
+
+    /// Whether the next request of a model is to be traced; counts it where its rate and its count are
+    /// set, for the model or for all.
+    fn turn(&mut self, model: &str, settings: &Settings) -> bool {
+        let State { all, models, .. } = self;
+        let mut own = models.get_mut(model);
+        let seen = match own.as_deref_mut() {
+            Some(own) if own.rate.is_some() => &mut own.seen,
+            _ => &mut all.seen,
+        };
+        *seen = seen.wrapping_add(1);
+        if !seen.is_multiple_of(u64::from(settings.rate.max(1))) {
+            return false;
+        }
+        let left = match own {
+            Some(own) if own.count.is_some() => &mut own.count,
+            _ => &mut all.count,
+        };
+        match left {
+            None | Some(None) => true,
+            Some(Some(0)) => false,
+            Some(Some(left)) => {
+                *left -= 1;
+                true
+            }
+        }
+    }
+}
+
+impl Tracer {
+    /// Traces into files of `directory`; without one nothing can be traced.
+    pub(crate) fn new(directory: Option<PathBuf>) -> Tracer {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Tracer {
+            directory,
+            active: AtomicBool::new(false),
+            next_id: AtomicU64::new(1),
+            start: (Instant::now(), u64::try_from(since.as_nanos()).unwrap_or(0)),
+            state: Mutex::default(),
+        }
+    }
+
+    /// Whether traces can be written at all.
+    pub(crate) fn is_possible(&self) -> bool {
+        self.directory.is_some()
+    }
+
+    /// The settings in force for all models, or for one.
+    pub(crate) fn settings(&self, model: Option<&str>) -> [(&'static str, Vec<String>); 6] {
+        self.state.lock().settings(model).named()
+    }
+
+    /// Makes changes, all or none. Files that were being written are complete afterwards.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for TIMESTAMPS where there is no directory to write to.
+    pub(crate) fn change(&self, model: Option<&str>, changes: &[Change]) -> Result<(), InferError> {
+        let mut state = self.state.lock();
+        let scope = match model {
+            Some(model) => state.models.entry(model.to_owned()).or_default(),
+            None => &mut state.all,
+        };
+        let mut next = scope.clone();
+        changes.iter().for_each(|change| next.apply(change));
+        if next.traces() && self.directory.is_none() {
+            return Err(InferError::invalid(
+                "trace_level TIMESTAMPS is refused: this server has no folder for traces, set [serving] trace_directory",
+            ));
+        }
+        *scope = next;
+        let active = state.all.traces() || state.models.values().any(Scope::traces);
+        self.active.store(active, Ordering::Relaxed);
+        if changes.iter().any(Change::ends_files) {
+            // Dropped files are complete.
+            state.files.clear();
+        }
+        Ok(())
+    }
+
+    /// Stops tracing; every file is complete afterwards.
+    pub(crate) fn finish(&self) {
+        self.active.store(false, Ordering::Relaxed);
+        self.state.lock().files.clear();
+    }
+
+    /// Traces a request that was answered, if it is its turn.
+    pub(crate) fn answered(&self, model: &Model, arrived: Instant, times: &Times) {
+        if !self.active.load(Ordering::Relaxed) {
+            return;
+        }
+        let Some(directory) = &self.directory else { return };
+        let mut state = self.state.lock();
+        let settings = state.settings(Some(model.name()));
+        if !settings.traces || !state.turn(model.name(), &settings) {
+            return;
+        }
+        let steps = [
+            ("REQUEST_START", arrived),
+            ("QUEUE_START", times.queued),
+            ("COMPUTE_START", times.computing),
+            ("COMPUTE_INPUT_END", times.input_end),
+            ("COMPUTE_OUTPUT_START", times.output_start),
+            ("COMPUTE_END", times.end),
+            ("REQUEST_END", times.end),
+        ];
+        let step = |(name, at): (&str, Instant)| serde_json::json!({ "name": name, "ns": self.nanos(at) });
+        let trace = serde_json::json!({
+            "id": self.next_id.fetch_add(1, Ordering::Relaxed),
+            "model_name": model.name(),
+            "model_version": model.version(),
+            "timestamps": steps.map(step),
+        });
+        let traces = state.files.entry(settings.file.clone());
+        let traces = traces.or_insert_with(|| Traces::new(directory, &settings.file, settings.log_frequency));
+        traces.add(&trace.to_string());
+        if state.settings(Some(model.name())).count == Some(0) {
+            // The last one, as far as this model goes.
+            if let Some(traces) = state.files.get_mut(&settings.file) {
+                traces.end();
+            }
+        }
+    }
+
+    fn nanos(&self, at: Instant) -> u64 {
+        let (start, clock) = self.start;
+        let since = u64::try_from(at.saturating_duration_since(start).as_nanos()).unwrap_or(u64::MAX);
+        clock.saturating_add(since)
+    }
+}
