@@ -51,6 +51,8 @@ pub struct Config {
     pub trace_directory: Option<PathBuf>,
     /// How long running requests may take after the server was told to stop, in milliseconds.
     pub drain_ms_max: u64,
+    /// How requests that wait run together.
+    pub batching: Batching,
     /// Bounds on requests and models.
     pub limits: Limits,
     /// Topic-to-topic inference.
@@ -75,6 +77,7 @@ impl Default for Config {
             poll_ms: 1_000,
             trace_directory: None,
             drain_ms_max: 10_000,
+            batching: Batching::default(),
             limits: Limits::default(),
             pipes: Vec::new(),
         }
@@ -103,6 +106,28 @@ pub enum Control {
     Explicit,
 }
 
+/// How requests that wait run together. A request that finds a session free runs at once and alone, so
+/// these matter under load only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Batching {
+    /// Most rows of a run of several requests; 0 and 1 run each alone. Models whose rows depend on each
+    /// other, which is tried when they are loaded, run each alone in any case.
+    pub rows_max: usize,
+    /// Numbers of rows that are better than others, such as those a device is quick with: a run stops
+    /// at the largest of them that it reaches.
+    pub preferred_rows: Vec<usize>,
+    /// How long a request that has waited for a session goes on waiting for others to run with, since it
+    /// came, in microseconds. 0 takes along whoever waits then.
+    pub delay_us_max: u64,
+}
+
+impl Default for Batching {
+    fn default() -> Self {
+        Batching { rows_max: 64, preferred_rows: Vec::new(), delay_us_max: 0 }
+    }
+}
+
 /// Bounds on what comes from outside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -111,8 +136,10 @@ pub struct Limits {
     pub message_bytes_max: usize,
     /// Largest model version, in bytes.
     pub model_bytes_max: u64,
-    /// Requests that may wait for one model version; more are refused as UNAVAILABLE.
+    /// Requests that may wait for one model version; more are refused as RESOURCE_EXHAUSTED.
     pub requests_waiting_max: usize,
+    /// Bytes of the inputs that may wait for one model version; more are refused likewise.
+    pub waiting_bytes_max: usize,
     /// Newest versions of a model that are loaded.
     pub versions_max: usize,
 }
@@ -123,6 +150,7 @@ impl Default for Limits {
             message_bytes_max: 64 << 20,
             model_bytes_max: 2 << 30,
             requests_waiting_max: 1024,
+            waiting_bytes_max: 256 << 20,
             versions_max: 16,
         }
     }

@@ -152,7 +152,13 @@ pub enum InferError {
         /// Why, and what to ask for instead.
         reason: String,
     },
-    /// The server cannot answer now: it drains, it is busy, or the version could not be loaded.
+    /// More waits already than may.
+    #[error("{reason}")]
+    Overloaded {
+        /// What waits, and the limits.
+        reason: String,
+    },
+    /// The server cannot answer now: it drains, or the version could not be loaded.
     #[error("{reason}")]
     Unavailable {
         /// Why.
@@ -183,7 +189,7 @@ impl InferError {
 
     /// True when the same request may succeed later.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, InferError::Unavailable { .. })
+        matches!(self, InferError::Unavailable { .. } | InferError::Overloaded { .. })
     }
 
     /// Name of the variant, as a metric label.
@@ -194,6 +200,7 @@ impl InferError {
             InferError::TooLarge { .. } => "too_large",
             InferError::NotRepresentable { .. } => "not_representable",
             InferError::Unavailable { .. } => "unavailable",
+            InferError::Overloaded { .. } => "overloaded",
             InferError::Unsupported { .. } => "unsupported",
             InferError::Internal { .. } => "internal",
         }

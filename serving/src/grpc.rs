@@ -34,7 +34,7 @@ impl From<InferError> for Status {
         let code = match &error {
             InferError::NotFound { .. } => Code::NotFound,
             InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
-            InferError::TooLarge { .. } => Code::ResourceExhausted,
+            InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
             InferError::Internal { .. } => Code::Internal,

@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::repository::{Model, Repository};
+use crate::session::Work;
 use crate::tensor::Tensor;
 use crate::trace::Tracer;
 
@@ -132,7 +133,7 @@ impl Inference {
         let arrived = Instant::now();
         let outcome = match decode() {
             Ok((request, extra)) => {
-                infer_with(model, &request, arrived, &self.tracer).await.map(|response| (response, extra))
+                infer_with(model, request, arrived, &self.tracer).await.map(|response| (response, extra))
             }
             Err(error) => Err(error),
         };
@@ -180,46 +181,58 @@ fn count_failure(model: &Model, error: &InferError) {
 /// Checks a request against one version and runs it.
 async fn infer_with(
     model: &Model,
-    request: &Request,
+    request: Request,
     arrived: Instant,
     tracer: &Tracer,
 ) -> Result<Response, InferError> {
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
-    let inputs = ordered(&signature.inputs, &request.inputs)?;
-    let rows = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
-    let rows = u64::try_from(rows).unwrap_or(0);
-    let (outputs, times) = model.pool.run(&inputs, &outputs).await?;
+    let inputs = ordered(&signature.inputs, request.inputs)?;
+    let extent = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
+    let extent = usize::try_from(extent).unwrap_or(0);
+    let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) { extent } else { 0 };
+    let ran = model.pool.run(Work { inputs, outputs, rows, queued: Instant::now() }).await?;
+    let times = ran.times;
     let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
     model.metrics.request_seconds.observe(since(times.queued));
-    model.metrics.compute_seconds.observe(since(times.computing));
-    model.metrics.rows.inc_by(rows);
+    model.metrics.rows.inc_by(extent as u64);
     // A model whose first extent is no batch answers one inference per request.
-    let inferences = if model.max_batch_size() > 0 { rows } else { 1 };
-    model.statistics.succeeded(inferences, arrived, &times);
+    let inferences = |rows: usize| rows.max(1) as u64;
+    if let Some(rows) = ran.run_rows {
+        model.metrics.compute_seconds.observe(since(times.computing));
+        model.metrics.batch_rows.observe(inferences(rows) as f64);
+        model.statistics.ran(inferences(rows), &times);
+    }
+    model.statistics.succeeded(inferences(rows), arrived, &times);
     tracer.answered(model, arrived, &times);
-    Ok(Response { model: model.name().to_owned(), version: model.version(), outputs })
+    Ok(Response { model: model.name().to_owned(), version: model.version(), outputs: ran.outputs })
+}
+
+fn has_rows(input: &Tensor, rows: usize) -> bool {
+    input.shape.first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
 }
 
 /// Checks every input and brings them into the signature's order.
-fn ordered<'a>(specs: &[TensorSpec], inputs: &'a [Tensor]) -> Result<Vec<&'a Tensor>, InferError> {
+fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Tensor>, InferError> {
     if inputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
-    let mut places: Vec<Option<&Tensor>> = vec![None; specs.len()];
+    let mut places: Vec<Option<Tensor>> = Vec::new();
+    places.resize_with(specs.len(), || None);
     for input in inputs {
-        let known = specs.iter().zip(&mut places).find(|(spec, _)| spec.name == input.name);
-        let Some((spec, place)) = known else {
+        let Some(place) = specs.iter().position(|spec| spec.name == input.name) else {
             let names: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
             return Err(InferError::invalid(format!(
                 "the model has no input {}, its inputs are {names:?}",
                 quote(&input.name)
             )));
         };
-        if place.replace(input).is_some() {
+        let spec = &specs[place];
+        if places[place].is_some() {
             return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
         }
-        check(spec, input)?;
+        check(spec, &input)?;
+        places[place] = Some(input);
     }
     specs
         .iter()
@@ -259,27 +272,27 @@ fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
     Ok(())
 }
 
-/// The specs of the outputs that are wanted.
-fn wanted<'a>(specs: &'a [TensorSpec], names: &[String]) -> Result<Vec<&'a TensorSpec>, InferError> {
+/// The places of the outputs that are wanted.
+fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
     if names.is_empty() {
-        return Ok(specs.iter().collect());
+        return Ok((0..specs.len()).collect());
     }
     if names.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} outputs, the limit is {TENSORS_MAX}", names.len())));
     }
-    let mut outputs: Vec<&TensorSpec> = Vec::with_capacity(names.len());
+    let mut outputs = Vec::with_capacity(names.len());
     for name in names {
-        let Some(spec) = specs.iter().find(|spec| spec.name == *name) else {
+        let Some(place) = specs.iter().position(|spec| spec.name == *name) else {
             let known: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
             return Err(InferError::invalid(format!(
                 "the model has no output {}, its outputs are {known:?}",
                 quote(name)
             )));
         };
-        if outputs.iter().any(|output| output.name == *name) {
-            return Err(InferError::invalid(format!("output {:?} is asked for twice", spec.name)));
+        if outputs.contains(&place) {
+            return Err(InferError::invalid(format!("output {name:?} is asked for twice")));
         }
-        outputs.push(spec);
+        outputs.push(place);
     }
     Ok(outputs)
 }

@@ -71,6 +71,13 @@ pub static COMPUTE_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
     seconds_vec("millrace_serving_compute_seconds", "Seconds inside ONNX Runtime", &["model", "version"])
 });
 
+/// Rows of a run: of one request, or of several that ran together.
+pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
+    let options = HistogramOpts::new("millrace_serving_batch_rows", "Rows that ran together")
+        .buckets((0..=12).map(|power| f64::from(1 << power)).collect());
+    registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
+});
+
 /// Requests that are being answered.
 pub static IN_FLIGHT: LazyLock<IntGauge> =
     LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
@@ -104,6 +111,7 @@ pub(crate) struct ModelMetrics {
     pub(crate) rows: IntCounter,
     pub(crate) request_seconds: Histogram,
     pub(crate) compute_seconds: Histogram,
+    pub(crate) batch_rows: Histogram,
 }
 
 impl ModelMetrics {
@@ -115,6 +123,7 @@ impl ModelMetrics {
             rows: ROWS.with_label_values(&labels),
             request_seconds: REQUEST_SECONDS.with_label_values(&labels),
             compute_seconds: COMPUTE_SECONDS.with_label_values(&labels),
+            batch_rows: BATCH_ROWS.with_label_values(&labels),
         }
     }
 }

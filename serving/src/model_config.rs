@@ -71,10 +71,20 @@ pub(crate) fn describe(model: &Model, limits: &Limits) -> pb::ModelConfig {
         output: signature.outputs.iter().map(output).collect(),
         instance_group: vec![instances(model)],
         default_model_filename: MODEL_FILE.to_owned(),
-        // Requests run one by one; a server that puts requests together says so here.
-        scheduling_choice: None,
+        scheduling_choice: batching(model),
         ..Default::default()
     }
+}
+
+/// What is said where requests that wait run together.
+fn batching(model: &Model) -> Option<pb::model_config::SchedulingChoice> {
+    model.pool.batch_rows_max()?;
+    let preferred = model.pool.preferred_rows();
+    Some(pb::model_config::SchedulingChoice::DynamicBatching(pb::ModelDynamicBatching {
+        preferred_batch_size: preferred.iter().filter_map(|rows| i32::try_from(*rows).ok()).collect(),
+        max_queue_delay_microseconds: model.pool.delay_us(),
+        ..Default::default()
+    }))
 }
 
 /// The sessions, which are what Triton calls instances.
@@ -129,7 +139,7 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
         Some(PolicyChoice::All(_)) => json!({ "all": {} }),
         None => json!({}),
     };
-    json!({
+    let mut json = json!({
         "name": config.name,
         "platform": config.platform,
         "backend": config.backend,
@@ -146,7 +156,18 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
         "metric_tags": {},
         "parameters": {},
         "model_warmup": [],
-    })
+    });
+    if let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice {
+        json["dynamic_batching"] = json!({
+            "preferred_batch_size": batching.preferred_batch_size,
+            "max_queue_delay_microseconds": batching.max_queue_delay_microseconds,
+            "preserve_ordering": batching.preserve_ordering,
+            "priority_levels": batching.priority_levels,
+            "default_priority_level": batching.default_priority_level,
+            "priority_queue_policy": {},
+        });
+    }
+    json
 }
 
 fn input_json(input: &pb::ModelInput) -> Value {

@@ -69,6 +69,7 @@ impl From<InferError> for Failure {
             InferError::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             InferError::NotRepresentable { .. } => StatusCode::NOT_ACCEPTABLE,
             InferError::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            InferError::Overloaded { .. } => StatusCode::TOO_MANY_REQUESTS,
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             InferError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };

@@ -30,6 +30,20 @@ pub(crate) struct Times {
     pub(crate) end: Instant,
 }
 
+impl Times {
+    fn input(&self) -> Duration {
+        self.input_end.saturating_duration_since(self.computing)
+    }
+
+    fn infer(&self) -> Duration {
+        self.output_start.saturating_duration_since(self.input_end)
+    }
+
+    fn output(&self) -> Duration {
+        self.end.saturating_duration_since(self.output_start)
+    }
+}
+
 /// A count and the time that it took together.
 #[derive(Debug, Default)]
 struct Spent {
@@ -92,24 +106,25 @@ impl Default for Statistics {
 }
 
 impl Statistics {
-    /// Counts a request of `rows` that arrived at `arrived` and was answered by a run of its own.
+    /// Counts a request of `rows` that arrived at `arrived` and was answered.
     pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
         self.arrived();
-        let input = times.input_end.saturating_duration_since(times.computing);
-        let infer = times.output_start.saturating_duration_since(times.input_end);
-        let output = times.end.saturating_duration_since(times.output_start);
         self.rows.fetch_add(rows, Ordering::Relaxed);
-        self.runs.fetch_add(1, Ordering::Relaxed);
         self.success.add(times.end.saturating_duration_since(arrived));
         self.queue.add(times.computing.saturating_duration_since(times.queued));
-        self.input.add(input);
-        self.infer.add(infer);
-        self.output.add(output);
+        self.input.add(times.input());
+        self.infer.add(times.infer());
+        self.output.add(times.output());
+    }
+
+    /// Counts a run of `rows`, of one request or of several together.
+    pub(crate) fn ran(&self, rows: u64, times: &Times) {
+        self.runs.fetch_add(1, Ordering::Relaxed);
         if let Some(size) = self.size(rows) {
             size.runs.fetch_add(1, Ordering::Relaxed);
-            size.input_nanos.fetch_add(nanos(input), Ordering::Relaxed);
-            size.infer_nanos.fetch_add(nanos(infer), Ordering::Relaxed);
-            size.output_nanos.fetch_add(nanos(output), Ordering::Relaxed);
+            size.input_nanos.fetch_add(nanos(times.input()), Ordering::Relaxed);
+            size.infer_nanos.fetch_add(nanos(times.infer()), Ordering::Relaxed);
+            size.output_nanos.fetch_add(nanos(times.output()), Ordering::Relaxed);
         }
     }
 
@@ -248,6 +263,7 @@ mod tests {
         let (statistics, start) = (Statistics::default(), Instant::now());
         for rows in [1, 8, 8] {
             statistics.succeeded(rows, start, &times(start));
+            statistics.ran(rows, &times(start));
         }
         statistics.failed(start);
         let figures = [
@@ -274,12 +290,12 @@ mod tests {
         let (statistics, start) = (Statistics::default(), Instant::now());
         // All of these begin their search at the same place.
         for size in 0..2 * SIZES_MAX as u64 {
-            statistics.succeeded(size * SIZES_MAX as u64 + 1, start, &times(start));
+            statistics.ran(size * SIZES_MAX as u64 + 1, &times(start));
         }
-        statistics.succeeded(u64::MAX, start, &times(start));
+        statistics.ran(u64::MAX, &times(start));
         assert_eq!(statistics.sizes().len(), SIZES_MAX);
         assert_eq!(statistics.runs.load(Ordering::Relaxed), 2 * SIZES_MAX as u64 + 1);
-        statistics.succeeded(0, start, &times(start));
+        statistics.ran(0, &times(start));
         assert_eq!(statistics.sizes().len(), SIZES_MAX);
     }
 
@@ -288,7 +304,7 @@ mod tests {
         let (statistics, start) = (Statistics::default(), Instant::now());
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (1..=32).for_each(|rows| statistics.succeeded(rows, start, &times(start))));
+                scope.spawn(|| (1..=32).for_each(|rows| statistics.ran(rows, &times(start))));
             }
         });
         let sizes = statistics.sizes();

@@ -2,6 +2,8 @@
 //! missing libraries, draining, control calls, statistics, and topic-to-topic inference.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "serving/batching.rs"]
+mod batching;
 #[path = "serving/control.rs"]
 mod control;
 #[path = "serving/lifecycle.rs"]

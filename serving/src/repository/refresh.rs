@@ -13,7 +13,7 @@ use crate::config::Control;
 use crate::error::{Result, chain};
 use crate::metrics::{MODELS, ModelMetrics};
 use crate::model_config::max_batch_size;
-use crate::session::Pool;
+use crate::session;
 use crate::statistics::Statistics;
 
 /// A version that failed to load is tried again after this time, or at once when its manifest changed.
@@ -152,7 +152,7 @@ impl Repository {
         .await?;
         let config = inner.config.clone();
         blocking("model loading", move || {
-            let pool = Pool::build(&bundle, &config)?;
+            let pool = session::build(&bundle, &config)?;
             let manifest = bundle.manifest().clone();
             let metrics = ModelMetrics::new(&manifest.name, manifest.version);
             let gone = CancellationToken::new();

@@ -268,8 +268,8 @@ async fn too_many_waiting_requests_are_refused_not_queued_for_ever() {
         match answer.unwrap() {
             Ok(_) => answered += 1,
             Err(ClientError::Refused { code, message }) => {
-                assert_eq!(code, Code::Unavailable);
-                assert!(message.contains("limit is 1"), "{message}");
+                assert_eq!(code, Code::ResourceExhausted);
+                assert!(message.contains("limits are 1 and"), "{message}");
                 refused += 1;
             }
             Err(other) => panic!("{other}"),

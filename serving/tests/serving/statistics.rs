@@ -27,6 +27,8 @@ async fn a_configuration_says_what_is_served() {
     let mut config = config();
     config.sessions_max = 3;
     config.limits.versions_max = 5;
+    config.batching.preferred_rows = vec![8, 4, 1000];
+    config.batching.delay_us_max = 70;
     config.limits.message_bytes_max = 1 << 20;
     let echo = echo(&[Datatype::Bytes, Datatype::Bf16]);
     let server = Server::start(config, &[("fixed", 2, fixed()), ("echo", 1, echo)]).await;
@@ -44,10 +46,14 @@ async fn a_configuration_says_what_is_served() {
     assert_eq!((mlp.output[0].name.as_str(), &mlp.output[0].dims), ("logits", &vec![3]));
     assert_eq!((mlp.instance_group[0].count, mlp.instance_group.len()), (3, 1));
     assert_eq!(mlp.instance_group[0].kind(), pb::model_instance_group::Kind::Cpu);
-    assert_eq!(mlp.scheduling_choice, None);
+    let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &mlp.scheduling_choice else {
+        panic!("{mlp:?}");
+    };
+    assert_eq!((batching.max_queue_delay_microseconds, batching.preferred_batch_size.as_slice()), (70, &[4, 8][..]));
 
     let fixed = of("fixed", "2").await.unwrap();
     assert_eq!((fixed.max_batch_size, &fixed.input[0].dims), (0, &vec![2, 3]));
+    assert_eq!(fixed.scheduling_choice, None);
     let echo = of("echo", "").await.unwrap();
     assert_eq!(echo.max_batch_size, 65_536.min((1 << 20) / 6));
     let types: Vec<_> = echo.input.iter().map(|input| (input.data_type(), input.dims.clone())).collect();
@@ -65,7 +71,8 @@ async fn a_configuration_says_what_is_served() {
     assert_eq!(shown["input"][0]["optional"], false);
     assert_eq!(shown["instance_group"][0]["kind"], "KIND_CPU");
     assert_eq!(shown["instance_group"][0]["count"], 3);
-    for scheduling in ["dynamic_batching", "sequence_batching", "ensemble_scheduling"] {
+    assert_eq!(shown["dynamic_batching"]["preferred_batch_size"], json!([4, 8]));
+    for scheduling in ["sequence_batching", "ensemble_scheduling"] {
         assert!(shown.get(scheduling).is_none(), "{shown}");
     }
 

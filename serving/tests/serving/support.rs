@@ -192,6 +192,43 @@ pub(crate) fn slow(layers: usize) -> Vec<u8> {
     model(graph)
 }
 
+/// Sums up its rows: `input` FP32 [batch, 4] to `output`, each row of which has all before it.
+pub(crate) fn steps() -> Vec<u8> {
+    let axis = TensorProto {
+        name: Some("axis".into()),
+        data_type: Some(tensor_proto::DataType::Int64 as i32),
+        raw_data: Some(0i64.to_le_bytes().to_vec()),
+        ..Default::default()
+    };
+    of_rows("steps", node("CumSum", &["input", "axis"], "output"), vec![axis])
+}
+
+/// Gives its rows the other way round: `input` FP32 [batch, 4] to `output`.
+pub(crate) fn reversed() -> Vec<u8> {
+    let whole = |name: &str, value: i64| TensorProto {
+        name: Some(name.into()),
+        dims: vec![1],
+        data_type: Some(tensor_proto::DataType::Int64 as i32),
+        raw_data: Some(value.to_le_bytes().to_vec()),
+        ..Default::default()
+    };
+    let slice = node("Slice", &["input", "from", "to", "axis", "step"], "output");
+    let bounds = [("from", -1), ("to", i64::MIN), ("axis", 0), ("step", -1)];
+    of_rows("reversed", slice, bounds.map(|(name, value)| whole(name, value)).into())
+}
+
+fn of_rows(name: &str, node: NodeProto, initializer: Vec<TensorProto>) -> Vec<u8> {
+    use tensor_proto::DataType::Float;
+    model(GraphProto {
+        name: Some(name.into()),
+        node: vec![node],
+        initializer,
+        input: vec![value("input", Float, &[-1, FEATURES as i64])],
+        output: vec![value("output", Float, &[-1, FEATURES as i64])],
+        ..Default::default()
+    })
+}
+
 /// Writes a version into a directory of models.
 pub(crate) async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>) -> Bundle {
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir).unwrap();

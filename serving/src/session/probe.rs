@@ -1,0 +1,156 @@
+//! Whether rows of a model may run together: found out by trying, when it is loaded.
+//!
+//! That the first extent of everything is the caller's to choose does not make it rows: a recurrent graph
+//! may have its time steps there, and putting requests together would give wrong answers without an
+//! error. So two rows are run each alone and both as one, and the answers have to agree.
+
+use half::{bf16, f16};
+use millrace_bundle::{Datatype, Signature, TensorSpec};
+use ort::session::Session;
+
+use super::joined::{join, split};
+use super::values::run;
+use crate::tensor::{Data, Tensor, element_count};
+
+/// Inner extents that are the caller's to choose are tried as these, one after the other.
+const EXTENTS: [i64; 2] = [3, 1];
+/// Largest input that is tried, in elements.
+const ELEMENTS_MAX: usize = 1 << 22;
+/// How far results may be apart, in parts of the largest: another number of rows may be summed up in
+/// another order.
+const TOLERANCE: f64 = 1e-3;
+
+/// Whether rows can be put together, or why not.
+pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), String> {
+    let rows_first = |specs: &[TensorSpec]| specs.iter().all(|spec| spec.shape.first() == Some(&-1));
+    if signature.inputs.is_empty() || !rows_first(&signature.inputs) || !rows_first(&signature.outputs) {
+        return Err("the first extent of an input or output is fixed".into());
+    }
+    let mut reason = String::new();
+    for extent in EXTENTS {
+        match compare(session, signature, extent) {
+            Ok(()) => return Ok(()),
+            Err(Trial::Differs(output)) => {
+                return Err(format!("rows of output {output:?} depend on the rows beside them"));
+            }
+            Err(Trial::Failed(error)) => reason = error,
+        }
+    }
+    Err(format!("it could not be tried: {reason}"))
+}
+
+enum Trial {
+    Differs(String),
+    Failed(String),
+}
+
+fn compare(session: &mut Session, signature: &Signature, extent: i64) -> Result<(), Trial> {
+    let failed = |reason: &str| Trial::Failed(reason.to_owned());
+    let rows: Vec<Vec<Tensor>> = (1..=3)
+        .map(|seed| {
+            let inputs = signature.inputs.iter().zip(0u64..);
+            inputs.map(|(spec, place)| row(spec, extent, seed + 10 * place)).collect::<Option<_>>()
+        })
+        .collect::<Option<_>>()
+        .ok_or_else(|| failed("a row is too large"))?;
+    let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
+    let mut runs = |inputs: &[Tensor]| {
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        run(session, &inputs, &outputs, std::time::Instant::now())
+            .map(|(tensors, _)| tensors)
+            .map_err(|error| Trial::Failed(error.to_string()))
+    };
+    let alone = rows.iter().map(|row| runs(row)).collect::<Result<Vec<_>, _>>()?;
+    let joined: Option<Vec<Tensor>> =
+        (0..signature.inputs.len()).map(|place| join(rows.iter().map(|row| &row[place]))).collect();
+    let together = runs(&joined.ok_or_else(|| failed("rows cannot be joined"))?)?;
+    for (place, tensor) in together.into_iter().enumerate() {
+        let differs = || Trial::Differs(signature.outputs[place].name.clone());
+        let parts = split(tensor, &[1; 3]).ok_or_else(differs)?;
+        let agree = parts.iter().zip(&alone).all(|(part, alone)| {
+            part.shape == alone[place].shape && are_close(&part.data, &alone[place].data)
+        });
+        if !agree {
+            return Err(differs());
+        }
+    }
+    Ok(())
+}
+
+/// One row of an input, of values that differ from seed to seed; small ones, which are valid as indexes.
+fn row(spec: &TensorSpec, extent: i64, seed: u64) -> Option<Tensor> {
+    let inner = spec.shape.iter().skip(1).map(|found| if *found < 0 { extent } else { *found });
+    let shape: Vec<i64> = std::iter::once(1).chain(inner).collect();
+    let count = element_count(&spec.name, &shape).ok().filter(|count| *count <= ELEMENTS_MAX)?;
+    // The constants are Knuth's for linear congruences modulo 2^64.
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mut bits = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state >> 40
+    };
+    // From -1 to 1, of 24 bits.
+    let float = |bits: u64| bits as f32 / (1 << 23) as f32 - 1.0;
+    macro_rules! filled {
+        ($value:expr) => {
+            (0..count).map(|_| $value).collect()
+        };
+    }
+    let data = match spec.datatype {
+        Datatype::Fp16 => Data::Fp16(filled!(f16::from_f32(float(bits())))),
+        Datatype::Bf16 => Data::Bf16(filled!(bf16::from_f32(float(bits())))),
+        Datatype::Fp32 => Data::Fp32(filled!(float(bits()))),
+        Datatype::Fp64 => Data::Fp64(filled!(f64::from(float(bits())))),
+        Datatype::Bool => Data::Bool(filled!(bits() & 1 == 1)),
+        Datatype::Uint8 => Data::Uint8(filled!((bits() & 1) as u8)),
+        Datatype::Uint16 => Data::Uint16(filled!((bits() & 1) as u16)),
+        Datatype::Uint32 => Data::Uint32(filled!((bits() & 1) as u32)),
+        Datatype::Uint64 => Data::Uint64(filled!(bits() & 1)),
+        Datatype::Int8 => Data::Int8(filled!((bits() & 1) as i8)),
+        Datatype::Int16 => Data::Int16(filled!((bits() & 1) as i16)),
+        Datatype::Int32 => Data::Int32(filled!((bits() & 1) as i32)),
+        Datatype::Int64 => Data::Int64(filled!((bits() & 1) as i64)),
+        Datatype::Bytes => Data::Bytes(filled!(bytes::Bytes::from(format!("{}", bits() & 1)))),
+    };
+    Some(Tensor { name: spec.name.clone(), shape, data })
+}
+
+fn are_close(a: &Data, b: &Data) -> bool {
+    let close = |a: Vec<f64>, b: Vec<f64>| {
+        let largest = a.iter().chain(&b).filter(|value| value.is_finite()).fold(0.0, |most: f64, v| most.max(v.abs()));
+        a.len() == b.len()
+            && a.iter().zip(&b).all(|(a, b)| {
+                a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= TOLERANCE * largest
+            })
+    };
+    let floats = |data: &Data| -> Option<Vec<f64>> {
+        match data {
+            Data::Fp16(values) => Some(values.iter().map(|value| value.to_f64()).collect()),
+            Data::Bf16(values) => Some(values.iter().map(|value| value.to_f64()).collect()),
+            Data::Fp32(values) => Some(values.iter().map(|value| f64::from(*value)).collect()),
+            Data::Fp64(values) => Some(values.clone()),
+            _ => None,
+        }
+    };
+    match (floats(a), floats(b)) {
+        (Some(a), Some(b)) => close(a, b),
+        _ => a == b,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::are_close;
+    use crate::tensor::Data;
+
+    #[test]
+    fn numbers_may_differ_by_rounding_only() {
+        let fp32 = |values: &[f32]| Data::Fp32(values.to_vec());
+        assert!(are_close(&fp32(&[1000.0, 0.1]), &fp32(&[1000.01, 0.2])));
+        assert!(!are_close(&fp32(&[1000.0]), &fp32(&[1002.0])));
+        assert!(!are_close(&fp32(&[0.0]), &fp32(&[0.0, 0.0])));
+        assert!(are_close(&fp32(&[f32::NAN, f32::INFINITY]), &fp32(&[f32::NAN, f32::INFINITY])));
+        assert!(!are_close(&fp32(&[1.0]), &fp32(&[f32::INFINITY])));
+        assert!(!are_close(&Data::Int64(vec![5]), &Data::Int64(vec![6])));
+        assert!(are_close(&Data::Bool(vec![true]), &Data::Bool(vec![true])));
+    }
+}

@@ -1,0 +1,239 @@
+//! Requests that wait run together: each gets its own answer, and only those that may.
+
+use millrace_serving::tensor::{Data, Tensor};
+use millrace_serving::wire::Form;
+use millrace_serving::wire::inference as pb;
+use millrace_serving::Config;
+
+use crate::support::*;
+
+/// One session, so that all requests but one wait.
+fn one_session() -> Config {
+    let mut config = config();
+    config.sessions_max = 1;
+    config
+}
+
+async fn statistics(server: &Server, name: &str) -> pb::ModelStatistics {
+    let request = pb::ModelStatisticsRequest { name: name.into(), version: String::new() };
+    server.triton().await.model_statistics(request).await.unwrap().into_inner().model_stats.remove(0)
+}
+
+fn fp32(data: &Data) -> &[f32] {
+    match data {
+        Data::Fp32(values) => values,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Rows of the model `slow` that differ from client to client.
+fn slow_rows(rows: usize, seed: usize) -> Tensor {
+    let values = (0..rows * 512).map(|i| ((i * 31 + seed * 17) % 101) as f32 / 101.0 - 0.5).collect();
+    Tensor::fp32("input", vec![rows as i64, 512], values).unwrap()
+}
+
+/// Asks for all inputs at once and gives the first output of each.
+async fn ask_all(server: &Server, model: &'static str, inputs: &[Tensor]) -> Vec<Tensor> {
+    let mut requests = tokio::task::JoinSet::new();
+    for (place, input) in inputs.iter().enumerate() {
+        let (mut client, input) = (server.client().await, input.clone());
+        requests.spawn(async move {
+            let mut answer = client.infer(model, None, vec![input], Form::Raw).await.unwrap();
+            (place, answer.outputs.remove(0))
+        });
+    }
+    let mut answers = requests.join_all().await;
+    answers.sort_by_key(|(place, _)| *place);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_that_wait_run_together_and_each_gets_its_own_rows() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(one_session(), &[("slow", 1, slow(20))]).await;
+    let inputs: Vec<Tensor> = (0..24).map(|seed| slow_rows(1 + seed % 3, seed)).collect();
+    let answers = ask_all(&server, "slow", &inputs).await;
+    let mut client = server.client().await;
+    for (input, answer) in inputs.iter().zip(&answers) {
+        assert_eq!(answer.shape, input.shape);
+        let alone = client.infer("slow", None, vec![input.clone()], Form::Raw).await.unwrap();
+        let (alone, answer) = (fp32(&alone.outputs[0].data), fp32(&answer.data));
+        let apart = alone.iter().zip(answer).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < 1e-4, "{apart}");
+    }
+    let statistics = statistics(&server, "slow").await;
+    // Twice each: once with the others, once alone.
+    assert_eq!(statistics.inference_count, 2 * 48);
+    let runs: u64 = statistics.batch_stats.iter().map(|size| size.compute_infer.unwrap().count).sum();
+    let rows: u64 =
+        statistics.batch_stats.iter().map(|size| size.batch_size * size.compute_infer.unwrap().count).sum();
+    assert_eq!((statistics.execution_count, rows), (runs, 2 * 48));
+    assert!(runs < 2 * 24, "{statistics:?}");
+    assert!(statistics.batch_stats.iter().any(|size| size.batch_size > 3), "{statistics:?}");
+    let spent = statistics.inference_stats.unwrap();
+    assert_eq!((spent.success.unwrap().count, spent.queue.unwrap().count), (48, 48));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_has_no_more_rows_than_it_may() {
+    if !have_runtime() {
+        return;
+    }
+    for (rows_max, largest) in [(4, 4), (0, 1), (1, 1)] {
+        let mut config = one_session();
+        config.batching.rows_max = rows_max;
+        let server = Server::start(config, &[("slow", 1, slow(8))]).await;
+        let inputs: Vec<Tensor> = (0..16).map(|seed| slow_rows(1, seed)).collect();
+        ask_all(&server, "slow", &inputs).await;
+        // A request that is larger by itself runs all the same.
+        ask_all(&server, "slow", &[slow_rows(9, 1)]).await;
+        let statistics = statistics(&server, "slow").await;
+        assert_eq!(statistics.inference_count, 16 + 9);
+        let sizes: Vec<u64> = statistics.batch_stats.iter().map(|size| size.batch_size).collect();
+        assert!(sizes.iter().all(|size| *size <= largest || *size == 9), "{rows_max}: {sizes:?}");
+        let mut client = server.triton().await;
+        let config = client.model_config(pb::ModelConfigRequest { name: "slow".into(), ..Default::default() });
+        let config = config.await.unwrap().into_inner().config.unwrap();
+        assert_eq!(config.scheduling_choice.is_some(), rows_max > 1);
+        server.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
+    if !have_runtime() {
+        return;
+    }
+    // Both take any number of rows, but what comes out of one depends on the others.
+    let server = Server::start(one_session(), &[("steps", 1, steps()), ("reversed", 1, reversed())]).await;
+    for model in ["steps", "reversed"] {
+        let inputs: Vec<Tensor> = (0..24)
+            .map(|seed| {
+                let values = (0..2 * FEATURES).map(|i| (i + seed) as f32).collect();
+                Tensor::fp32("input", vec![2, FEATURES as i64], values).unwrap()
+            })
+            .collect();
+        for (input, answer) in inputs.iter().zip(ask_all(&server, model, &inputs).await) {
+            let (first, second) = fp32(&input.data).split_at(FEATURES);
+            let expected: Vec<f32> = match model {
+                "steps" => first.iter().copied().chain(first.iter().zip(second).map(|(a, b)| a + b)).collect(),
+                _ => second.iter().chain(first).copied().collect(),
+            };
+            assert_eq!(fp32(&answer.data), expected, "{model}");
+        }
+        let statistics = statistics(&server, model).await;
+        assert_eq!(statistics.execution_count, 24);
+        let mut client = server.triton().await;
+        let config = client.model_config(pb::ModelConfigRequest { name: model.into(), ..Default::default() });
+        assert_eq!(config.await.unwrap().into_inner().config.unwrap().scheduling_choice, None);
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
+    if !have_runtime() {
+        return;
+    }
+    // Texts go through ONNX Runtime as such, which refuses what is no UTF-8.
+    let echo = echo(&[millrace_bundle::Datatype::Bytes]);
+    let server = Server::start(one_session(), &[("echo", 1, echo)]).await;
+    let mut requests = tokio::task::JoinSet::new();
+    for place in 0..64usize {
+        let mut client = server.client().await;
+        requests.spawn(async move {
+            let text: &'static [u8] = if place % 8 == 3 { &[0xff, 0xfe] } else { b"text" };
+            let data = Data::Bytes(vec![bytes::Bytes::from_static(text)]);
+            let input = Tensor::new("in_BYTES", vec![1], data).unwrap();
+            (place, client.infer("echo", None, vec![input], Form::Raw).await)
+        });
+    }
+    for (place, answer) in requests.join_all().await {
+        match answer {
+            Ok(answer) => {
+                assert!(place % 8 != 3);
+                assert_eq!(answer.outputs[0].data, Data::Bytes(vec![bytes::Bytes::from_static(b"text")]));
+            }
+            Err(error) => {
+                assert!(place % 8 == 3, "{error}");
+                assert!(error.to_string().contains("UTF-8"), "{error}");
+            }
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_goes_while_he_waits_is_not_served() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = one_session();
+    config.batching.rows_max = 0;
+    let server = Server::start(config, &[("slow", 1, slow(60))]).await;
+    let before = statistics(&server, "slow").await.execution_count;
+    let running = {
+        let mut client = server.client().await;
+        tokio::spawn(async move { client.infer("slow", None, vec![slow_rows(200, 1)], Form::Raw).await })
+    };
+    // Waits behind the first one, and its callers go: together with their connections.
+    let waiting: Vec<_> = (0..8)
+        .map(|seed| {
+            let inference = server.serving.inference().clone();
+            tokio::spawn(async move {
+                let request = millrace_serving::infer::Request {
+                    model: "slow".into(),
+                    inputs: vec![slow_rows(1, seed)],
+                    ..Default::default()
+                };
+                inference.infer(request).await
+            })
+        })
+        .collect();
+    waiting.iter().for_each(tokio::task::JoinHandle::abort);
+    let mut served = 1;
+    for task in waiting {
+        // Some may have been done before they could be aborted.
+        served += u64::from(task.await.is_ok());
+    }
+    running.await.unwrap().unwrap();
+    // One more finds the line as the others left it.
+    ask_all(&server, "slow", &[slow_rows(1, 9)]).await;
+    assert_eq!(statistics(&server, "slow").await.execution_count - before, served + 1);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_may_wait_for_others_to_run_with() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = one_session();
+    config.batching.rows_max = 8;
+    // Longer than the test may take: only a full run ends the wait.
+    config.batching.delay_us_max = 600_000_000;
+    let server = Server::start(config, &[("slow", 1, slow(60))]).await;
+    let mut client = server.client().await;
+    let large = slow_rows(200, 0);
+    let large = tokio::spawn(async move { client.infer("slow", None, vec![large], Form::Raw).await });
+    // Whoever does not find the session free waits until there are eight, so more are sent until all are
+    // answered.
+    let mut requests = tokio::task::JoinSet::new();
+    for seed in 0.. {
+        assert!(seed < 1_000, "the last ones were never answered");
+        let mut client = server.client().await;
+        requests.spawn(async move { client.infer("slow", None, vec![slow_rows(1, seed)], Form::Raw).await.unwrap() });
+        let all = async { while requests.join_next().await.is_some() {} };
+        let done = tokio::time::timeout(std::time::Duration::from_millis(50), all).await.is_ok();
+        if done && large.is_finished() && seed >= 16 {
+            break;
+        }
+    }
+    large.await.unwrap().unwrap();
+    let sizes = statistics(&server, "slow").await.batch_stats;
+    assert!(sizes.iter().all(|size| [1, 8, 200].contains(&size.batch_size)), "{sizes:?}");
+    server.stop().await;
+}
