@@ -8,6 +8,7 @@ use rand::{Rng as _, RngCore as _, SeedableRng as _};
 
 use super::*;
 use crate::config::Config;
+use crate::fs::tests::setup_with;
 use crate::fs::{OpenFlags, Owner};
 use crate::fsck::FsckOptions;
 use crate::view::View;
@@ -22,11 +23,8 @@ struct Home {
 
 impl Home {
     fn new() -> Home {
-        let dir = tempfile::tempdir().unwrap();
         let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
-        let datafs = Datafs::open(dir.path(), &config).unwrap();
-        datafs.volume_create(&"v".parse().unwrap()).unwrap();
-        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let (dir, datafs, view) = setup_with(config);
         Home { datafs, view, dir }
     }
 

@@ -26,7 +26,10 @@ pub(super) fn config() -> Config {
 }
 
 pub(crate) fn open(home: &Path) -> Datafs {
-    let mut config = config();
+    open_with(home, config())
+}
+
+fn open_with(home: &Path, mut config: Config) -> Datafs {
     on_postgres::put_into(&mut config, home);
     Datafs::open(home, &config).unwrap()
 }
@@ -43,8 +46,13 @@ pub(crate) fn volume(datafs: &Datafs) -> View {
 
 /// A home and its volume `v`.
 pub(crate) fn setup() -> (tempfile::TempDir, Datafs, View) {
+    setup_with(config())
+}
+
+/// [`setup`] with another configuration.
+pub(crate) fn setup_with(config: Config) -> (tempfile::TempDir, Datafs, View) {
     let home = tempfile::tempdir().unwrap();
-    let datafs = open(home.path());
+    let datafs = open_with(home.path(), config);
     let view = volume(&datafs);
     (home, datafs, view)
 }

@@ -74,6 +74,7 @@ struct Group {
     inode: Option<Fact>,
     orphan: bool,
     stray: bool,
+    unreadable: bool,
     names: u64,
     /// The first names: more than these are never needed one by one, except when all lead nowhere.
     listed: Vec<(u64, bool, Vec<u8>)>,
@@ -84,7 +85,15 @@ const NAMES_LISTED_MAX: usize = 1_000;
 
 impl Group {
     fn new(whose: Whose) -> Group {
-        Group { whose, inode: None, orphan: false, stray: false, names: 0, listed: Vec::new() }
+        Group {
+            whose,
+            inode: None,
+            orphan: false,
+            stray: false,
+            unreadable: false,
+            names: 0,
+            listed: Vec::new(),
+        }
     }
 
     fn add(&mut self, fact: Fact) {
@@ -92,6 +101,7 @@ impl Group {
             Fact::Inode { .. } => self.inode = Some(fact),
             Fact::Orphan => self.orphan = true,
             Fact::Stray => self.stray = true,
+            Fact::Unreadable => self.unreadable = true,
             Fact::Name { parent, is_folder, record } => {
                 self.names += 1;
                 if self.listed.len() < NAMES_LISTED_MAX {
@@ -133,6 +143,10 @@ impl Tree {
         let Whose { volume, ino, .. } = group.whose;
         let place = self.place(ino);
         let Some(Fact::Inode { nlink, parent, folders, is_folder, sum }) = group.inode else {
+            // It is there. Its names and what it holds stay, for whoever can bring the attributes back.
+            if group.unreadable {
+                return;
+            }
             for (parent, _, record) in &group.listed {
                 let place = format!("{:?} in {}", shown(record), self.place(*parent));
                 let fix = self.live(Fix::RemoveName { volume, record: record.clone(), ino });

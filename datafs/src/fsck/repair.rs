@@ -13,11 +13,11 @@ use crate::fs::orphan::Orphan;
 use crate::fs::tree;
 use crate::fs::types::{FileKind, Owner, ROOT_INO};
 use crate::meta::codec::{Decoder, Encoder};
-use crate::meta::engine::Durability;
+use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
-use crate::meta::versioned::{At, Reader, Records as _, Writer};
+use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 
 /// Where inodes without a name are put, in the root of their volume.
 const LOST_AND_FOUND: &str = "lost+found";
@@ -59,6 +59,11 @@ pub(super) fn apply(shared: &Shared, found: &mut Found) -> Result<u64> {
             Ok(done) => done,
             // Its volume was deleted meanwhile.
             Err(Error::Stale { .. } | Error::NotFound { .. }) => false,
+            // A record that it needs cannot be read, which is in the report as well.
+            Err(Error::Corrupt { what, reason }) => {
+                tracing::warn!(what, reason, "a repair has to be left undone");
+                false
+            }
             Err(error) => return Err(error),
         };
         if done {
@@ -139,18 +144,18 @@ impl Fix {
                 Ok(now < *next)
             }
             Fix::AddDead { volume, key } => {
-                let there = version_of(*volume, key).map_or(Ok(None), |version| txn.get(&version))?;
-                if there.is_some() {
+                let right = names_version(txn.as_read(), *volume, key)? == Some(true);
+                if right {
                     txn.put(key, &[])?;
                 }
-                Ok(there.is_some())
+                Ok(right)
             }
             Fix::RemoveDead { volume, key } => {
-                let there = version_of(*volume, key).map_or(Ok(None), |version| txn.get(&version))?;
-                if there.is_none() {
+                let wrong = names_version(txn.as_read(), *volume, key)? == Some(false);
+                if wrong {
                     txn.delete(key)?;
                 }
-                Ok(there.is_none())
+                Ok(wrong)
             }
             Fix::SetReferences { object, was, is } => {
                 let key = keys::references(*object);
@@ -181,10 +186,17 @@ impl Fix {
     }
 }
 
-/// The key of the version that an entry of a dead list names.
-fn version_of(volume: u64, dead: &[u8]) -> Option<Vec<u8>> {
-    let list = u64::from_be_bytes(dead.get(9..17)?.try_into().ok()?);
-    Some(keys::history_version(volume, dead.get(25..)?, list))
+/// The key of the version that an entry of a dead list names, and since when it says that it was there.
+pub(super) fn version_of(volume: u64, dead: &[u8]) -> Option<(Vec<u8>, u64)> {
+    let number = |at: usize| Some(u64::from_be_bytes(*dead.get(at..)?.first_chunk()?));
+    Some((keys::history_version(volume, dead.get(25..)?, number(9)?), u64::MAX - number(17)?))
+}
+
+/// Whether an entry of a dead list names a version that is there; `None` when that is too short to tell.
+fn names_version(txn: &mut dyn ReadTxn, volume: u64, dead: &[u8]) -> Result<Option<bool>> {
+    let Some((version, since)) = version_of(volume, dead) else { return Ok(Some(false)) };
+    let there = txn.get(&version)?;
+    Ok(there.map_or(Some(false), |version| parts_of(&version).map(|(written, _)| written == since)))
 }
 
 fn remove_name(writer: &mut Writer<'_>, record: &[u8], ino: u64) -> Result<bool> {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::repair::Fix;
+use super::repair::{Fix, version_of};
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use super::tree::TreeScan;
@@ -16,10 +16,12 @@ use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::snapshot::{self, SnapshotRow};
-use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, record_of, since_of};
+use crate::meta::versioned::{At, Reader, VolumeRow, parts_of, record_of};
 
 /// Records that a scan takes at a time.
 const PAGE: usize = 4_096;
+/// Table, volume and last snapshot.
+const HISTORY_KEY_BYTES_MIN: usize = 17;
 
 /// A volume as the check knows it.
 #[derive(Debug)]
@@ -150,11 +152,17 @@ fn volume(
         let mut start = keys::nodes();
         let end = keys::after_prefix(&start);
         loop {
-            let page =
-                Reader::open(txn, id, At::Snapshot(*number))?.scan(&start, &end, Order::Ascending, PAGE)?;
+            let page = Reader::open(txn, id, At::Snapshot(*number))?.scan_stored(&start, &end, PAGE)?;
             findings.step(page.len() as u64);
-            for (record, value) in &page {
-                tree.record(record, value, &mut picture.names, findings)?;
+            for (record, version) in &page {
+                match parts_of(version) {
+                    Some((since, value)) if since <= *number => {
+                        tree.record(record, value, &mut picture.names, findings)?;
+                    }
+                    Some(_) => {}
+                    // Reported where it is stored, once for all snapshots.
+                    None => tree.unreadable(record, &mut picture.names, findings)?,
+                }
             }
             match page.last() {
                 Some((last, _)) if page.len() == PAGE => start = [last.as_slice(), &[0]].concat(),
@@ -178,9 +186,12 @@ fn live(
         findings.step(page.len() as u64);
         for (key, version) in &page {
             let record = &key[9..];
-            let Some(value) = version.get(8..) else {
-                let place = format!("a record of volume {}", row.name);
-                findings.problem(ProblemKind::DamagedRecord, place, "it is too short", None);
+            let Some((_, value)) = parts_of(version) else {
+                let place = place_of(record, &row.name);
+                findings.problem(ProblemKind::DamagedRecord, place, too_short(version), None);
+                if let Some(tree) = &mut tree {
+                    tree.unreadable(record, &mut picture.names, findings)?;
+                }
                 continue;
             };
             reference(&mut picture.objects, findings, key, record, value)?;
@@ -215,10 +226,21 @@ fn history(
     each(txn, &keys::history(id, &[]), |_, page| {
         findings.step(page.len() as u64);
         for (key, version) in &page {
-            let record = record_of(key);
-            let until = Decoder::new("history key", &key[key.len().saturating_sub(8)..]).u64()?;
-            let since = since_of(version)?;
-            reference(&mut picture.objects, findings, key, record, version.get(8..).unwrap_or_default())?;
+            let Some(until) = key.last_chunk().filter(|_| key.len() >= HISTORY_KEY_BYTES_MIN) else {
+                let detail = format!(
+                    "the key of a version has {} bytes, at least {HISTORY_KEY_BYTES_MIN} belong there",
+                    key.len()
+                );
+                findings.problem(ProblemKind::DamagedRecord, place(), detail, None);
+                continue;
+            };
+            let (record, until) = (record_of(key), u64::from_be_bytes(*until));
+            let Some((since, value)) = parts_of(version) else {
+                let place = format!("{}, up to epoch {until}", place_of(record, &row.name));
+                findings.problem(ProblemKind::DamagedRecord, place, too_short(version), None);
+                continue;
+            };
+            reference(&mut picture.objects, findings, key, record, value)?;
             expected.push(&[&keys::dead(id, until, since, record)])?;
             if since > until || (!row.deleting && !lists.contains(&until)) {
                 let detail = format!("a version of epochs {since} to {until} that no snapshot holds");
@@ -235,7 +257,7 @@ fn history(
         let detail = "a version is on no list, so that nothing would free it";
         findings.problem(ProblemKind::WrongHistory, place(), detail, Some(Fix::AddDead { volume: id, key }));
     };
-    each(txn, &keys::dead_lists(id), |_, page| {
+    each(txn, &keys::dead_lists(id), |txn, page| {
         for (key, _) in page {
             while expected.peek().is_some_and(|next| next < key.as_slice()) {
                 if let Some(key) = expected.next()? {
@@ -244,7 +266,7 @@ fn history(
             }
             if expected.peek() == Some(key.as_slice()) {
                 expected.next()?;
-            } else {
+            } else if !names_damage(txn, id, &key)? {
                 let detail = "a list names a version that is not there";
                 let fix = Fix::RemoveDead { volume: id, key };
                 findings.problem(ProblemKind::WrongHistory, place(), detail, Some(fix));
@@ -256,6 +278,26 @@ fn history(
         missing(findings, key);
     }
     Ok(())
+}
+
+/// Whether an entry of a dead list names a version that is there, but too short to tell since when.
+fn names_damage(txn: &mut dyn ReadTxn, volume: u64, dead: &[u8]) -> Result<bool> {
+    let Some((version, _)) = version_of(volume, dead) else { return Ok(false) };
+    Ok(txn.get(&version)?.is_some_and(|version| parts_of(&version).is_none()))
+}
+
+/// What a record is about, in words.
+fn place_of(record: &[u8], volume: &str) -> String {
+    let key = keys::application_name(record).filter(|name| keys::application(name) == record);
+    match (keys::node_of(record), key) {
+        (Some((ino, tag)), _) => format!("inode {ino} of {volume} ({tag:?})"),
+        (None, Some(name)) => format!("application key {name:?} of {volume}"),
+        (None, None) => format!("a record of volume {volume}"),
+    }
+}
+
+fn too_short(version: &[u8]) -> String {
+    format!("the record has {} bytes, at least 8 belong there", version.len())
 }
 
 /// Notes the object that a version of an extent points at.

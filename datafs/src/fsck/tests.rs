@@ -8,12 +8,15 @@ use tempfile::TempDir;
 use super::*;
 use crate::config::Config;
 use crate::data::ObjectId;
+use crate::fs::tests::setup_with;
 use crate::fs::types::ROOT_INO;
 use crate::fs::{Node, OpenFlags, Owner};
 use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
+use crate::meta::versioned::record_of;
+use crate::publish::Publish;
 use crate::view::View;
 
 struct Home {
@@ -26,12 +29,9 @@ impl Home {
     /// Folders, files small and large, links of both kinds, attributes, a snapshot that holds what was
     /// changed and removed since, and one that was deleted.
     fn new() -> Home {
-        let dir = tempfile::tempdir().unwrap();
         let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
-        let datafs = Datafs::open(dir.path(), &config).unwrap();
+        let (dir, datafs, view) = setup_with(config);
         let name = "v".parse().unwrap();
-        datafs.volume_create(&name).unwrap();
-        let view = datafs.view(&"v".parse().unwrap()).unwrap();
         let owner = Owner { uid: 0, gid: 0 };
         view.create_dir_all("a/b/c").unwrap();
         for i in 0..40_usize {
@@ -302,4 +302,73 @@ fn damaged_records_and_rings_of_folders_are_told() {
     assert!(kinds.contains(&ProblemKind::DamagedRecord), "{:#?}", report.found);
     assert!(report.found.iter().any(|p| p.detail.contains("its own ancestor")), "{:#?}", report.found);
     assert!(report.is_damaged());
+}
+
+#[test]
+fn versions_that_are_too_short_are_told_and_the_rest_is_checked_and_mended() {
+    let home = Home::new();
+    home.view.publish(Publish::new().put_key("next", "4")).unwrap();
+    let volume = home.view.volume;
+    let file = home.ino("new/file");
+    let large = home.live(&keys::attributes(home.ino("a/large")));
+    let short = [home.live(&keys::attributes(file)), home.live(&keys::application("next"))];
+    let prefix = keys::history(volume, &[]);
+    let end = keys::after_prefix(&prefix);
+    let held = |key: &[u8], version: &[u8]| {
+        keys::is_attributes(record_of(key)) && !Inode::decode(&version[8..]).unwrap().is_directory()
+    };
+    home.change(|txn| {
+        short.iter().for_each(|key| txn.put(key, &[1; 7]).unwrap());
+        let versions = txn.scan(&prefix, &end, Order::Ascending, usize::MAX).unwrap();
+        let (key, _) = versions.iter().find(|(key, version)| held(key, version)).unwrap();
+        txn.put(key, b"").unwrap();
+        // A key without room for the snapshot, and a list that is wrong about when.
+        txn.put(&[&prefix[..], b"n"].concat(), &[0; 8]).unwrap();
+        let (key, version) = versions.last().unwrap();
+        let until = u64::from_be_bytes(*key.last_chunk().unwrap());
+        let since = u64::from_be_bytes(*version.first_chunk().unwrap());
+        txn.delete(&keys::dead(volume, until, since, record_of(key))).unwrap();
+        txn.put(&keys::dead(volume, until, since + 1, record_of(key)), &[]).unwrap();
+        edit(txn, &large, |inode| inode.nlink = 7);
+    });
+    let report = home.check(false, true);
+    let damaged = |report: &FsckReport| {
+        report
+            .found
+            .iter()
+            .filter(|p| p.kind == ProblemKind::DamagedRecord && p.remedy == Remedy::None)
+            .count()
+    };
+    assert_eq!(damaged(&report), 4, "{:#?}", report.found);
+    let others = report.found.iter().filter(|p| p.kind != ProblemKind::DamagedRecord);
+    assert!(others.clone().all(|p| p.remedy == Remedy::Repaired), "{:#?}", report.found);
+    assert_eq!(others.count(), 3, "{:#?}", report.found);
+    for place in [format!("inode {file} of v (Attributes)"), "application key \"next\" of v".into()] {
+        assert!(report.found.iter().any(|p| p.place == place), "{:#?}", report.found);
+    }
+    assert_eq!(home.view.stat("a/large").unwrap().nlink, 2);
+    // What is damaged stays as it is, with its name, for whoever can bring it back.
+    assert!(matches!(home.view.stat("new/file"), Err(crate::Error::Corrupt { .. })));
+    let again = home.check(false, true);
+    assert_eq!((damaged(&again), again.problems, again.repaired), (4, 4, 0), "{:#?}", again.found);
+}
+
+#[test]
+fn damage_that_only_a_snapshot_holds_goes_with_it() {
+    let home = Home::new();
+    let prefix = keys::history(home.view.volume, &[]);
+    let end = keys::after_prefix(&prefix);
+    home.change(|txn| {
+        let versions = txn.scan(&prefix, &end, Order::Ascending, usize::MAX).unwrap();
+        let extents = versions.iter().filter(|(key, _)| keys::is_extent(record_of(key)));
+        let changed: Vec<_> = extents.map(|(key, _)| txn.put(key, &[0; 3]).unwrap()).collect();
+        assert!(changed.len() > 1);
+    });
+    assert!(home.check(false, false).is_damaged());
+    home.datafs.snapshot_delete(&"v".parse().unwrap(), &"kept".parse().unwrap()).unwrap();
+    assert_eq!(home.datafs.gc().unwrap().snapshots, 1);
+    let report = home.check(false, true);
+    assert!(!report.is_damaged(), "{:#?}", report.found);
+    home.datafs.gc().unwrap();
+    home.assert_sound();
 }

@@ -19,6 +19,8 @@ pub(super) enum Fact {
     Orphan,
     /// It has records, but no attributes.
     Stray,
+    /// It has attributes that cannot be read, which was reported.
+    Unreadable,
     /// A name leads to it: the record key of the entry.
     Name { parent: u64, is_folder: bool, record: Vec<u8> },
 }
@@ -51,8 +53,9 @@ impl Whose {
             ]),
             Fact::Orphan => facts.push(&[&head, &[1, 0]]),
             Fact::Stray => facts.push(&[&head, &[2, 0]]),
+            Fact::Unreadable => facts.push(&[&head, &[3, 0]]),
             Fact::Name { parent, is_folder, record } => {
-                facts.push(&[&head, &[3, u8::from(*is_folder)], &parent.to_be_bytes(), record])
+                facts.push(&[&head, &[4, u8::from(*is_folder)], &parent.to_be_bytes(), record])
             }
         }
     }
@@ -73,6 +76,7 @@ pub(super) fn parse(record: &[u8]) -> Result<(Whose, Fact)> {
         },
         1 => Fact::Orphan,
         2 => Fact::Stray,
+        3 => Fact::Unreadable,
         _ => Fact::Name { parent: from.u64()?, is_folder, record: record[34..].to_vec() },
     };
     Ok((whose, fact))
@@ -101,6 +105,8 @@ pub(super) struct TreeScan {
 struct Current {
     ino: u64,
     inode: Option<(Inode, u32)>,
+    /// It has attributes, which cannot be read.
+    unreadable: bool,
     folders: u32,
     /// End of the last extent.
     extents_end: u64,
@@ -129,19 +135,7 @@ impl TreeScan {
         findings: &mut Findings<'_>,
     ) -> Result<()> {
         let Some((ino, tag)) = keys::node_of(record) else { return Ok(()) };
-        if self.now.as_ref().is_none_or(|now| now.ino != ino) {
-            self.flush(facts, findings)?;
-            self.now = Some(Current {
-                ino,
-                inode: None,
-                folders: 0,
-                extents_end: 0,
-                head_len: 0,
-                stored_bytes: 0,
-                xattrs: 0,
-                target_len: None,
-            });
-        }
+        self.come_to(ino, facts, findings)?;
         let place = self.place(ino);
         let Some(now) = &mut self.now else { return Ok(()) };
         let mut damaged = |detail: String| {
@@ -150,7 +144,10 @@ impl TreeScan {
         match tag {
             keys::NodeTag::Attributes => match Inode::decode(value) {
                 Ok(inode) => now.inode = Some((inode, sum_of(value))),
-                Err(error) => damaged(error.to_string()),
+                Err(error) => {
+                    now.unreadable = true;
+                    damaged(error.to_string());
+                }
             },
             keys::NodeTag::Child => {
                 let Some((hash, name)) = keys::child_name(record) else {
@@ -204,6 +201,40 @@ impl TreeScan {
         Ok(())
     }
 
+    /// The next record is damaged so that nothing is known but its key; the caller has reported it.
+    pub(super) fn unreadable(
+        &mut self,
+        record: &[u8],
+        facts: &mut Sorter,
+        findings: &mut Findings<'_>,
+    ) -> Result<()> {
+        let Some((ino, tag)) = keys::node_of(record) else { return Ok(()) };
+        self.come_to(ino, facts, findings)?;
+        if let (keys::NodeTag::Attributes, Some(now)) = (tag, &mut self.now) {
+            now.unreadable = true;
+        }
+        Ok(())
+    }
+
+    /// The records of an inode come by.
+    fn come_to(&mut self, ino: u64, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
+        if self.now.as_ref().is_none_or(|now| now.ino != ino) {
+            self.flush(facts, findings)?;
+            self.now = Some(Current {
+                ino,
+                inode: None,
+                unreadable: false,
+                folders: 0,
+                extents_end: 0,
+                head_len: 0,
+                stored_bytes: 0,
+                xattrs: 0,
+                target_len: None,
+            });
+        }
+        Ok(())
+    }
+
     /// The last record has come by.
     pub(super) fn finish(mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
         self.flush(facts, findings)
@@ -212,7 +243,9 @@ impl TreeScan {
     fn flush(&mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
         let Some(now) = self.now.take() else { return Ok(()) };
         let whose = Whose { volume: self.volume, snapshot: self.snapshot, ino: now.ino };
-        let Some((inode, sum)) = now.inode else { return whose.push(facts, &Fact::Stray) };
+        let Some((inode, sum)) = now.inode else {
+            return whose.push(facts, if now.unreadable { &Fact::Unreadable } else { &Fact::Stray });
+        };
         if whose.is_live() {
             findings.report().inodes += 1;
         }

@@ -144,6 +144,22 @@ impl<'t> Reader<'t> {
         Ok(Reader { txn, volume, at })
     }
 
+    /// For whoever looks for damage: as a scan at a snapshot, in ascending order, but each version as it is
+    /// stored. It may be too new for the snapshot, or no version at all.
+    pub(crate) fn scan_stored(&mut self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
+        let At::Snapshot(snapshot) = self.at else {
+            return Err(Error::Invalid("the live tree is scanned by its keys".into()));
+        };
+        let mut merge = Merge::new(self.volume, start, end, Order::Ascending);
+        let mut found = Vec::new();
+        while found.len() < limit
+            && let Some((record, version)) = merge.next(self.txn, snapshot)?
+        {
+            found.extend(version.map(|version| (record, version)));
+        }
+        Ok(found)
+    }
+
     fn get_at(&mut self, record: &[u8], snapshot: u64) -> Result<Option<Vec<u8>>> {
         let start = keys::history_version(self.volume, record, snapshot);
         let end = keys::after_prefix(&keys::history(self.volume, record));
@@ -168,7 +184,15 @@ impl Records for Reader<'_> {
         match self.at {
             At::Live => scan_live(self.txn, self.volume, start, end, order, limit),
             At::Snapshot(snapshot) => {
-                Merge::new(self.volume, start, end, order, limit).run(self.txn, snapshot)
+                let mut merge = Merge::new(self.volume, start, end, order);
+                let mut found = Vec::new();
+                while found.len() < limit
+                    && let Some((record, version)) = merge.next(self.txn, snapshot)?
+                {
+                    let value = version.map_or(Ok(None), |version| visible(version, snapshot))?;
+                    found.extend(value.map(|value| (record, value)));
+                }
+                Ok(found)
             }
         }
     }
@@ -414,6 +438,12 @@ fn check_session(txn: &mut dyn ReadTxn, session: u64) -> Result<()> {
     }
 }
 
+/// The epoch in which a version was written, and the record; `None` for what is too short for that.
+pub(crate) fn parts_of(version: &[u8]) -> Option<(u64, &[u8])> {
+    let (since, value) = version.split_first_chunk()?;
+    Some((u64::from_be_bytes(*since), value))
+}
+
 fn split(mut version: Vec<u8>) -> Result<(u64, Vec<u8>)> {
     let since = since_of(&version)?;
     version.drain(..8);
@@ -421,7 +451,7 @@ fn split(mut version: Vec<u8>) -> Result<(u64, Vec<u8>)> {
 }
 
 /// The epoch in which a version was written.
-pub(crate) fn since_of(version: &[u8]) -> Result<u64> {
+fn since_of(version: &[u8]) -> Result<u64> {
     Decoder::new("versioned record", version).u64()
 }
 
@@ -463,34 +493,36 @@ fn scan_live(
     pairs.into_iter().map(record).collect()
 }
 
+/// A record's key, and a version of it.
+type Chosen = (Vec<u8>, Option<Vec<u8>>);
+
 /// A scan at a snapshot: history and live versions side by side, in pages.
 struct Merge<'a> {
     start: &'a [u8],
     order: Order,
-    limit: usize,
     live: Pages,
     history: Pages,
 }
 
 impl<'a> Merge<'a> {
-    fn new(volume: u64, start: &'a [u8], end: &[u8], order: Order, limit: usize) -> Merge<'a> {
+    fn new(volume: u64, start: &'a [u8], end: &[u8], order: Order) -> Merge<'a> {
         let pages = |start, end| Pages { start, end, order, page: Vec::new(), done: false };
         Merge {
             start,
             order,
-            limit,
             live: pages(keys::live(volume, start), keys::live(volume, end)),
             history: pages(keys::history(volume, start), keys::history(volume, end)),
         }
     }
 
-    fn run(mut self, txn: &mut dyn ReadTxn, snapshot: u64) -> Result<Vec<Pair>> {
-        let mut found = Vec::new();
-        while found.len() < self.limit {
+    /// The next record, with the version of it that is the snapshot's if that is not too new; `None` when
+    /// there is none.
+    fn next(&mut self, txn: &mut dyn ReadTxn, snapshot: u64) -> Result<Option<Chosen>> {
+        loop {
             let live = self.live.peek(txn)?.map(|(key, _)| key[9..].to_vec());
             let held = self.history.peek(txn)?.map(|(key, _)| record_of(key).to_vec());
             let record = match (live, held) {
-                (None, None) => break,
+                (None, None) => return Ok(None),
                 (Some(record), None) | (None, Some(record)) => record,
                 (Some(live), Some(held)) => match self.order {
                     Order::Ascending => live.min(held),
@@ -515,14 +547,10 @@ impl<'a> Merge<'a> {
                 chosen = chosen.or(live);
             }
             // History keys are longer than the record key that a scan starts behind.
-            if record.as_slice() < self.start {
-                continue;
-            }
-            if let Some(value) = chosen.map_or(Ok(None), |version| visible(version, snapshot))? {
-                found.push((record, value));
+            if record.as_slice() >= self.start {
+                return Ok(Some((record, chosen)));
             }
         }
-        Ok(found)
     }
 }
 
