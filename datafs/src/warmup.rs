@@ -85,7 +85,7 @@ impl View {
             }
             Ok(())
         })?;
-        self.shared.pool.settle_cache();
+        self.shared.pool.settle_cache()?;
         progress(state);
         Ok(state)
     }

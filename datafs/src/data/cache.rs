@@ -24,6 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
+use super::error::{ObjectError, Result};
 use super::evict::Evictor;
 use super::object::ObjectId;
 use crate::metrics;
@@ -52,8 +53,6 @@ struct State {
     /// When the disk refused last.
     refused: Mutex<Option<Instant>>,
     boot: [u8; 16],
-    /// Writes that are queued and not done.
-    pending: AtomicU64,
 }
 
 /// The cached part of one large object.
@@ -69,16 +68,25 @@ pub(super) struct Entry {
 
 #[derive(Debug)]
 enum Write {
-    Frames { entry: Arc<Entry>, frames: Range<u64>, at: u64, bytes: Bytes },
-    Whole { id: ObjectId, bytes: Bytes },
+    Frames {
+        entry: Arc<Entry>,
+        frames: Range<u64>,
+        at: u64,
+        bytes: Bytes,
+    },
+    Whole {
+        id: ObjectId,
+        bytes: Bytes,
+    },
+    /// Nothing: it says when its turn comes.
+    Mark(SyncSender<()>),
 }
 
 impl Cache {
     /// A cache in `root`, which is made when it is first needed. It holds at most `bytes_max` and leaves
     /// `free_bytes_min` of the disk free.
     pub(super) fn open(root: &Path, bytes_max: u64, free_bytes_min: u64) -> io::Result<Cache> {
-        let state =
-            Arc::new(State { refused: Mutex::new(None), boot: boot_id(), pending: AtomicU64::new(0) });
+        let state = Arc::new(State { refused: Mutex::new(None), boot: boot_id() });
         let (queue, writes) = sync_channel(QUEUE_MAX);
         let writer = Writer {
             root: root.to_owned(),
@@ -88,10 +96,7 @@ impl Cache {
         std::thread::Builder::new().name("datafs-cache".into()).spawn(move || {
             let mut writer = writer;
             // Ends when the cache is dropped.
-            for write in writes {
-                writer.run(write);
-                writer.state.pending.fetch_sub(1, Ordering::AcqRel);
-            }
+            writes.into_iter().for_each(|write| writer.run(write));
         })?;
         Ok(Cache { root: root.to_owned(), queue, state })
     }
@@ -187,19 +192,15 @@ impl Cache {
         if !wait {
             return self.enqueue(write);
         }
-        self.state.pending.fetch_add(1, Ordering::AcqRel);
-        if self.queue.send(write).is_err() {
-            self.state.pending.fetch_sub(1, Ordering::AcqRel);
-        }
+        // If the thread has panicked, `settle` says so.
+        let _ = self.queue.send(write);
     }
 
     fn enqueue(&self, write: Write) {
         if self.is_resting() {
             return;
         }
-        self.state.pending.fetch_add(1, Ordering::AcqRel);
         if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) = self.queue.try_send(write) {
-            self.state.pending.fetch_sub(1, Ordering::AcqRel);
             metrics::CACHE_SKIPPED.inc();
         }
     }
@@ -208,11 +209,14 @@ impl Cache {
         self.state.refused.lock().is_some_and(|at| at.elapsed() < REST)
     }
 
-    /// Waits until everything that was queued is written or given up.
-    pub(super) fn settle(&self) {
-        while self.state.pending.load(Ordering::Acquire) > 0 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+    /// Waits until everything that was queued is written or given up. Fails when nothing is written any
+    /// more, because the thread that does so has panicked.
+    pub(super) fn settle(&self) -> Result<()> {
+        let (mark, turn) = sync_channel(1);
+        // Whatever ends the thread drops the queue, and the mark with it.
+        let settled = self.queue.send(Write::Mark(mark)).is_ok() && turn.recv().is_ok();
+        let ended = || io::Error::other("its thread has panicked: start the process anew");
+        if settled { Ok(()) } else { Err(ObjectError::io("write to the cache", &self.root, ended())) }
     }
 
     /// Forgets an object.
@@ -324,6 +328,11 @@ impl Writer {
                 (bytes.len(), done)
             }
             Write::Whole { id, bytes } => (bytes.len(), self.put_whole(id, &bytes)),
+            Write::Mark(turn) => {
+                // Who waited for it may have gone.
+                let _ = turn.send(());
+                return;
+            }
         };
         match done {
             Ok(()) => metrics::CACHE_WRITTEN_BYTES.inc_by(len as u64),

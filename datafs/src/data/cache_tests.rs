@@ -50,7 +50,7 @@ fn disk_bytes(dir: &Path) -> u64 {
 fn warm(pool: &ObjectPool, id: ObjectId) {
     let mut bytes = 0;
     pool.warm(id, &mut |more| bytes += more).unwrap();
-    pool.settle_cache();
+    pool.settle_cache().unwrap();
     assert!(bytes > 0);
 }
 
@@ -85,7 +85,7 @@ fn an_image_is_complete_or_not_given_out() {
     let bytes = pattern(9 * MIB);
     let id = pool.put(&bytes).unwrap().id;
     pool.read(id, 5..6).unwrap();
-    pool.settle_cache();
+    pool.settle_cache().unwrap();
     assert!(pool.image(id).unwrap().is_none());
     warm(&pool, id);
     assert!(pool.image(id).unwrap().is_some());
@@ -111,7 +111,7 @@ fn damage_in_the_cache_is_fetched_again() {
     let ids = [pool.put(&large).unwrap().id, pool.put(&small).unwrap().id];
     warm(&pool, ids[0]);
     pool.read(ids[1], 0..1).unwrap();
-    pool.settle_cache();
+    pool.settle_cache().unwrap();
     for file in files(dir.path()).iter().filter(|f| !f.to_string_lossy().ends_with(".map")) {
         let file = fs::OpenOptions::new().write(true).open(file).unwrap();
         file.write_all_at(b"damage", 100_000).unwrap();
@@ -122,7 +122,7 @@ fn damage_in_the_cache_is_fetched_again() {
     assert_eq!(server.faults.count("get"), before + 1, "the frame that was damaged");
     assert!(read_all(&other, ids[1], small.len()) == small);
     // Maps that are cut, empty or nonsense.
-    other.settle_cache();
+    other.settle_cache().unwrap();
     for (i, file) in files(dir.path()).iter().filter(|f| f.to_string_lossy().ends_with(".map")).enumerate() {
         fs::write(file, [&b""[..], b"nonsense"][i % 2]).unwrap();
     }
@@ -142,7 +142,7 @@ fn a_cache_that_is_gone_or_cannot_be_written_costs_only_time() {
     fs::remove_dir_all(&root).unwrap();
     assert!(read_all(&pool, ids[0], bytes.len()) == bytes);
     assert!(read_all(&pool, ids[1], bytes.len()) == bytes);
-    pool.settle_cache();
+    pool.settle_cache().unwrap();
     // A file where the directory should be: nothing below can be made.
     fs::remove_dir_all(&root).unwrap();
     fs::write(&root, b"").unwrap();
@@ -201,7 +201,7 @@ fn pools_that_share_a_small_cache_keep_it_within_bounds() {
         }
     });
     for pool in &pools {
-        pool.settle_cache();
+        pool.settle_cache().unwrap();
         warm(pool, ids[0]);
     }
     // Each looks after so many bytes of its own.
@@ -253,4 +253,25 @@ fn bytes_that_were_changed_on_the_way_are_asked_for_again() {
     assert_eq!(byte, (MIB + 65536) as u64);
     server.faults.next("get", 2, Fault::Short(10));
     assert!(pool.read(id, 0..2 * MIB as u64).unwrap() == bytes, "an error is not kept");
+}
+
+#[test]
+fn a_cache_whose_thread_has_panicked_is_not_waited_for() {
+    let (server, dir) = (S3Server::start(), tempfile::tempdir().unwrap());
+    let pool = pool_with(&cached(&server, dir.path()), SESSION);
+    let bytes = pattern(5 * MIB);
+    let id = pool.put(&bytes).unwrap().id;
+    warm(&pool, id);
+    let cache = pool.cache().unwrap();
+    let entry = cache.entry(id).unwrap();
+    // Frames that are none: what the thread does not expect.
+    cache.put(&entry, std::ops::Range { start: 2, end: 1 }, 0, bytes::Bytes::new(), true);
+    for _ in 0..2 {
+        let error = pool.settle_cache().unwrap_err();
+        assert!(matches!(error, ObjectError::Io { .. }), "{error}");
+    }
+    // Reads go on without it.
+    cache.discard(id);
+    let other = pool.put(&bytes).unwrap().id;
+    assert!(read_all(&pool, other, bytes.len()) == bytes);
 }

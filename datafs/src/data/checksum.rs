@@ -14,6 +14,11 @@ pub(crate) const FOOTER_BYTES: u64 = 48;
 /// Most bytes that one object may hold (1 TiB): bounds the table at 64 MiB.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 1 << 40;
 
+/// Most bytes of table and footer of an object with so many bytes of data.
+pub(super) const fn trailer_bytes_max(data_bytes_max: u64) -> u64 {
+    data_bytes_max.div_ceil(FRAME_BYTES as u64) * 4 + FOOTER_BYTES
+}
+
 const MAGIC: &[u8; 8] = b"MRobj\x00v1";
 /// A frame size that is no power of two between these was not written by this code.
 const FRAME_BYTES_RANGE: std::ops::RangeInclusive<u32> = 4096..=16 * 1024 * 1024;

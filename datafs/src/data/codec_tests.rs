@@ -106,7 +106,7 @@ fn large_objects_are_uploaded_in_parts_and_read_in_ranges() {
     assert!(server.faults.count("get") - before <= 3);
     assert!(other.read(id, 0..21 << 20).unwrap() == bytes);
     // The cache has what the store has: nothing in it can be read without the key.
-    other.settle_cache();
+    other.settle_cache().unwrap();
     let third = open(dir.path(), &cloud, SESSION + 2);
     assert!(third.read(id, 0..21 << 20).unwrap() == bytes);
 }

@@ -223,11 +223,9 @@ impl ObjectPool {
         }
     }
 
-    /// Waits until what was fetched is in the cache, or given up.
-    pub(crate) fn settle_cache(&self) {
-        if let Some(cache) = self.cache() {
-            cache.settle();
-        }
+    /// Waits until what was fetched is in the cache, or given up. Fails when the cache takes nothing more.
+    pub(crate) fn settle_cache(&self) -> Result<()> {
+        self.cache().map_or(Ok(()), |cache| cache.settle())
     }
 
     /// Bytes of data in an object that is no pack of a local store.

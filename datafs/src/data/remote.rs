@@ -17,7 +17,7 @@ use futures::{StreamExt as _, TryStreamExt as _};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as StorePath;
 use object_store::{
-    GetOptions, GetRange, MultipartId, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload,
+    GetOptions, GetRange, GetResult, MultipartId, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload,
 };
 use tokio::sync::Semaphore;
 
@@ -27,6 +27,11 @@ use super::retry::insist;
 
 /// Parts that this process sends at a time, over all of its uploads: bounds their memory.
 const PARTS_AT_A_TIME: usize = 32;
+/// Parts that the store did not take and that are kept in memory, to be sent again: as many as can be on
+/// their way when a store goes away.
+const PARTS_KEPT: usize = PARTS_AT_A_TIME;
+/// The note of an upload is what the store calls it: about a hundred bytes, two thousand at Google.
+const NOTE_BYTES_MAX: u64 = 64 * 1024;
 /// How long taking back an upload may hold up whoever has dropped it.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Entries of a listing that are in memory at a time.
@@ -43,6 +48,8 @@ pub(super) struct RemoteStore {
     timeout: Duration,
     /// Bounds the parts on their way.
     pub(super) sending: Arc<Semaphore>,
+    /// Bounds the parts that wait to be sent again.
+    pub(super) kept: Arc<Semaphore>,
 }
 
 impl fmt::Debug for RemoteStore {
@@ -59,8 +66,8 @@ impl RemoteStore {
         place: String,
         timeout: Duration,
     ) -> RemoteStore {
-        let sending = Arc::new(Semaphore::new(PARTS_AT_A_TIME));
-        RemoteStore { objects, parts, prefix, place, timeout, sending }
+        let [sending, kept] = [PARTS_AT_A_TIME, PARTS_KEPT].map(|parts| Arc::new(Semaphore::new(parts)));
+        RemoteStore { objects, parts, prefix, place, timeout, sending, kept }
     }
 
     /// What errors call it.
@@ -98,17 +105,24 @@ impl RemoteStore {
         insist("read", &self.place, self.timeout, |_| async {
             let options = GetOptions { range: range.clone(), ..GetOptions::default() };
             let answer = self.objects.get_opts(path, options).await?;
-            let (size, expected) = (answer.meta.size, answer.range.end - answer.range.start);
-            let mut body = answer.into_stream();
-            let mut bytes = BytesMut::with_capacity(expected.min(1 << 30) as usize);
-            while let Some(piece) = body.next().await {
-                bytes.extend_from_slice(&piece?);
+            let size = answer.meta.size;
+            Ok((whole(answer).await?, size))
+        })
+        .await
+    }
+
+    /// All of an object that has at most `bytes_max` bytes; else how many it has, and nothing is fetched.
+    pub(super) async fn get_small(
+        &self,
+        path: &StorePath,
+        bytes_max: u64,
+    ) -> Result<std::result::Result<Bytes, u64>> {
+        insist("read", &self.place, self.timeout, |_| async {
+            let answer = self.objects.get_opts(path, GetOptions::default()).await?;
+            match answer.range.end - answer.range.start {
+                bytes if bytes > bytes_max => Ok(Err(bytes)),
+                _ => whole(answer).await.map(Ok),
             }
-            if bytes.len() as u64 != expected {
-                let reason = format!("the answer has {} bytes instead of {expected}", bytes.len());
-                return Err(object_store::Error::Generic { store: "datafs", source: reason.into() });
-            }
-            Ok((bytes.freeze(), size))
         })
         .await
     }
@@ -206,7 +220,9 @@ impl RemoteStore {
         }
     }
 
-    /// Begins the upload of a large object, noted so that it can be taken back after a crash.
+    /// Begins the upload of a large object, noted so that it can be taken back after a crash. The note needs
+    /// the name that the store has given the upload: a process that is killed between the two leaves an
+    /// upload that only a lifecycle rule of the bucket ends, because `object_store` lists none.
     pub(super) async fn begin_upload(&self, id: ObjectId) -> Result<MultipartId> {
         let path = self.data_path(id);
         let upload =
@@ -244,12 +260,13 @@ impl RemoteStore {
         len: u64,
     ) -> Result<()> {
         let path = self.data_path(id);
-        insist("complete an upload", &self.place, self.timeout, |tries| {
+        insist("complete an upload", &self.place, self.timeout, |_| {
             let (path, parts) = (&path, parts.clone());
             async move {
                 match self.parts.complete_multipart(path, upload, parts).await {
-                    // An earlier try was the one that did it, and its answer was lost.
-                    Err(_) if tries > 0 && self.has(path, len).await => Ok(()),
+                    // An earlier try, of this call or of one before, was the one that did it, and its
+                    // answer was lost.
+                    Err(_) if self.has(path, len).await => Ok(()),
                     other => other.map(drop),
                 }
             }
@@ -294,8 +311,10 @@ impl RemoteStore {
     pub(super) async fn take_back_session(&self, session: u64) -> Result<u64> {
         let uploads = self.list("uploads", session).await?;
         let taken = futures::stream::iter(uploads).map(|id| async move {
-            let upload = match self.get(&self.upload_path(id), None).await {
-                Ok((upload, _)) => upload,
+            let note = self.upload_path(id);
+            let upload = match self.get_small(&note, NOTE_BYTES_MAX).await {
+                Ok(Ok(upload)) => upload,
+                Ok(Err(bytes)) => return Err(self.no_note(&note, bytes)),
                 Err(error) if error.is_not_found() => return Ok(0),
                 Err(error) => return Err(error),
             };
@@ -305,6 +324,11 @@ impl RemoteStore {
         taken.buffer_unordered(DELETES_AT_A_TIME).try_fold(0, |sum, n| ready(Ok(sum + n))).await
     }
 
+    fn no_note(&self, path: &StorePath, bytes: u64) -> ObjectError {
+        let source = format!("{path} has {bytes} bytes, the note of an upload at most {NOTE_BYTES_MAX}");
+        ObjectError::Store { operation: "abort an upload", place: self.place.clone(), source: source.into() }
+    }
+
     fn not_taken_back(&self) -> ObjectError {
         ObjectError::Store {
             operation: "abort an upload",
@@ -312,4 +336,23 @@ impl RemoteStore {
             source: "it is tried again at the next collection".into(),
         }
     }
+}
+
+/// The body of an answer, which is as long as it was announced.
+async fn whole(answer: GetResult) -> object_store::Result<Bytes> {
+    let expected = answer.range.end - answer.range.start;
+    let wrong = |found: u64| {
+        let reason = format!("the answer has {found} bytes instead of {expected}");
+        object_store::Error::Generic { store: "datafs", source: reason.into() }
+    };
+    let mut body = answer.into_stream();
+    let mut bytes = BytesMut::with_capacity(expected.min(1 << 30) as usize);
+    while let Some(piece) = body.next().await {
+        let piece = piece?;
+        if (bytes.len() + piece.len()) as u64 > expected {
+            return Err(wrong((bytes.len() + piece.len()) as u64));
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    if bytes.len() as u64 == expected { Ok(bytes.freeze()) } else { Err(wrong(bytes.len() as u64)) }
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use object_store::GetRange;
 use object_store::path::Path as StorePath;
 
-use super::checksum::Sums;
+use super::checksum::{OBJECT_BYTES_MAX, Sums, trailer_bytes_max};
 use super::encoded::{self, EncodedIndex};
 use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
@@ -16,9 +16,15 @@ use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
 use super::reader::Data;
 use super::remote::RemoteStore;
+use super::writer::FRAMED_BYTES_MAX;
 
 /// Of an encoded object, so much is asked for first: all of a small one, and how long a large one is.
 const FIRST_BYTES: u64 = 64 * 1024;
+/// A framed object has no more bytes, checksums included. The metadata know no more of its length: an extent
+/// may be a part of it.
+const SMALL_BYTES_MAX: u64 = FRAMED_BYTES_MAX as u64 + trailer_bytes_max(FRAMED_BYTES_MAX as u64);
+/// Nor has the sidecar of a plain one: 64 MiB.
+const SUMS_BYTES_MAX: u64 = trailer_bytes_max(OBJECT_BYTES_MAX);
 
 impl ObjectPool {
     /// Where the data of an object in the cloud is, and its frames.
@@ -39,6 +45,23 @@ impl ObjectPool {
         self.answer(self.runtime().wait(async move { store.get(&path, range).await }))
     }
 
+    /// All of what the store has at a path for an object, if it is no longer than it can be.
+    fn get_small(
+        &self,
+        store: &Arc<RemoteStore>,
+        path: StorePath,
+        id: ObjectId,
+        bytes_max: u64,
+    ) -> Result<Bytes> {
+        let store = Arc::clone(store);
+        let got = self.answer(self.runtime().wait(async move { store.get_small(&path, bytes_max).await }))?;
+        got.map_err(|bytes| ObjectError::Corrupt {
+            id,
+            byte: bytes_max,
+            reason: format!("{bytes} bytes are stored, at most {bytes_max} belong there"),
+        })
+    }
+
     fn open_small(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Data, Arc<Index>)> {
         if let Some(cache) = self.cache()
             && let Some((path, file)) = cache.whole(id)
@@ -48,7 +71,8 @@ impl ObjectPool {
                 Err(_) => cache.discard(id),
             }
         }
-        let (bytes, _) = self.get(store, store.data_path(id), None).map_err(|e| missing(e, id))?;
+        let bytes =
+            self.get_small(store, store.data_path(id), id, SMALL_BYTES_MAX).map_err(|e| missing(e, id))?;
         let end = bytes.len() as u64;
         let sums =
             Sums::parse_end(&bytes, id).map_err(|reason| ObjectError::Corrupt { id, byte: end, reason })?;
@@ -81,8 +105,8 @@ impl ObjectPool {
         let trailer = match id.layout() {
             Layout::Encoded | Layout::Gathered => self.encoded_trailer(store, id)?,
             _ => {
-                let sums = self.get(store, store.sums_path(id), None);
-                sums.map(|(bytes, _)| (bytes, None)).map_err(|error| match error.is_not_found() {
+                let sums = self.get_small(store, store.sums_path(id), id, SUMS_BYTES_MAX);
+                sums.map(|bytes| (bytes, None)).map_err(|error| match error.is_not_found() {
                     true => self.without_sums(store, id),
                     false => error,
                 })?

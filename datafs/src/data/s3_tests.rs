@@ -133,6 +133,84 @@ fn wrong_bytes_and_lengths_are_found() {
     assert!(error.contains("torn upload"), "{error}");
 }
 
+#[test]
+fn small_objects_and_sidecars_of_another_length_are_told_and_not_fetched() {
+    let server = S3Server::start();
+    let pool = pool_with(&config(&server, "p"), SESSION);
+    let (small, large) = (pool.put(&pattern(1000)).unwrap().id, pool.put(&pattern(2 * MIB)).unwrap().id);
+    let folder = server.folder().join("p/objects").join(format!("{SESSION:016x}"));
+    let stored = std::fs::read(folder.join(small.to_string())).unwrap();
+    let read = |id, session| pool_with(&config(&server, "p"), session).read(id, 0..10).unwrap_err();
+    for (number, bytes) in [&stored[..stored.len() - 1], &stored[1..], &[]].into_iter().enumerate() {
+        std::fs::write(folder.join(small.to_string()), bytes).unwrap();
+        let error = read(small, SESSION + 1 + number as u64);
+        assert!(matches!(error, ObjectError::Corrupt { id, .. } if id == small), "{error}");
+    }
+    // Far more than there is memory for.
+    for (id, name, most) in
+        [(small, small.to_string(), "1048688"), (large, format!("{large}.sums"), "67108912")]
+    {
+        std::fs::File::create(folder.join(name)).unwrap().set_len(1 << 40).unwrap();
+        let text = read(id, SESSION + 9).to_string();
+        assert!(text.contains(&id.to_string()) && text.contains(most), "{text}");
+        assert!(text.contains("1099511627776 bytes are stored"), "{text}");
+    }
+}
+
+#[test]
+fn what_the_store_did_not_take_is_sent_again() {
+    let server = S3Server::start();
+    let pool = pool_with(&Config { store_timeout_ms: 2_000, ..config(&server, "p") }, SESSION);
+    let bytes = pattern(3 * PART_BYTES + 1000);
+    let (first, rest) = bytes.split_at(PART_BYTES + 5);
+    let fail = |kind| server.faults.always(Some((kind, Fault::Status(503))));
+    fn away<T: std::fmt::Debug>(result: Result<T, ObjectError>) {
+        assert!(matches!(result, Err(ObjectError::Away { .. })), "{result:?}");
+    }
+    let mut writer = pool.writer(&Codec::default()).unwrap();
+    let id = writer.id();
+    fail("begin");
+    // It was taken when that turned out; the next is not.
+    writer.append(first).unwrap();
+    away(writer.append(rest));
+    fail("part");
+    eventually(|| writer.append(rest));
+    for kind in ["part", "part", "complete", "put"] {
+        fail(kind);
+        away(writer.complete());
+        assert!(writer.append(b"more").is_err() && writer.len() == bytes.len() as u64);
+        assert!(pool_with(&config(&server, "p"), SESSION + 1).read(id, 0..1).is_err());
+    }
+    server.faults.always(None);
+    let stored = eventually(|| writer.complete()).object;
+    assert_eq!((stored.id, stored.len), (id, bytes.len() as u64));
+    assert!(writer.complete().is_err());
+    drop(writer);
+    assert!(pool_with(&config(&server, "p"), SESSION + 1).read(id, 0..stored.len).unwrap() == bytes);
+    assert_eq!((server.names("p/uploads").len(), server.loose_parts()), (0, 0));
+}
+
+#[test]
+fn a_part_that_could_not_be_kept_is_never_forgotten() {
+    let server = S3Server::start();
+    let pool = pool_with(&Config { store_timeout_ms: 2_000, ..config(&server, "p") }, SESSION);
+    let kept = std::sync::Arc::clone(&pool.remote().unwrap().kept);
+    let room = kept.available_permits() as u32;
+    let taken = kept.try_acquire_many_owned(room).unwrap();
+    server.faults.always(Some(("part", Fault::Status(503))));
+    let mut writer = pool.writer(&Codec::default()).unwrap();
+    writer.append(&pattern(2 * PART_BYTES)).unwrap();
+    assert!(matches!(writer.complete(), Err(ObjectError::Away { .. })));
+    server.faults.always(None);
+    drop(taken);
+    for _ in 0..2 {
+        let Err(ObjectError::Store { source, .. }) = writer.complete() else { panic!("it is complete") };
+        assert!(source.to_string().contains("write the file anew"), "{source}");
+    }
+    drop(writer);
+    assert_eq!((server.names("p").len(), server.loose_parts()), (0, 0));
+}
+
 /// Repeats what fails because the store is away: on a busy machine it may still be for a moment.
 fn eventually<T>(mut call: impl FnMut() -> Result<T, ObjectError>) -> T {
     let begun = Instant::now();

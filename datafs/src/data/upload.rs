@@ -7,9 +7,10 @@ use std::time::Instant;
 use bytes::Bytes;
 use object_store::multipart::PartId;
 use object_store::{MultipartId, PutPayload};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::AbortHandle;
 
-use super::error::Result;
+use super::error::{ObjectError, Result};
 use super::object::ObjectId;
 use super::pool::ObjectPool;
 use super::remote::{ABORT_LIMIT, RemoteStore};
@@ -24,6 +25,9 @@ const PARTS_EQUAL: usize = 1_000;
 const PARTS_IN_FLIGHT: usize = 8;
 
 /// An upload under way. Dropping it takes it back.
+///
+/// What the store does not take, because it is away or refuses, is kept and sent again by the next call, so
+/// that an upload fails for good only when more waits in memory than [`RemoteStore`] allows.
 #[derive(Debug)]
 pub(super) struct Upload {
     pool: ObjectPool,
@@ -37,10 +41,19 @@ pub(super) struct Upload {
     completed: bool,
 }
 
+/// What became of a part; one that the store did not take comes back.
+type Outcome = std::result::Result<PartId, (ObjectError, Bytes)>;
+
 #[derive(Debug)]
-struct Part {
-    sent: Pending<Result<PartId>>,
-    task: AbortHandle,
+enum Part {
+    /// On its way.
+    Sent { outcome: Pending<Outcome>, task: AbortHandle },
+    /// The store has it, and not all parts before it.
+    Taken(PartId),
+    /// The store did not take it.
+    Kept { bytes: Bytes, _room: OwnedSemaphorePermit },
+    /// Nor did the store take this one, and there was no room to keep it: the object is never completed.
+    Lost,
 }
 
 /// How large the part of this index is: 8 GiB, 24 GiB and 1.2 TiB in all.
@@ -70,45 +83,93 @@ impl Upload {
         })
     }
 
-    pub(super) fn id(&self) -> ObjectId {
-        self.id
+    /// Waits until so many more parts may be on their way. On error nothing is lost, and what the store did
+    /// not take is sent again by the next call.
+    pub(super) fn make_room(&mut self, parts: usize) -> Result<()> {
+        self.settle(PARTS_IN_FLIGHT.saturating_sub(parts))
     }
 
-    /// Sends the next part. Blocks while too many are on their way.
-    pub(super) fn send(&mut self, part: Bytes) -> Result<()> {
-        if self.in_flight.len() >= PARTS_IN_FLIGHT {
-            self.await_first()?;
-        }
+    /// Sends the next part, for which [`Upload::make_room`] has made room.
+    pub(super) fn send(&mut self, part: Bytes) {
         self.bytes += part.len() as u64;
-        let (id, index) = (self.id, self.parts.len() + self.in_flight.len());
+        let part = self.start(self.in_flight.len(), part);
+        self.in_flight.push_back(part);
+    }
+
+    /// Sends a part by its place in the queue.
+    fn start(&self, at: usize, part: Bytes) -> Part {
+        let (id, index) = (self.id, self.parts.len() + at);
         let (store, upload) = (Arc::clone(&self.store), self.upload.clone());
         // Taken here, so that the caller waits and not a growing number of tasks. The semaphore is never
         // closed; a part without a slot would only be one more on its way.
         let slots = Arc::clone(&self.store.sending);
         let slot = self.pool.runtime().wait(async move { slots.acquire_owned().await.ok() });
-        let (sent, task) = self.pool.runtime().start_task(async move {
-            let sent = store.put_part(id, &upload, index, PutPayload::from(part)).await;
+        let (outcome, task) = self.pool.runtime().start_task(async move {
+            let sent = store.put_part(id, &upload, index, PutPayload::from(part.clone())).await;
             drop(slot);
-            sent
+            sent.map_err(|error| (error, part))
         });
-        self.in_flight.push_back(Part { sent, task });
-        Ok(())
+        Part::Sent { outcome, task }
     }
 
-    fn await_first(&mut self) -> Result<()> {
-        if let Some(first) = self.in_flight.pop_front() {
-            self.parts.push(self.pool.answer(first.sent.wait())?);
+    /// Waits until at most `most` parts are on their way.
+    fn settle(&mut self, most: usize) -> Result<()> {
+        for at in 0..self.in_flight.len() {
+            match std::mem::replace(&mut self.in_flight[at], Part::Lost) {
+                Part::Kept { bytes, .. } => self.in_flight[at] = self.start(at, bytes),
+                Part::Lost => return Err(self.lost()),
+                other => self.in_flight[at] = other,
+            }
+        }
+        while self.in_flight.len() > most {
+            if let Err(error) = self.await_part(0) {
+                // All that failed is sent again at once; the first error stands for all of them.
+                (1..self.in_flight.len()).for_each(|at| drop(self.await_part(at)));
+                return Err(error);
+            }
+            match self.in_flight.pop_front() {
+                Some(Part::Taken(part)) => self.parts.push(part),
+                _ => return Err(self.lost()),
+            }
         }
         Ok(())
     }
 
-    /// Makes the object exist with the parts that were sent.
-    pub(super) fn complete(mut self) -> Result<()> {
-        while !self.in_flight.is_empty() {
-            self.await_first()?;
+    /// Waits for a part that is on its way.
+    fn await_part(&mut self, at: usize) -> Result<()> {
+        let (part, result) = match std::mem::replace(&mut self.in_flight[at], Part::Lost) {
+            Part::Sent { outcome, .. } => match outcome.wait() {
+                Some(Ok(part)) => (Part::Taken(part), Ok(())),
+                Some(Err((error, bytes))) => (self.keep(bytes), Err(error)),
+                None => (Part::Lost, self.pool.answer(None)),
+            },
+            other => (other, Ok(())),
+        };
+        self.in_flight[at] = part;
+        result
+    }
+
+    fn keep(&self, bytes: Bytes) -> Part {
+        match Arc::clone(&self.store.kept).try_acquire_owned() {
+            Ok(room) => Part::Kept { bytes, _room: room },
+            Err(_) => Part::Lost,
         }
+    }
+
+    fn lost(&self) -> ObjectError {
+        let source = "too much waited in memory while the store took nothing, so that a part was given up: \
+                      write the file anew";
+        ObjectError::Store { operation: "write", place: self.store.place().to_owned(), source: source.into() }
+    }
+
+    /// Makes the object exist with the parts that were sent. May be called again after an error.
+    pub(super) fn complete(&mut self) -> Result<()> {
+        if self.completed {
+            return Ok(());
+        }
+        self.settle(0)?;
         let (store, upload) = (Arc::clone(&self.store), self.upload.clone());
-        let (id, parts, bytes) = (self.id, std::mem::take(&mut self.parts), self.bytes);
+        let (id, parts, bytes) = (self.id, self.parts.clone(), self.bytes);
         let completed = async move { store.complete_upload(id, &upload, parts, bytes).await };
         self.pool.answer(self.pool.runtime().wait(completed))?;
         self.completed = true;
@@ -125,8 +186,10 @@ impl Drop for Upload {
         // their way come first, for a bounded time.
         let deadline = Instant::now() + ABORT_LIMIT;
         for part in self.in_flight.drain(..) {
-            if part.sent.wait_until(deadline).is_none() {
-                part.task.abort();
+            if let Part::Sent { outcome, task } = part
+                && outcome.wait_until(deadline).is_none()
+            {
+                task.abort();
                 self.pool.leave_behind();
             }
         }

@@ -20,9 +20,10 @@ pub(crate) const FRAMED_BYTES_MAX: usize = 1024 * 1024;
 /// On a local store, shorter pieces are gathered before they are written.
 const GATHER_BYTES: usize = 256 * 1024;
 
-/// A new object. Bytes are appended; [`ObjectWriter::complete`] makes it exist. After an error on a
-/// remote store the writer only returns errors: no later success can hide bytes that were lost. On a
-/// local store what failed was not taken and may be tried again.
+/// A new object. Bytes are appended; [`ObjectWriter::complete`] makes it exist. What failed was not taken,
+/// and both may be tried again, as long as nothing was lost: after a failure to encode, and when a store in
+/// the cloud is away while more waits to be sent again than is kept, the writer only returns errors, so that
+/// no later success can hide bytes that were lost.
 #[derive(Debug)]
 pub(crate) struct ObjectWriter {
     pool: ObjectPool,
@@ -35,6 +36,8 @@ pub(crate) struct ObjectWriter {
     encoder: Option<Box<Encoder>>,
     /// Parts that were sent to a store in the cloud.
     parts: usize,
+    /// Its end was written, in memory at least: nothing can be appended any more.
+    ending: Option<StoredObject>,
     failed: bool,
 }
 
@@ -63,11 +66,12 @@ impl ObjectWriter {
             sink: None,
             encoder: None,
             parts: 0,
+            ending: None,
             failed: false,
         }
     }
 
-    /// A writer whose object is compressed or encrypted. After an error it only returns errors.
+    /// A writer whose object is compressed or encrypted. On a local store it only returns errors after one.
     pub(super) fn encoded(pool: ObjectPool, codec: &Codec) -> Result<ObjectWriter> {
         let id = pool.new_id(Layout::Encoded);
         let mut writer = ObjectWriter::new(pool);
@@ -83,7 +87,16 @@ impl ObjectWriter {
 
     /// Bytes appended so far.
     pub(crate) fn len(&self) -> u64 {
-        self.encoder.as_ref().map_or(self.summer.data_bytes(), |encoder| encoder.data_bytes())
+        match (&self.ending, &self.encoder) {
+            (Some(object), _) => object.len,
+            (None, Some(encoder)) => encoder.data_bytes(),
+            (None, None) => self.summer.data_bytes(),
+        }
+    }
+
+    /// Whether it was to be completed, so that nothing can be appended.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.is_some()
     }
 
     /// The name that the object is going to have.
@@ -116,74 +129,118 @@ impl ObjectWriter {
         Ok(())
     }
 
-    /// Appends bytes. Blocks while the store is too many parts behind.
-    pub(crate) fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
+    /// Appends bytes: all or, on error, none (an encoded object of a local store then takes no more). Blocks
+    /// while the store is too many parts behind.
+    pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
+        }
+        if self.is_ending() {
+            return Err(self.refusal("its end is not stored yet, which the next flush tries again"));
         }
         if self.len().saturating_add(bytes.len() as u64) > OBJECT_BYTES_MAX {
             return Err(self.refusal("an object holds at most 1 TiB"));
         }
-        if let Some(encoder) = &mut self.encoder {
-            let encoded = encoder.update(bytes, &mut self.buffer);
-            let sent = encoded.map_err(|reason| self.not_encoded(reason)).and_then(|()| self.send_encoded());
-            return sent.inspect_err(|_| self.failed = true);
+        match (self.encoder.is_some(), self.pool.is_local()) {
+            (false, true) => self.append_local(bytes),
+            (true, true) => {
+                let encoded = self.encode(bytes).and_then(|()| match self.buffer.len() {
+                    ..GATHER_BYTES => Ok(()),
+                    _ => self.write_gathered(),
+                });
+                encoded.inspect_err(|_| self.failed = true)
+            }
+            (is_encoded, false) => {
+                // What the store did not take before; nothing of these bytes was taken if it still does not.
+                self.send_full()?;
+                if is_encoded {
+                    self.encode(bytes).inspect_err(|_| self.failed = true)?;
+                    self.send_taken();
+                } else {
+                    self.gather(bytes);
+                }
+                Ok(())
+            }
         }
-        if self.pool.is_local() {
-            return self.append_local(bytes);
-        }
+    }
+
+    fn encode(&mut self, bytes: &[u8]) -> Result<()> {
+        let Some(encoder) = &mut self.encoder else { return Ok(()) };
+        let encoded = encoder.update(bytes, &mut self.buffer);
+        encoded.map_err(|reason| self.not_encoded(reason))
+    }
+
+    /// Takes bytes for a store in the cloud, and sends them on while it takes them.
+    fn gather(&mut self, mut bytes: &[u8]) {
+        let mut sends = true;
         while !bytes.is_empty() {
-            let part_bytes = part_bytes(self.parts);
-            let room = part_bytes - self.buffer.len();
+            let room = if sends { part_bytes(self.parts) - self.buffer.len() } else { bytes.len() };
             let (now, rest) = bytes.split_at(room.min(bytes.len()));
             self.summer.update(now);
             self.buffer.extend_from_slice(now);
             bytes = rest;
-            if self.buffer.len() == part_bytes {
-                self.send_part().inspect_err(|_| self.failed = true)?;
-            }
+            sends = sends && self.send_taken();
         }
-        Ok(())
     }
 
-    /// Sends on what was encoded, as far as it is enough.
-    fn send_encoded(&mut self) -> Result<()> {
-        if self.pool.is_local() {
-            return if self.buffer.len() >= GATHER_BYTES { self.write_gathered() } else { Ok(()) };
+    /// Sends the parts that are full, of bytes that were taken: what the store does not take stays in the
+    /// buffer, and is the error of the next call, which tries it again. Returns whether all went.
+    fn send_taken(&mut self) -> bool {
+        let sent = self.send_full();
+        if let Err(error) = &sent {
+            tracing::debug!(%error, "a part of an object is kept in memory");
         }
+        sent.is_ok()
+    }
+
+    /// Sends the parts that are full. What could not be sent is still in the buffer.
+    fn send_full(&mut self) -> Result<()> {
         while self.buffer.len() >= part_bytes(self.parts) {
-            let rest = self.buffer.split_off(part_bytes(self.parts));
-            self.send_part()?;
-            self.buffer = rest;
+            self.upload()?.make_room(1)?;
+            let mut rest = Vec::with_capacity(part_bytes(self.parts + 1));
+            rest.extend_from_slice(&self.buffer[part_bytes(self.parts)..]);
+            self.buffer.truncate(part_bytes(self.parts));
+            self.send_buffer(rest)?;
         }
         Ok(())
     }
 
-    /// Ends an encoded object.
+    /// Sends the buffer as the next part, for which there is room; `rest` takes its place.
+    fn send_buffer(&mut self, rest: Vec<u8>) -> Result<()> {
+        let Some(Sink::Upload(upload)) = &mut self.sink else {
+            return Err(self.refusal("its upload is gone"));
+        };
+        upload.send(Bytes::from(std::mem::replace(&mut self.buffer, rest)));
+        self.parts += 1;
+        Ok(())
+    }
+
+    /// The upload of an object that is too large for one request.
+    fn upload(&mut self) -> Result<&mut Upload> {
+        let id = self.id();
+        if self.sink.is_none() {
+            self.sink = Some(Sink::Upload(Upload::begin(&self.pool, id)?));
+        }
+        match &mut self.sink {
+            Some(Sink::Upload(upload)) => Ok(upload),
+            _ => Err(ObjectError::Store {
+                operation: "upload",
+                place: "a new object".into(),
+                source: "it is being written to a file".into(),
+            }),
+        }
+    }
+
+    /// Ends an encoded object of a local store.
     fn complete_encoded(&mut self, encoder: Encoder) -> Result<Finished> {
         let object = StoredObject { id: encoder.id(), len: encoder.data_bytes() };
         // Nothing can be appended to what is finished, or has failed half-way.
         self.failed = true;
         encoder.finish(&mut self.buffer).map_err(|reason| self.not_encoded(reason))?;
-        if self.pool.is_local() {
-            self.write_gathered()?;
-            let unsynced = self.local_file()?.finish(&[])?;
-            self.sink = None;
-            return Ok(Finished { object, unsynced: Some(Arc::new(unsynced)) });
-        }
-        self.send_encoded()?;
-        if self.sink.is_none() {
-            let bytes = Bytes::from(std::mem::take(&mut self.buffer));
-            self.pool.put_data(object.id, vec![bytes])?;
-        } else {
-            if !self.buffer.is_empty() {
-                self.send_part()?;
-            }
-            if let Some(Sink::Upload(upload)) = self.sink.take() {
-                upload.complete()?;
-            }
-        }
-        Ok(Finished { object, unsynced: None })
+        self.write_gathered()?;
+        let unsynced = self.local_file()?.finish(&[])?;
+        self.sink = None;
+        Ok(Finished { object, unsynced: Some(Arc::new(unsynced)) })
     }
 
     /// All bytes or, on error, none.
@@ -239,27 +296,66 @@ impl ObjectWriter {
     }
 
     /// Completes the object: it can be read, and is durable once [`Finished::unsynced`] is. After an
-    /// error on a local store it may be called again.
+    /// error it may be called again.
     pub(crate) fn complete(&mut self) -> Result<Finished> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
         }
-        let finished = if let Some(encoder) = self.encoder.take() {
+        let finished = if !self.pool.is_local() {
+            self.complete_remote()?
+        } else if let Some(encoder) = self.encoder.take() {
             self.complete_encoded(*encoder)?
-        } else if self.pool.is_local() {
-            self.complete_local()?
         } else {
-            let len = self.len();
-            let id = match self.sink.take() {
-                Some(Sink::Upload(upload)) => self.finish_upload(upload),
-                _ => self.finish_single(),
-            };
-            let id = id.inspect_err(|_| self.failed = true)?;
-            Finished { object: StoredObject { id, len }, unsynced: None }
+            self.complete_local()?
         };
         metrics::OBJECTS_WRITTEN.inc();
         metrics::OBJECT_WRITTEN_BYTES.inc_by(finished.object.len);
         Ok(finished)
+    }
+
+    /// Writes the end of an object in the cloud, in memory: from now on its length and its last part stay
+    /// what they are, however often the rest is tried.
+    fn end(&mut self) -> Result<StoredObject> {
+        if let Some(object) = self.ending {
+            return Ok(object);
+        }
+        let len = self.len();
+        if let Some(encoder) = self.encoder.take() {
+            let ended = encoder.finish(&mut self.buffer);
+            ended.map_err(|reason| self.not_encoded(reason)).inspect_err(|_| self.failed = true)?;
+        } else if self.id.is_none() && self.sink.is_none() && self.buffer.len() <= FRAMED_BYTES_MAX {
+            let id = self.pool.new_id(Layout::Framed);
+            self.buffer.extend_from_slice(&std::mem::take(&mut self.summer).finish(id));
+            self.id = Some(id);
+        }
+        let object = StoredObject { id: self.id(), len };
+        self.ending = Some(object);
+        Ok(object)
+    }
+
+    fn complete_remote(&mut self) -> Result<Finished> {
+        let object = self.end()?;
+        self.send_full()?;
+        if self.sink.is_some() {
+            if !self.buffer.is_empty() {
+                self.upload()?.make_room(1)?;
+                self.send_buffer(Vec::new())?;
+            }
+            self.upload()?.complete()?;
+        } else {
+            let data = Bytes::from(std::mem::take(&mut self.buffer));
+            let put = self.pool.put_data(object.id, vec![data.clone()]);
+            put.inspect_err(|_| self.buffer = data.into())?;
+        }
+        if object.id.has_sums_beside() {
+            // Last: it is what makes the object readable.
+            let sums = Bytes::from(self.summer.clone().finish(object.id));
+            self.pool.put_sums(object.id, sums)?;
+        }
+        self.sink = None;
+        // Nothing can be appended to what is finished.
+        self.failed = true;
+        Ok(Finished { object, unsynced: None })
     }
 
     fn complete_local(&mut self) -> Result<Finished> {
@@ -274,53 +370,6 @@ impl ObjectWriter {
         // Nothing can be appended to what is finished.
         self.failed = true;
         Ok(Finished { object: StoredObject { id, len }, unsynced: Some(Arc::new(unsynced)) })
-    }
-
-    fn finish_single(&mut self) -> Result<ObjectId> {
-        let data = Bytes::from(std::mem::take(&mut self.buffer));
-        if data.len() <= FRAMED_BYTES_MAX && self.id.is_none() {
-            let id = self.pool.new_id(Layout::Framed);
-            let sums = Bytes::from(std::mem::take(&mut self.summer).finish(id));
-            self.pool.put_data(id, vec![data, sums])?;
-            return Ok(id);
-        }
-        let id = self.id();
-        self.pool.put_data(id, vec![data])?;
-        self.put_sums(id)?;
-        Ok(id)
-    }
-
-    fn finish_upload(&mut self, upload: Upload) -> Result<ObjectId> {
-        let id = upload.id();
-        self.sink = Some(Sink::Upload(upload));
-        if !self.buffer.is_empty() {
-            self.send_part()?;
-        }
-        if let Some(Sink::Upload(upload)) = self.sink.take() {
-            upload.complete()?;
-        }
-        self.put_sums(id)?;
-        Ok(id)
-    }
-
-    /// Writes the sidecar of a plain object, last: it is what makes the object readable.
-    fn put_sums(&mut self, id: ObjectId) -> Result<()> {
-        self.pool.put_sums(id, Bytes::from(std::mem::take(&mut self.summer).finish(id)))
-    }
-
-    /// Sends the buffer as the next part.
-    fn send_part(&mut self) -> Result<()> {
-        self.parts += 1;
-        let room = Vec::with_capacity(part_bytes(self.parts));
-        let part = Bytes::from(std::mem::replace(&mut self.buffer, room));
-        if self.sink.is_none() {
-            let id = self.id();
-            self.sink = Some(Sink::Upload(Upload::begin(&self.pool, id)?));
-        }
-        match &mut self.sink {
-            Some(Sink::Upload(upload)) => upload.send(part),
-            _ => Err(self.refusal("the upload is gone")),
-        }
     }
 
     fn refusal(&self, reason: &'static str) -> ObjectError {

@@ -85,7 +85,7 @@ impl Dirty {
         let end = offset + data.len() as u64;
         if self.sequence.end != offset {
             self.sequence.start = offset;
-        } else if end - self.sequence.start > STREAM_BYTES_MIN {
+        } else if end - self.sequence.start > STREAM_BYTES_MIN && !self.is_ending() {
             self.stream(pool, codec, offset, data)?;
             self.sequence.end = end;
             return Ok(());
@@ -98,7 +98,16 @@ impl Dirty {
     /// Whether a write is going to the open object at once, with nothing in memory.
     pub(crate) fn streams(&self, offset: u64, len: usize) -> bool {
         let end = offset.saturating_add(len as u64);
-        self.runs.is_empty() && self.sequence.end == offset && end - self.sequence.start > STREAM_BYTES_MIN
+        self.runs.is_empty()
+            && self.sequence.end == offset
+            && end - self.sequence.start > STREAM_BYTES_MIN
+            && !self.is_ending()
+    }
+
+    /// Whether the open object takes no more: to complete it has failed, and is tried again by the next
+    /// flush. What is written meanwhile stays in memory.
+    fn is_ending(&self) -> bool {
+        self.open.as_ref().is_some_and(ObjectWriter::is_ending)
     }
 
     /// [`Dirty::write`] of bytes that were promised to be taken, of which [`Dirty::streams`] is true: they
@@ -241,6 +250,9 @@ impl Dirty {
     /// once [`Dirty::prerequisites`] are. On error what was not moved is still in memory, and nothing
     /// is lost.
     pub(crate) fn seal(&mut self, shared: &Arc<Shared>, codec: &Codec) -> Result<()> {
+        if self.is_ending() {
+            self.complete(shared)?;
+        }
         if self.open.is_none() && !self.runs.is_empty() {
             // All at once, so that a small object needs no sidecar.
             let mut writer = shared.pool.writer(codec)?;

@@ -183,7 +183,7 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
     write(&view, 0..20);
     datafs.shared.meta.sync().unwrap();
     view.write_file("large", &vec![9; 3 << 20]).unwrap();
-    datafs.shared.pool.settle_cache();
+    datafs.shared.pool.settle_cache().unwrap();
     server.stop();
     let stopped = Instant::now();
     // Changes of names and small files go on; who wants them on the store is told.
@@ -245,6 +245,56 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
 #[test]
 fn a_store_that_is_away_takes_nothing_and_comes_back() {
     store_away(1_500, Duration::ZERO);
+}
+
+#[test]
+fn a_streamed_file_is_whole_once_the_store_is_back() {
+    for (compression, key) in [("none", None), ("lz4", Some("main"))] {
+        let mut server = S3Server::start();
+        let home = tempfile::tempdir().unwrap();
+        let config = Config { store_timeout_ms: 1_500, ..cloud(&server, home.path()) };
+        let datafs = Datafs::open(home.path(), &config).unwrap();
+        datafs.volume_create_with(&"v".parse().unwrap(), &options(compression, key)).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let bytes = pattern(24 << 20);
+        let flags = OpenFlags::READ_WRITE;
+        let (_, file) = view.create(view.root(), "large".as_ref(), 0o644, owner(), flags).unwrap();
+        let write = |at: usize| file.write_at(at as u64, &bytes[at..at + (1 << 20)]);
+        (0..12 << 20).step_by(1 << 20).for_each(|at| assert_eq!(eventually(|| write(at)), 1 << 20));
+        server.stop();
+        let mut at = 12 << 20;
+        while at < 22 << 20 {
+            match write(at) {
+                Ok(_) => at += 1 << 20,
+                Err(error) => {
+                    is_away::<()>(Err(error));
+                    break;
+                }
+            }
+        }
+        is_away(file.fsync());
+        is_away(file.fsync());
+        // Over what waits for the store, and behind it.
+        let over = vec![1; 1 << 20];
+        file.write_at(3 << 20, &over).unwrap();
+        write(22 << 20).unwrap();
+        is_away(file.fsync());
+        server.start_again();
+        eventually(|| file.fsync());
+        (at..24 << 20).step_by(1 << 20).for_each(|at| assert_eq!(eventually(|| write(at)), 1 << 20));
+        eventually(|| file.fsync());
+        let mut expected = bytes.clone();
+        expected[3 << 20..4 << 20].copy_from_slice(&over);
+        assert!(file.read_at(0, 32 << 20).unwrap() == expected);
+        drop((file, view, datafs));
+        std::fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
+        let datafs = Datafs::open(home.path(), &config).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        assert!(view.read_file("large").unwrap() == expected);
+        datafs.gc().unwrap();
+        sound(&datafs);
+        assert_eq!(server.loose_parts(), 0);
+    }
 }
 
 #[test]
