@@ -349,33 +349,41 @@ impl Shared {
     }
 
     fn collect_objects(&self, report: &mut GcReport) -> Result<()> {
-        let grace = Duration::from_millis(self.config.garbage_grace_ms);
-        let mut due = Vec::new();
-        self.each(&keys::all_garbage(), |key, value| {
-            let mut from = Decoder::new("garbage record", value);
-            let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
-            if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
-                due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
+        let mut last: Option<Vec<u8>> = None;
+        loop {
+            let page = self.page(&keys::all_garbage(), last.as_deref())?;
+            let mut due = Vec::new();
+            for (key, value) in &page {
+                let mut from = Decoder::new("garbage record", value);
+                let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
+                let grace = Duration::from_millis(self.config.garbage_grace_ms);
+                if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
+                    due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
+                }
             }
-            Ok(())
-        })?;
-        if due.is_empty() {
-            return Ok(());
+            if !due.is_empty() {
+                self.delete_objects(&due, report)?;
+            }
+            match page.into_iter().nth(BATCH - 1) {
+                Some((key, _)) => last = Some(key),
+                None => return Ok(()),
+            }
         }
+    }
+
+    fn delete_objects(&self, due: &[ObjectId], report: &mut GcReport) -> Result<()> {
         // The commits that gave the objects up may be relaxed: a power failure must not bring back a
         // pointer to what is deleted now.
         self.meta.sync()?;
-        for batch in due.chunks(BATCH) {
-            for few in batch.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
-                self.pool.delete_all(few)?;
-                failpoint::hit("gc-object-deleted");
-            }
-            self.meta.transact(Durability::Relaxed, |txn| {
-                batch.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
-            })?;
-            failpoint::hit("gc-garbage-forgotten");
-            report.objects += batch.len() as u64;
+        for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+            self.pool.delete_all(few)?;
+            failpoint::hit("gc-object-deleted");
         }
+        self.meta.transact(Durability::Relaxed, |txn| {
+            due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
+        })?;
+        failpoint::hit("gc-garbage-forgotten");
+        report.objects += due.len() as u64;
         Ok(())
     }
 }

@@ -124,7 +124,8 @@ impl View {
         self.resolve(path)
     }
 
-    /// The entries of a directory by name, without `.` and `..`.
+    /// The entries of a directory by name, without `.` and `..`. All of them are in memory, about 250 bytes
+    /// each: [`View::readdir_attrs`] gives those of a large one page by page, in an order of their own.
     pub fn list(&self, path: &str) -> Result<Vec<DirEntry>> {
         let directory = self.resolve(path)?;
         let mut entries = Vec::new();

@@ -7,9 +7,11 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use object_store::path::Path as StorePath;
-use object_store::{MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload};
+use object_store::{
+    GetOptions, GetRange, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload,
+};
 
-use super::tree::{Attributes, CHUNK, Entry, Kind, ReadFile, Source, Target, WriteFile};
+use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile};
 use crate::data::{Io, Pending};
 use crate::error::{Error, Result};
 
@@ -65,6 +67,11 @@ fn gone(path: &StorePath) -> Error {
     Error::not_found(format!("object {path}"))
 }
 
+/// The object was replaced.
+fn stale(path: &StorePath) -> Error {
+    Error::Stale { what: format!("the version of object {path} that was read") }
+}
+
 fn entry(meta: &ObjectMeta) -> Entry {
     Entry {
         name: meta.location.filename().unwrap_or_default().into(),
@@ -74,6 +81,7 @@ fn entry(meta: &ObjectMeta) -> Entry {
         mode: None,
         identity: None,
         node: None,
+        version: meta.e_tag.clone(),
     }
 }
 
@@ -86,6 +94,7 @@ fn folder(name: &str) -> Entry {
         mode: None,
         identity: None,
         node: None,
+        version: None,
     }
 }
 
@@ -108,19 +117,43 @@ impl Source for BucketTree {
         }
     }
 
-    fn list(&self, path: &Path, _: &Entry) -> Result<Vec<Entry>> {
+    fn list(&self, path: &Path, _: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()> {
         let prefix = self.at(path)?;
+        // In memory as a whole: the interface has no listing of one folder in pages.
         let below = self.wait(|store| async move { store.list_with_delimiter(Some(&prefix)).await })?;
-        let Some(below) = below else { return Ok(Vec::new()) };
-        let folders = below.common_prefixes.iter().filter_map(|prefix| prefix.filename().map(folder));
-        Ok(folders.chain(below.objects.iter().map(entry)).collect())
+        let Some(below) = below else { return Ok(()) };
+        let mut folders = below.common_prefixes.iter().filter_map(|prefix| prefix.filename().map(folder));
+        let mut objects = below.objects.iter().map(entry);
+        loop {
+            let page: Vec<Entry> = folders.by_ref().chain(objects.by_ref()).take(PAGE).collect();
+            if page.is_empty() || !visit(page) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn look(&self, path: &Path) -> Result<Entry> {
+        let location = self.at(path)?;
+        let head = location.clone();
+        let meta = self.wait(|store| async move { store.head(&head).await })?;
+        meta.as_ref().map(entry).ok_or_else(|| gone(&location))
     }
 
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {
         let location = self.at(path)?;
+        let mut version = file.version.clone();
+        if version.is_none() && file.size > PART as u64 {
+            // Not every listing tells.
+            let now = self.look(path)?;
+            if now.size != file.size {
+                return Err(stale(&location));
+            }
+            version = now.version;
+        }
         Ok(Box::new(BucketFile {
             tree: self,
             location,
+            version,
             asked: 0,
             at: 0,
             size: file.size,
@@ -137,11 +170,14 @@ impl Source for BucketTree {
     }
 }
 
-type Range = Pending<object_store::Result<Bytes>>;
+/// A range, and how long its object was.
+type Range = Pending<object_store::Result<(Bytes, u64)>>;
 
 struct BucketFile<'s> {
     tree: &'s BucketTree,
     location: StorePath,
+    /// All ranges are of this version.
+    version: Option<String>,
     /// Where the next range begins that is asked for.
     asked: u64,
     /// Where the next range begins that comes.
@@ -155,19 +191,29 @@ impl ReadFile for BucketFile<'_> {
         while self.ahead.len() < AHEAD && self.asked < self.size {
             let end = (self.asked + PART as u64).min(self.size);
             let (store, location) = (Arc::clone(&self.tree.store), self.location.clone());
-            let range = self.asked..end;
-            let future = async move { store.get_range(&location, range).await };
+            let range = GetOptions {
+                range: Some(GetRange::Bounded(self.asked..end)),
+                if_match: self.version.clone(),
+                ..GetOptions::default()
+            };
+            let future = async move {
+                let answer = store.get_opts(&location, range).await?;
+                let size = answer.meta.size;
+                Ok((answer.bytes().await?, size))
+            };
             self.ahead.push_back(self.tree.runtime.start_future(future));
             self.asked = end;
         }
         let Some(range) = self.ahead.pop_front() else { return Ok(None) };
-        let bytes = settle(range.wait())?.ok_or_else(|| gone(&self.location))?;
+        let range = match range.wait() {
+            Some(Err(object_store::Error::Precondition { .. })) => return Err(stale(&self.location)),
+            other => settle(other)?,
+        };
+        let (bytes, size) = range.ok_or_else(|| gone(&self.location))?;
         let at = self.at;
         let expected = (self.size - at).min(PART as u64);
-        if bytes.len() as u64 != expected {
-            return Err(Error::Stale {
-                what: format!("the version of object {} that was read", self.location),
-            });
+        if bytes.len() as u64 != expected || size != self.size {
+            return Err(stale(&self.location));
         }
         self.at += expected;
         Ok(Some((at, bytes)))

@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use nix::unistd::{Whence, lseek};
 
-use super::tree::{Attributes, CHUNK, Entry, Kind, ReadFile, Source, Target, WriteFile, partial_name};
+use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, partial_name};
 use super::xattr;
 use crate::error::{Error, Result};
 
@@ -62,6 +62,7 @@ fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
         mode: Some(metadata.mode() & 0o7777),
         identity: (metadata.nlink() > 1).then(|| (metadata.dev(), metadata.ino())),
         node: None,
+        version: None,
     }
 }
 
@@ -72,12 +73,25 @@ impl Source for LocalTree {
         Ok(entry(self.root.as_os_str().to_owned(), &metadata))
     }
 
-    fn list(&self, path: &Path, _: &Entry) -> Result<Vec<Entry>> {
+    fn list(&self, path: &Path, _: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()> {
         let path = self.at(path);
-        let read = || -> io::Result<Vec<Entry>> {
-            fs::read_dir(&path)?.map(|e| e.and_then(|e| Ok(entry(e.file_name(), &e.metadata()?)))).collect()
-        };
-        read().map_err(fail("list folder", &path))
+        let mut found = fs::read_dir(&path).map_err(fail("list folder", &path))?;
+        loop {
+            let some = found.by_ref().take(PAGE);
+            let page: io::Result<Vec<Entry>> =
+                some.map(|e| e.and_then(|e| Ok(entry(e.file_name(), &e.metadata()?)))).collect();
+            let page = page.map_err(fail("list folder", &path))?;
+            if page.is_empty() || !visit(page) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn look(&self, path: &Path) -> Result<Entry> {
+        // The root is followed, as in `root`.
+        let look = if path.as_os_str().is_empty() { fs::metadata } else { fs::symlink_metadata };
+        let path = self.at(path);
+        Ok(entry(OsString::new(), &look(&path).map_err(fail("look at", &path))?))
     }
 
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {

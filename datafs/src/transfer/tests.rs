@@ -14,6 +14,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::config::Config;
+use crate::fs::tests::setup_with;
 
 const RECURSIVE: CopyOptions = CopyOptions { recursive: true, parallel: 4 };
 
@@ -25,10 +26,7 @@ struct Home {
 
 impl Home {
     fn new() -> Home {
-        let dir = tempfile::tempdir().unwrap();
-        let datafs = Datafs::open(&dir.path().join("home"), &Config::default()).unwrap();
-        datafs.volume_create(&"v".parse().unwrap()).unwrap();
-        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let (dir, datafs, view) = setup_with(Config::default());
         Home { dir, datafs, view }
     }
 
@@ -234,8 +232,17 @@ impl<S: tree::Source> tree::Source for Cut<S> {
         self.0.root().map(|entry| tree::Entry { size: entry.size + 1, ..entry })
     }
 
-    fn list(&self, path: &Path, folder: &tree::Entry) -> Result<Vec<tree::Entry>> {
-        self.0.list(path, folder)
+    fn list(
+        &self,
+        path: &Path,
+        folder: &tree::Entry,
+        visit: &mut dyn FnMut(Vec<tree::Entry>) -> bool,
+    ) -> Result<()> {
+        self.0.list(path, folder, visit)
+    }
+
+    fn look(&self, _: &Path) -> Result<tree::Entry> {
+        self.root()
     }
 
     fn open<'s>(&'s self, path: &Path, file: &tree::Entry) -> Result<Box<dyn tree::ReadFile + 's>> {
@@ -264,4 +271,69 @@ fn what_is_cut_while_it_is_copied_is_not_filled_with_zeros() {
         assert_eq!((report.files, report.failures), (0, 1), "{:?}", report.failed);
         assert!(!home.path("copy").exists());
     }
+}
+
+/// Of several ranges each, more than are asked for at a time.
+const REPLACED_BYTES: usize = 44 << 20;
+
+#[test]
+fn an_object_that_is_replaced_while_it_is_copied_is_copied_anew_or_not_at_all() {
+    let home = Home::new();
+    let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let runtime = home.datafs.shared.pool.runtime().clone();
+    let put = |byte: u8| {
+        let store = Arc::clone(&store);
+        let payload = object_store::PutPayload::from(vec![byte; REPLACED_BYTES]);
+        let put = async move { object_store::ObjectStoreExt::put(&store, &"o".into(), payload).await };
+        runtime.wait(put).unwrap().unwrap();
+    };
+    // Once, and each time that a part of it was copied.
+    for (times, files) in [(1, 1), (u64::MAX, 0)] {
+        put(0);
+        let told = AtomicU64::new(0);
+        let copy = |progress: &(dyn Fn(CopyProgress) -> bool + Sync)| {
+            let from = Endpoint::Bucket(Arc::clone(&store), "o".into());
+            home.datafs.copy(&from, &home.local(&format!("copy-{files}")), &RECURSIVE, progress).unwrap()
+        };
+        let report = copy(&|progress| {
+            if progress.done == 0 {
+                let now = told.fetch_add(1, Ordering::Relaxed) + 1;
+                if now <= times {
+                    put(now as u8);
+                }
+            }
+            true
+        });
+        assert_eq!((report.files, report.failures), (files, 1 - files), "{:?}", report.failed);
+        assert_eq!(report.bytes, files * REPLACED_BYTES as u64);
+        match fs::read(home.path(&format!("copy-{files}"))) {
+            Ok(bytes) => assert!(files == 1 && bytes == vec![1; REPLACED_BYTES]),
+            Err(_) => assert!(files == 0 && report.failed[0].1.contains("version of object o")),
+        }
+    }
+}
+
+#[test]
+fn a_folder_of_several_pages_is_copied_whole() {
+    let home = Home::new();
+    let source = home.path("source");
+    fs::create_dir_all(source.join("folder")).unwrap();
+    let files = tree::PAGE * 2 + 3;
+    for i in 0..files {
+        fs::write(source.join(format!("f{i}")), i.to_string()).unwrap();
+    }
+    symlink("f0", source.join("link")).unwrap();
+    let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let bucket = Endpoint::Bucket(store, "all".into());
+    for (from, to, links) in [
+        (home.local("source"), home.volume("copy"), 1),
+        (home.volume("copy"), home.local("back"), 1),
+        (home.volume("copy"), bucket.clone(), 0),
+        (bucket, home.local("from-bucket"), 0),
+    ] {
+        let report = home.copy(&from, &to);
+        assert_eq!((report.files, report.links), (files as u64, links));
+    }
+    assert_eq!(all_of(&home.path("back")), all_of(&source));
+    assert_eq!(fs::read_dir(home.path("from-bucket")).unwrap().count(), files);
 }

@@ -13,6 +13,9 @@ use crate::fs::Node;
 /// Bytes that are read and written at a time.
 pub(super) const CHUNK: usize = 4 << 20;
 
+/// Entries of a folder that are in memory at a time.
+pub(super) const PAGE: usize = 1_024;
+
 /// What an entry is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -36,6 +39,8 @@ pub(super) struct Entry {
     pub(super) identity: Option<(u64, u64)>,
     /// In a volume.
     pub(super) node: Option<Node>,
+    /// In a bucket, what tells this version of an object from others, if the store says so.
+    pub(super) version: Option<String>,
 }
 
 /// Extended attributes.
@@ -46,8 +51,11 @@ pub(super) trait Source: Sync {
     /// What the root is.
     fn root(&self) -> Result<Entry>;
 
-    /// What is in a folder.
-    fn list(&self, path: &Path, folder: &Entry) -> Result<Vec<Entry>>;
+    /// Shows what is in a folder, some at a time, until `visit` returns false.
+    fn list(&self, path: &Path, folder: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()>;
+
+    /// What is at a path by now.
+    fn look(&self, path: &Path) -> Result<Entry>;
 
     /// Opens a file.
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>>;
@@ -61,7 +69,10 @@ pub(super) trait Source: Sync {
 
 /// A file that is read from its beginning to its end.
 pub(super) trait ReadFile {
-    /// The next bytes and where they belong; what is skipped is a hole.
+    /// The next bytes and where they belong; what is skipped is a hole. Fails with [`Error::Stale`] when the
+    /// file is no longer the one that was opened.
+    ///
+    /// [`Error::Stale`]: crate::Error::Stale
     fn next(&mut self) -> Result<Option<(u64, Bytes)>>;
 
     /// Its size by now.

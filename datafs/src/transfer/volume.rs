@@ -7,13 +7,10 @@ use std::path::{Component, Path, PathBuf};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
-use super::tree::{Attributes, CHUNK, Entry, Kind, ReadFile, Source, Target, WriteFile, partial_name};
+use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, partial_name};
 use crate::error::{Error, Result};
 use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr};
 use crate::view::View;
-
-/// Entries that a folder gives at a time.
-const PAGE: usize = 1_024;
 
 pub(super) struct VolumeTree {
     view: View,
@@ -107,6 +104,7 @@ fn entry(name: OsString, attr: &Attr) -> Entry {
         mode: Some(attr.mode),
         identity: (attr.nlink > 1).then_some((attr.node.snapshot, attr.node.ino)),
         node: Some(attr.node),
+        version: None,
     }
 }
 
@@ -121,19 +119,22 @@ impl Source for VolumeTree {
         Ok(entry(self.root.clone().into_os_string(), &attr))
     }
 
-    fn list(&self, _: &Path, folder: &Entry) -> Result<Vec<Entry>> {
+    fn list(&self, _: &Path, folder: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()> {
         let node = folder.node.unwrap_or(self.view.root());
-        let (mut found, mut cursor) = (Vec::new(), 0);
+        let mut cursor = 0;
         loop {
             let page = self.view.readdir_attrs(node, cursor, PAGE)?;
-            let Some((last, _)) = page.last() else { return Ok(found) };
+            let Some((last, _)) = page.last() else { return Ok(()) };
             cursor = last.cursor;
-            for (item, attr) in page {
-                if item.name != "." && item.name != ".." {
-                    found.push(entry(item.name, &attr));
-                }
+            let entries = page.into_iter().filter(|(item, _)| item.name != "." && item.name != "..");
+            if !visit(entries.map(|(item, attr)| entry(item.name, &attr)).collect()) {
+                return Ok(());
             }
         }
+    }
+
+    fn look(&self, path: &Path) -> Result<Entry> {
+        Ok(entry(OsString::new(), &self.find_attr(path)?))
     }
 
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {

@@ -1,5 +1,6 @@
 //! The copy itself: one thread walks the source, others copy the files it finds.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,12 +14,23 @@ use crate::error::{Error, Result, in_full};
 
 /// Files that were found and wait for a thread.
 const QUEUE: usize = 1_024;
+/// Times that a file is copied which changes while it is read.
+const ATTEMPTS: u32 = 3;
 /// Failures that are listed.
 const FAILED_MAX: usize = 100;
 
 struct Job {
     path: PathBuf,
     entry: Entry,
+}
+
+/// What the walk remembers of the files that it met.
+struct Met<'l> {
+    sender: SyncSender<Job>,
+    /// The first name of each file that has several.
+    first_names: HashMap<(u64, u64), PathBuf>,
+    /// First and further names.
+    links: &'l mut Vec<(PathBuf, PathBuf)>,
 }
 
 struct Copy<'a> {
@@ -80,6 +92,7 @@ pub(super) fn run(
 }
 
 impl Copy<'_> {
+    /// Keeps of a folder no more than a page, and its folders.
     fn walk(
         &self,
         root: Entry,
@@ -87,51 +100,69 @@ impl Copy<'_> {
         folders: &mut Vec<(PathBuf, Entry, Attributes)>,
         links: &mut Vec<(PathBuf, PathBuf)>,
     ) {
-        // The first name of each file that has several.
-        let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
+        let mut met = Met { sender, first_names: HashMap::new(), links };
+        if root.kind != Kind::Folder {
+            self.meet(PathBuf::new(), root, &mut met);
+            return;
+        }
         let mut pending = vec![(PathBuf::new(), root)];
         while let Some((path, entry)) = pending.pop() {
             if self.stopped.load(Ordering::Relaxed) {
                 return;
             }
-            match entry.kind {
-                Kind::Folder => {
-                    let entered = self.enter(&path, &entry);
-                    let Some((entries, attributes)) = self.outcome(&path, entered) else { continue };
-                    let entries = entries.into_iter().filter(|entry| !is_partial(&entry.name));
-                    pending.extend(entries.map(|entry| (path.join(&entry.name), entry)));
-                    folders.push((path, entry, attributes));
-                }
-                Kind::File => {
-                    if let Some(identity) = entry.identity.filter(|_| self.target.has_links()) {
-                        if let Some(first) = first_names.get(&identity) {
-                            links.push((first.clone(), path));
-                            continue;
-                        }
-                        first_names.insert(identity, path.clone());
-                    }
-                    self.found.fetch_add(1, Ordering::Relaxed);
-                    if sender.send(Job { path, entry }).is_err() {
-                        return;
+            let entered = self.enter(&path, &entry, &mut |page| {
+                for mut entry in page.into_iter().filter(|entry| !is_partial(&entry.name)) {
+                    let path = path.join(std::mem::take(&mut entry.name));
+                    match entry.kind {
+                        Kind::Folder => pending.push((path, entry)),
+                        _ => self.meet(path, entry, &mut met),
                     }
                 }
-                Kind::Symlink if self.target.has_links() => {
-                    let made = self
-                        .source
-                        .target(&path, &entry)
-                        .and_then(|target| self.target.make_symlink(&path, target));
-                    self.outcome(&path, made.map(|()| self.report.lock().links += 1));
-                }
-                Kind::Symlink | Kind::Special => self.report.lock().left_out += 1,
+                !self.stopped.load(Ordering::Relaxed)
+            });
+            if let Some(attributes) = self.outcome(&path, entered) {
+                folders.push((path, entry, attributes));
             }
         }
     }
 
-    fn enter(&self, path: &Path, folder: &Entry) -> Result<(Vec<Entry>, Attributes)> {
+    /// Takes what is no folder.
+    fn meet(&self, path: PathBuf, entry: Entry, met: &mut Met<'_>) {
+        match entry.kind {
+            Kind::File => {
+                if let Some(identity) = entry.identity.filter(|_| self.target.has_links()) {
+                    if let Some(first) = met.first_names.get(&identity) {
+                        met.links.push((first.clone(), path));
+                        return;
+                    }
+                    met.first_names.insert(identity, path.clone());
+                }
+                self.found.fetch_add(1, Ordering::Relaxed);
+                // The threads that copy listen for as long as the walk goes on.
+                let _ = met.sender.send(Job { path, entry });
+            }
+            Kind::Symlink if self.target.has_links() => {
+                let made = self
+                    .source
+                    .target(&path, &entry)
+                    .and_then(|target| self.target.make_symlink(&path, target));
+                self.outcome(&path, made.map(|()| self.report.lock().links += 1));
+            }
+            Kind::Folder | Kind::Symlink | Kind::Special => self.report.lock().left_out += 1,
+        }
+    }
+
+    fn enter(
+        &self,
+        path: &Path,
+        folder: &Entry,
+        visit: &mut dyn FnMut(Vec<Entry>) -> bool,
+    ) -> Result<Attributes> {
         if self.target.make_folder(path)? {
             self.report.lock().folders += 1;
         }
-        Ok((self.source.list(path, folder)?, self.source.attributes(path, folder)?))
+        self.source.list(path, folder, visit)?;
+        self.source.attributes(path, folder)
     }
 
     fn work(&self, jobs: &Mutex<Receiver<Job>>) {
@@ -169,26 +200,55 @@ impl Copy<'_> {
             self.report.lock().unchanged += 1;
             return Ok(());
         }
+        let mut now = Cow::Borrowed(entry);
+        for attempt in 1.. {
+            let Err(changed) = self.attempt(path, &now)? else { break };
+            if attempt == ATTEMPTS {
+                return Err(changed);
+            }
+            now = Cow::Owned(self.source.look(path)?);
+            if now.kind != Kind::File {
+                return Err(changed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a file as it was when it was looked at; the inner error says that it has changed since.
+    fn attempt(&self, path: &Path, entry: &Entry) -> Result<std::result::Result<(), Error>> {
         let attributes = self.source.attributes(path, entry)?;
-        let mut from = self.source.open(path, entry)?;
+        let mut from = match self.source.open(path, entry) {
+            Err(error @ Error::Stale { .. }) => return Ok(Err(error)),
+            other => other?,
+        };
         let mut to = self.target.create(path, entry)?;
-        while let Some((offset, bytes)) = from.next()? {
+        let mut copied = 0;
+        loop {
+            let (offset, bytes) = match from.next() {
+                Ok(Some(next)) => next,
+                Ok(None) => break,
+                Err(error @ Error::Stale { .. }) => return Ok(Err(error)),
+                Err(error) => return Err(error),
+            };
             let len = bytes.len() as u64;
             to.write(offset, bytes)?;
+            copied += len;
             self.bytes.fetch_add(len, Ordering::Relaxed);
-            self.report.lock().bytes += len;
             self.tell();
             if self.stopped.load(Ordering::Relaxed) {
-                return Ok(());
+                return Ok(Ok(()));
             }
         }
         if from.size()? < entry.size {
             // Else zeros would take the place of what was cut off meanwhile.
-            return Err(Error::Stale { what: format!("the version of {} that was read", path.display()) });
+            let what = format!("the version of {} that was read", path.display());
+            return Ok(Err(Error::Stale { what }));
         }
         to.finish(&attributes)?;
-        self.report.lock().files += 1;
-        Ok(())
+        let mut report = self.report.lock();
+        report.files += 1;
+        report.bytes += copied;
+        Ok(Ok(()))
     }
 
     /// Notes a failure; the copy goes on with the next.
