@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::meta_url::MetaUrl;
 
+/// Longest `lock_wait_ms`: a day. Waiting for longer is waiting for ever, for a program.
+pub(crate) const LOCK_WAIT_MS_MAX: u64 = 86_400_000;
+
 /// Where a datafs keeps its state and how much memory and time it takes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -60,7 +63,7 @@ pub struct Config {
     /// Bytes of small files that are in memory and not in a store in the cloud yet, at most. They are
     /// kept, and tried again, while the store is away.
     pub pack_buffers_bytes_max: usize,
-    /// How long a write waits for other processes before it fails with `Busy`. At least 1.
+    /// How long a write waits for other processes before it fails with `Busy`. 1 to 86400000, a day.
     pub lock_wait_ms: u64,
     /// Unflushed bytes of one open file that are kept in memory before they become an object.
     pub write_buffer_bytes_max: usize,

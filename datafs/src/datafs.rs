@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::compact::Compaction;
-use crate::config::Config;
+use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::{
     Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced,
 };
@@ -91,8 +91,11 @@ impl Datafs {
     /// Fails with [`Error::NewerFormat`] when a newer Millrace has written it, and with
     /// [`Error::NotWritable`] when it cannot be written.
     pub fn open(home: &Path, config: &Config) -> Result<Datafs> {
-        if config.lock_wait_ms == 0 {
-            return Err(Error::Invalid("[datafs] lock_wait_ms must be at least 1".into()));
+        if !(1..=LOCK_WAIT_MS_MAX).contains(&config.lock_wait_ms) {
+            return Err(Error::Invalid(format!(
+                "[datafs] lock_wait_ms must be 1 to {LOCK_WAIT_MS_MAX}, a day, not {}",
+                config.lock_wait_ms
+            )));
         }
         metrics::export();
         let sessions_dir = config.sessions_path(home);

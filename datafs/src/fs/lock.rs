@@ -126,7 +126,7 @@ impl View {
     /// # Errors
     /// [`Error::Invalid`] for a range that is none, [`Error::TooLarge`] for too many locks on one file.
     pub fn lock(&self, node: Node, wanted: FileLock) -> Result<Locking> {
-        check(&wanted)?;
+        check(wanted.start, wanted.end)?;
         let mut taken = self.try_lock(node, &wanted)?;
         if let Err(in_the_way) = &taken
             && self.take_over_dead(in_the_way)?
@@ -189,7 +189,11 @@ impl View {
 
     /// Gives up what an owner has locked between two bytes, both included. Returns whether there was
     /// anything.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a range that is none.
     pub fn unlock(&self, node: Node, owner: LockOwner, start: u64, end: u64) -> Result<bool> {
+        check(start, end)?;
         let session = self.shared.session.id();
         let key = keys::lock(self.volume, node.to_u64());
         self.shared.meta.transact(Durability::Relaxed, |txn| {
@@ -205,7 +209,7 @@ impl View {
 
     /// The first lock that would be in the way of a wish.
     pub fn lock_in_the_way(&self, node: Node, wanted: FileLock) -> Result<Option<Blocker>> {
-        check(&wanted)?;
+        check(wanted.start, wanted.end)?;
         let session = self.shared.session.id();
         let key = keys::lock(self.volume, node.to_u64());
         self.shared.meta.view(|txn| {
@@ -215,9 +219,12 @@ impl View {
     }
 }
 
-fn check(wanted: &FileLock) -> Result<()> {
-    if wanted.start > wanted.end || wanted.end > LOCK_END_MAX {
-        return Err(Error::Invalid(format!("no bytes {} to {} can be locked", wanted.start, wanted.end)));
+fn check(start: u64, end: u64) -> Result<()> {
+    if start > end || end > LOCK_END_MAX {
+        return Err(Error::Invalid(format!(
+            "no lock covers the bytes {start} to {end}: the last one comes after the first and is at most \
+             {LOCK_END_MAX}"
+        )));
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::config::LOCK_WAIT_MS_MAX;
 use crate::{Config, Datafs, OpenFlags, Owner, session};
 
 const NOBODY: Owner = Owner { uid: 0, gid: 0 };
@@ -44,7 +45,14 @@ fn locks_exclude_owners_and_processes_but_not_families() {
     assert!(is_held(view.lock(node, lock(1, false, 0, 15)).unwrap()));
     assert!(is_held(other.lock(node, lock(1, false, 0, 15)).unwrap()));
     assert!(!is_held(other.lock(node, lock(1, false, 0, 16)).unwrap()));
-    assert!(view.lock(node, lock(1, false, 5, 4)).is_err());
+    // What is no range is refused, and changes nothing.
+    for (start, end) in [(5, 4), (LOCK_END_MAX, 0), (0, LOCK_END_MAX + 1), (0, u64::MAX)] {
+        assert!(matches!(view.lock(node, lock(1, false, start, end)), Err(Error::Invalid(_))));
+        assert!(matches!(view.lock_in_the_way(node, lock(1, true, start, end)), Err(Error::Invalid(_))));
+        let error = view.unlock(node, lock(1, false, 0, 0).owner, start, end).unwrap_err().to_string();
+        assert!(error.contains(&start.to_string()) && error.contains(&end.to_string()), "{error}");
+    }
+    assert!(!is_held(other.lock(node, lock(1, true, 0, 0)).unwrap()));
 }
 
 #[test]
@@ -132,4 +140,15 @@ fn ranges_are_cut_and_merged_as_bytes_would_be() {
             }
         }
     }
+}
+
+#[test]
+fn a_wait_without_bounds_is_refused() {
+    let home = tempfile::tempdir().unwrap();
+    for lock_wait_ms in [0, LOCK_WAIT_MS_MAX + 1, u64::MAX] {
+        let refused = Datafs::open(home.path(), &Config { lock_wait_ms, ..Config::default() });
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("lock_wait_ms") && error.contains(&lock_wait_ms.to_string()), "{error}");
+    }
+    Datafs::open(home.path(), &Config { lock_wait_ms: LOCK_WAIT_MS_MAX, ..Config::default() }).unwrap();
 }
