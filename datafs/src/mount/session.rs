@@ -102,13 +102,18 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let (thread, ended) = match served {
         Ok(served) => served,
         Err(error) => {
-            if let Err(error) = point::detach(&at, true) {
-                tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
-            }
+            take_off(&at);
             return Err(point::refused("serve the mount at", &at, error));
         }
     };
-    let device = point::find(&at)?.map(|entry| entry.device).unwrap_or_default();
+    let found = point::find(&at).inspect_err(|_| {
+        // It serves already, which ends when nothing is mounted any more.
+        locks.stop();
+        take_off(&at);
+        ended.wait(GRACE);
+        coherence.stop();
+    });
+    let device = found?.map(|entry| entry.device).unwrap_or_default();
     point::raise_read_ahead(&device);
     if opening.way == Open::Passthrough && !handles.has_passthrough() {
         opening = opening::without_passthrough(opening);
@@ -129,6 +134,13 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         // Dropping the mount takes it off.
         Some(Err(error)) => Err(error),
         _ => Ok(mount),
+    }
+}
+
+/// Takes a mount that is not going to be used off its path.
+fn take_off(at: &Path) {
+    if let Err(error) = point::detach(at, true) {
+        tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
     }
 }
 
