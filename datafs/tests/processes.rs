@@ -1,6 +1,7 @@
 //! Several processes and threads write one volume.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use millrace_datafs::{Config, Datafs, Error, Name, OpenFlags, Owner, Publish, View, VolumeSpec};
@@ -27,26 +28,43 @@ pub(crate) fn counter(view: &View) -> (Option<Vec<u8>>, u64) {
     (value, number)
 }
 
+/// Takes the next ticket, which then bears the number of who took it; returns the ticket's.
+pub(crate) fn take_ticket(view: &View, id: u64) -> u64 {
+    loop {
+        let (value, number) = counter(view);
+        let mut staged = view.stage().unwrap();
+        staged.append(&id.to_be_bytes()).unwrap();
+        let publish = Publish::new()
+            .expect_key("counter", value)
+            .put_key("counter", (number + 1).to_be_bytes().to_vec())
+            .file(format!("tickets/{number}"), staged.finish().unwrap());
+        match view.publish(publish) {
+            Ok(()) => return number,
+            Err(Error::Conflict { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// The tickets that each has taken, in order.
+pub(crate) fn tickets(view: &View) -> BTreeMap<u64, Vec<u64>> {
+    let mut taken = BTreeMap::<u64, Vec<u64>>::new();
+    for ticket in view.list("tickets").unwrap() {
+        let id = view.read_file(&format!("tickets/{}", ticket.name)).unwrap();
+        let id = u64::from_be_bytes(id.as_ref().try_into().unwrap());
+        taken.entry(id).or_default().push(ticket.name.parse().unwrap());
+    }
+    taken.values_mut().for_each(|taken| taken.sort_unstable());
+    taken
+}
+
 /// The child: takes tickets under a fence, and races for names.
 #[test]
 fn racer() {
     let Some((home, id)) = child::task() else { return };
     let (_datafs, view) = open(&home);
     for round in 0..ROUNDS {
-        loop {
-            let (value, number) = counter(&view);
-            let mut staged = view.stage().unwrap();
-            staged.append(&id.to_be_bytes()).unwrap();
-            let publish = Publish::new()
-                .expect_key("counter", value)
-                .put_key("counter", (number + 1).to_be_bytes().to_vec())
-                .file(format!("tickets/{number}"), staged.finish().unwrap());
-            match view.publish(publish) {
-                Ok(()) => break,
-                Err(Error::Conflict { .. }) => {}
-                Err(error) => panic!("{error}"),
-            }
-        }
+        take_ticket(&view, id);
         let flags = OpenFlags { exclusive: true, ..OpenFlags::READ_WRITE };
         let (name, owner) = (format!("race-{round}"), Owner { uid: 0, gid: 0 });
         match view.create(view.root(), name.as_ref(), 0o644, owner, flags) {
@@ -76,14 +94,9 @@ fn processes_share_a_volume() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
     assert_eq!(counter(&view).1, PROCESSES * ROUNDS);
-    let tickets = view.list("tickets").unwrap();
-    assert_eq!(tickets.len() as u64, PROCESSES * ROUNDS);
-    let mut taken = [0; PROCESSES as usize];
-    for ticket in tickets {
-        let id = view.read_file(&format!("tickets/{}", ticket.name)).unwrap();
-        taken[u64::from_be_bytes(id.as_ref().try_into().unwrap()) as usize] += 1;
-    }
-    assert_eq!(taken, [ROUNDS; PROCESSES as usize]);
+    let taken = tickets(&view);
+    assert_eq!(taken.len() as u64, PROCESSES);
+    assert!(taken.values().all(|taken| taken.len() as u64 == ROUNDS), "{taken:?}");
     for round in 0..ROUNDS {
         assert_eq!(view.read_file(&format!("race-{round}")).unwrap().len(), 8);
     }

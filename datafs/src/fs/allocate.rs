@@ -1,9 +1,9 @@
 //! Holes: making them, filling them, finding them.
 
 use super::content::{self, FILE_BYTES_MAX};
-use super::file::flush_inode;
+use super::file::{check_file, flush_inode};
 use super::tree;
-use super::types::{Attr, FileKind, Node};
+use super::types::{Attr, Node};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
@@ -47,7 +47,7 @@ impl View {
         }
         let inode = self.write(Durability::Relaxed, |writer| {
             let mut inode = tree::inode(writer, ino)?;
-            check_file(ino, &inode)?;
+            check_file(node, &inode)?;
             match how {
                 Allocate::Extend | Allocate::KeepSize => {}
                 Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
@@ -111,16 +111,8 @@ impl View {
         }
         self.read(node, |reader| {
             let inode = tree::inode(reader, node.ino)?;
-            check_file(node.ino, &inode)?;
+            check_file(node, &inode)?;
             find(reader, &inode)
         })
-    }
-}
-
-fn check_file(ino: u64, inode: &Inode) -> Result<()> {
-    match inode.kind {
-        FileKind::File => Ok(()),
-        FileKind::Directory => Err(Error::IsADirectory { what: format!("inode {ino}") }),
-        _ => Err(Error::Invalid(format!("inode {ino} is no regular file"))),
     }
 }

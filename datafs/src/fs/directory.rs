@@ -26,6 +26,21 @@ pub(crate) struct Page {
     pub(crate) is_last: bool,
 }
 
+impl Page {
+    /// The entries of a page that begins behind `cursor`, each with the cursor to go on from behind it: of
+    /// those that share one only the last may send the reader beyond it.
+    pub(crate) fn with_cursors(&self, cursor: u64) -> impl Iterator<Item = (&NodeEntry, Option<&Attr>, u64)> {
+        let mut before = cursor;
+        self.entries.iter().enumerate().map(move |(i, (entry, attr))| {
+            let shared = self.entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
+            if !shared {
+                before = entry.cursor;
+            }
+            (entry, attr.as_ref(), before)
+        })
+    }
+}
+
 impl View {
     /// Entries of a directory behind `cursor` (0 is the start), `.` and `..` first, in an order of
     /// their own. Go on with the cursor of the last entry; an empty answer is the end. An entry that

@@ -373,7 +373,8 @@ impl OpenFile {
     }
 }
 
-fn check_file(node: Node, inode: &Inode) -> Result<()> {
+/// Fails for what is no regular file.
+pub(super) fn check_file(node: Node, inode: &Inode) -> Result<()> {
     match inode.kind {
         // No name of the snapshot leads to it.
         _ if inode.nlink == 0 && !node.is_live() => Err(Error::not_found(format!("inode {}", node.ino))),

@@ -35,6 +35,7 @@ mod whole_directory;
 pub(crate) mod xattr;
 
 pub use allocate::Allocate;
+pub(crate) use directory::Page;
 pub use file::OpenFile;
 pub(crate) use file::ReadBuffer;
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};

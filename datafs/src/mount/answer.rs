@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fuser::{
     BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
@@ -18,7 +18,7 @@ use super::locks::Locks;
 use super::opening::Open;
 use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, OpenFlags, ReadBuffer};
+use crate::fs::{Attr, Node, OpenFlags, Page, ReadBuffer};
 use crate::metrics;
 
 /// How long the kernel may believe what it knows of a snapshot: it never changes.
@@ -35,6 +35,22 @@ const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 thread_local! {
     /// What a serving thread reads into: at most 1 MiB, the kernel's largest read.
     static READ_BUFFER: RefCell<ReadBuffer> = RefCell::default();
+}
+
+/// What the kernel asks for of a directory.
+#[derive(Debug)]
+pub(super) struct Listing {
+    pub(super) node: Node,
+    /// The handle that it is open by.
+    pub(super) number: u64,
+    /// The cursor behind which it begins.
+    pub(super) offset: u64,
+    /// Entries of a page.
+    pub(super) entries_max: usize,
+    /// With attributes.
+    pub(super) attrs: bool,
+    /// No page is begun after this.
+    pub(super) until: Option<Instant>,
 }
 
 /// The FUSE file system over a view.
@@ -238,21 +254,31 @@ impl Adapter {
         offset: u64,
         reply: &mut ReplyDirectory,
     ) -> Result<()> {
+        let listing = Listing { node, number, offset, entries_max: ENTRIES_MAX, attrs: false, until: None };
+        self.each_page(&listing, |page, cursor, _| {
+            page.with_cursors(cursor).any(|(entry, _, offset)| {
+                reply.add(self.inodes.ino(entry.node), offset, file_type(entry.kind), &entry.name)
+            })
+        })
+    }
+
+    /// Shows a directory page by page, each with the cursor that it begins behind and a moment before it was
+    /// read, until `show` returns that no more fits.
+    pub(super) fn each_page(
+        &self,
+        listing: &Listing,
+        mut show: impl FnMut(&Page, u64, u64) -> bool,
+    ) -> Result<()> {
+        let Listing { node, number, offset, entries_max, attrs, until } = *listing;
         if self.handles.is_at_end(number, offset) {
             return Ok(());
         }
         let mut cursor = offset;
         loop {
-            let page = self.handles.view.read_page(node, cursor, ENTRIES_MAX, false)?;
-            for (i, (entry, _)) in page.entries.iter().enumerate() {
-                let ino = self.inodes.ino(entry.node);
-                // Of entries that share a cursor only the last may send the reader beyond it.
-                let shared = page.entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
-                let offset = if shared { cursor } else { entry.cursor };
-                if reply.add(ino, offset, file_type(entry.kind), &entry.name) {
-                    return Ok(());
-                }
-                cursor = offset;
+            let moment = self.coherence.moment();
+            let page = self.handles.view.read_page(node, cursor, entries_max, attrs)?;
+            if show(&page, cursor, moment) {
+                return Ok(());
             }
             if let Some((last, _)) = page.entries.last() {
                 cursor = last.cursor;
@@ -260,7 +286,8 @@ impl Adapter {
             if page.is_last {
                 self.handles.ends_at(number, cursor);
             }
-            if page.is_last || page.entries.is_empty() {
+            let is_late = until.is_some_and(|until| Instant::now() >= until);
+            if page.is_last || page.entries.is_empty() || is_late {
                 return Ok(());
             }
         }

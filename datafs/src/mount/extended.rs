@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
-use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, NOT_AT_ALL, lifetime_of};
+use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
 use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
@@ -179,22 +179,14 @@ impl Adapter {
         offset: u64,
         reply: &mut ReplyDirectoryPlus,
     ) -> Result<()> {
-        if self.handles.is_at_end(number, offset) {
-            return Ok(());
-        }
-        let mut cursor = offset;
         let names_kept = !self.handles.view.is_snapshots_dir(node);
-        let begin = Instant::now();
-        loop {
-            let moment = self.coherence.moment();
-            let page = self.handles.view.read_page(node, cursor, ENTRIES_PLUS_MAX, true)?;
+        let until = (offset == 0).then(|| Instant::now() + FIRST_ENTRIES_MAX);
+        let listing = Listing { node, number, offset, entries_max: ENTRIES_PLUS_MAX, attrs: true, until };
+        self.each_page(&listing, |page, cursor, moment| {
             let mut answering = (names_kept && node.is_live()).then(|| self.coherence.answering(moment));
-            for (i, (entry, attr)) in page.entries.iter().enumerate() {
+            for (entry, attr, offset) in page.with_cursors(cursor) {
                 let Some(attr) = attr else { continue };
                 let ino = self.inodes.ino(entry.node);
-                // Of entries that share a cursor only the last may send the reader beyond it.
-                let shared = page.entries.get(i + 1).is_some_and(|(next, _)| next.cursor == entry.cursor);
-                let offset = if shared { cursor } else { entry.cursor };
                 // The kernel takes no note of these two.
                 let dots = entry.name == "." || entry.name == "..";
                 let lifetime = match &mut answering {
@@ -208,22 +200,11 @@ impl Adapter {
                     if attr.node.is_live() && names_kept && !dots {
                         self.coherence.forget(attr.node, 1);
                     }
-                    return Ok(());
+                    return true;
                 }
-                cursor = offset;
             }
-            drop(answering);
-            if let Some((last, _)) = page.entries.last() {
-                cursor = last.cursor;
-            }
-            if page.is_last {
-                self.handles.ends_at(number, cursor);
-            }
-            let is_late = offset == 0 && begin.elapsed() >= FIRST_ENTRIES_MAX;
-            if page.is_last || page.entries.is_empty() || is_late {
-                return Ok(());
-            }
-        }
+            false
+        })
     }
 }
 

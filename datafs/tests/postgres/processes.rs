@@ -8,11 +8,11 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use millrace_datafs::{Config, Datafs, Error, OpenFlags, Owner, Publish, View};
+use millrace_datafs::{Config, Datafs, OpenFlags, Owner, View};
 
 use super::server::Server;
 use crate::child;
-use crate::processes::counter;
+use crate::processes::{counter, take_ticket, tickets};
 
 /// Where a child finds its server.
 pub(super) const URL: &str = "MILLRACE_TEST_META_URL";
@@ -64,20 +64,7 @@ fn writer() {
                 say("synced", round);
             }
         }
-        loop {
-            let (value, number) = counter(&view);
-            let mut staged = view.stage().unwrap();
-            staged.append(&id.to_be_bytes()).unwrap();
-            let publish = Publish::new()
-                .expect_key("counter", value)
-                .put_key("counter", (number + 1).to_be_bytes().to_vec())
-                .file(format!("tickets/{number}"), staged.finish().unwrap());
-            match view.publish(publish) {
-                Ok(()) => break say("ticket", number),
-                Err(Error::Conflict { .. }) => {}
-                Err(error) => panic!("{error}"),
-            }
-        }
+        say("ticket", take_ticket(&view, id));
     }
     say("done", id);
 }
@@ -134,18 +121,12 @@ fn writers_survive_restarts_and_crashes_of_the_server() {
 
     let (_own, view) = view(home.path(), &server.url());
     let count = counter(&view).1;
-    let mut tickets = BTreeMap::<u64, Vec<u64>>::new();
-    for ticket in view.list("tickets").unwrap() {
-        let id = view.read_file(&format!("tickets/{}", ticket.name)).unwrap();
-        let id = u64::from_be_bytes(id.as_ref().try_into().unwrap());
-        tickets.entry(id).or_default().push(ticket.name.parse().unwrap());
-    }
+    let mut tickets = tickets(&view);
     assert_eq!(tickets.values().map(Vec::len).sum::<usize>() as u64, count, "no number twice, none left out");
     for (id, heard) in &heard {
         let told = |word: &str| heard.iter().filter(|(w, _)| w == word).map(|(_, n)| *n).collect::<Vec<_>>();
         let killed = *id == 0;
-        let mut taken = tickets.remove(id).unwrap();
-        taken.sort_unstable();
+        let taken = tickets.remove(id).unwrap();
         let answered = told("ticket");
         if killed {
             // It may have died before it could say so.
