@@ -190,7 +190,11 @@ async fn infer_with(
     let inputs = ordered(&signature.inputs, request.inputs)?;
     let extent = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
-    let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) { extent } else { 0 };
+    let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) {
+        extent
+    } else {
+        0
+    };
     let ran = model.pool.run(Work { inputs, outputs, rows, queued: Instant::now() }).await?;
     let times = ran.times;
     let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();

@@ -60,7 +60,9 @@ async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, F
     if content.trim_ascii().is_empty() {
         return Ok(T::default());
     }
+    // An object first: of itself a list would do as well, its elements taken for the fields in order.
     serde_json::from_slice(&content)
+        .and_then(|object: Map<String, Value>| T::deserialize(Value::Object(object)))
         .map_err(|error| InferError::invalid(format!("the body is not what this call takes: {error}")).into())
 }
 

@@ -5,9 +5,7 @@ use crate::tensor::{Data, Tensor};
 /// Calls a macro with the names of all datatypes.
 macro_rules! with_datatypes {
     ($then:ident) => {
-        $then!(
-            Bool, Uint8, Uint16, Uint32, Uint64, Int8, Int16, Int32, Int64, Fp16, Bf16, Fp32, Fp64, Bytes
-        )
+        $then!(Bool, Uint8, Uint16, Uint32, Uint64, Int8, Int16, Int32, Int64, Fp16, Bf16, Fp32, Fp64, Bytes)
     };
 }
 
@@ -86,7 +84,8 @@ mod tests {
             let data = Data::Bytes(texts.iter().map(|text| Bytes::from_static(text.as_bytes())).collect());
             Tensor::new("t", vec![texts.len() as i64], data).unwrap()
         };
-        let bools = |bits: &[bool]| Tensor::new("b", vec![bits.len() as i64], Data::Bool(bits.to_vec())).unwrap();
+        let bools =
+            |bits: &[bool]| Tensor::new("b", vec![bits.len() as i64], Data::Bool(bits.to_vec())).unwrap();
         for parts in [
             vec![fp32(1, 0.0), fp32(2, 10.0), fp32(1, 90.0)],
             vec![texts(&["a", ""]), texts(&["ccc"])],

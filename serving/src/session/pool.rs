@@ -157,7 +157,9 @@ impl Pool {
                 in_place(&self.shared, || lease.run(work))
             }
             // Whoever took this request along broke off.
-            Err(_) => Err(InferError::internal("the run that this request was part of ended without an answer")),
+            Err(_) => {
+                Err(InferError::internal("the run that this request was part of ended without an answer"))
+            }
         }
     }
 
@@ -346,7 +348,10 @@ impl Lease {
         for output in outputs {
             let name = output.name.clone();
             let Some(split) = split(output, &rows) else {
-                tracing::warn!(output = name, "rows do not come out as they went in: requests run one by one");
+                tracing::warn!(
+                    output = name,
+                    "rows do not come out as they went in: requests run one by one"
+                );
                 self.shared.keeps_rows.store(false, Ordering::Relaxed);
                 return None;
             };
@@ -359,7 +364,8 @@ impl Lease {
 
     fn run_inputs(&mut self, inputs: &[&Tensor], work: &Work) -> Result<(Vec<Tensor>, Times), InferError> {
         let session = self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
-        let outputs: Vec<&TensorSpec> = work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
+        let outputs: Vec<&TensorSpec> =
+            work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
         self.shared.took(&times);
         Ok((tensors, times))
@@ -370,7 +376,8 @@ impl Lease {
 fn in_place<T>(shared: &Shared, run: impl FnOnce() -> T) -> T {
     use tokio::runtime::{Handle, RuntimeFlavor};
     let slow = shared.run_micros.load(Ordering::Relaxed) > INLINE_MICROS_MAX;
-    let has_others = || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
+    let has_others =
+        || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
     if slow && has_others() { tokio::task::block_in_place(run) } else { run() }
 }
 

@@ -116,11 +116,12 @@ fn row(spec: &TensorSpec, extent: i64, seed: u64) -> Option<Tensor> {
 
 fn are_close(a: &Data, b: &Data) -> bool {
     let close = |a: Vec<f64>, b: Vec<f64>| {
-        let largest = a.iter().chain(&b).filter(|value| value.is_finite()).fold(0.0, |most: f64, v| most.max(v.abs()));
+        let largest =
+            a.iter().chain(&b).filter(|value| value.is_finite()).fold(0.0, |most: f64, v| most.max(v.abs()));
         a.len() == b.len()
-            && a.iter().zip(&b).all(|(a, b)| {
-                a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= TOLERANCE * largest
-            })
+            && a.iter()
+                .zip(&b)
+                .all(|(a, b)| a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= TOLERANCE * largest)
     };
     let floats = |data: &Data| -> Option<Vec<f64>> {
         match data {

@@ -1,9 +1,9 @@
 //! Requests that wait run together: each gets its own answer, and only those that may.
 
+use millrace_serving::Config;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::Config;
 
 use crate::support::*;
 
@@ -95,7 +95,8 @@ async fn a_run_has_no_more_rows_than_it_may() {
         let sizes: Vec<u64> = statistics.batch_stats.iter().map(|size| size.batch_size).collect();
         assert!(sizes.iter().all(|size| *size <= largest || *size == 9), "{rows_max}: {sizes:?}");
         let mut client = server.triton().await;
-        let config = client.model_config(pb::ModelConfigRequest { name: "slow".into(), ..Default::default() });
+        let config =
+            client.model_config(pb::ModelConfigRequest { name: "slow".into(), ..Default::default() });
         let config = config.await.unwrap().into_inner().config.unwrap();
         assert_eq!(config.scheduling_choice.is_some(), rows_max > 1);
         server.stop().await;
@@ -119,7 +120,9 @@ async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
         for (input, answer) in inputs.iter().zip(ask_all(&server, model, &inputs).await) {
             let (first, second) = fp32(&input.data).split_at(FEATURES);
             let expected: Vec<f32> = match model {
-                "steps" => first.iter().copied().chain(first.iter().zip(second).map(|(a, b)| a + b)).collect(),
+                "steps" => {
+                    first.iter().copied().chain(first.iter().zip(second).map(|(a, b)| a + b)).collect()
+                }
                 _ => second.iter().chain(first).copied().collect(),
             };
             assert_eq!(fp32(&answer.data), expected, "{model}");
@@ -225,7 +228,9 @@ async fn requests_may_wait_for_others_to_run_with() {
     for seed in 0.. {
         assert!(seed < 1_000, "the last ones were never answered");
         let mut client = server.client().await;
-        requests.spawn(async move { client.infer("slow", None, vec![slow_rows(1, seed)], Form::Raw).await.unwrap() });
+        requests.spawn(async move {
+            client.infer("slow", None, vec![slow_rows(1, seed)], Form::Raw).await.unwrap()
+        });
         let all = async { while requests.join_next().await.is_some() {} };
         let done = tokio::time::timeout(std::time::Duration::from_millis(50), all).await.is_ok();
         if done && large.is_finished() && seed >= 16 {

@@ -2,17 +2,18 @@
 //! handler around one session behind a mutex. Ignored by default; run with
 //! `cargo test -p millrace-serving --test serving -- --ignored --nocapture measure`.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_serving::client::Client;
 use millrace_serving::runtime::Runtime;
 use millrace_serving::tensor::Data;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::wire::inference::grpc_inference_service_server::{
-    GrpcInferenceService, GrpcInferenceServiceServer,
-};
 use ort::session::Session;
 use ort::value::TensorRef;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
+use tonic::server::{NamedService, UnaryService};
 use tonic::{Request, Response, Status};
 
 use crate::support::*;
@@ -66,44 +67,35 @@ async fn rate(address: &str, clients: usize) -> f64 {
     counts.iter().sum::<u64>() as f64 / start.elapsed().as_secs_f64()
 }
 
-struct Bare(parking_lot::Mutex<Session>);
+/// A handler of the one call that does nothing else; made by hand, as the rest of the service is not needed.
+#[derive(Clone)]
+struct Bare(Arc<parking_lot::Mutex<Session>>);
 
-#[tonic::async_trait]
-impl GrpcInferenceService for Bare {
-    async fn server_live(
-        &self,
-        _: Request<pb::ServerLiveRequest>,
-    ) -> Result<Response<pb::ServerLiveResponse>, Status> {
-        Err(Status::unimplemented("control"))
+impl NamedService for Bare {
+    const NAME: &'static str = "inference.GRPCInferenceService";
+}
+
+impl Service<http::Request<Body>> for Bare {
+    type Response = http::Response<Body>;
+    type Error = std::convert::Infallible;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
     }
-    async fn server_ready(
-        &self,
-        _: Request<pb::ServerReadyRequest>,
-    ) -> Result<Response<pb::ServerReadyResponse>, Status> {
-        Err(Status::unimplemented("control"))
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let bare = self.clone();
+        let mut grpc = tonic::server::Grpc::new(tonic_prost::ProstCodec::default());
+        Box::pin(async move { Ok(grpc.unary(bare, request).await) })
     }
-    async fn model_ready(
-        &self,
-        _: Request<pb::ModelReadyRequest>,
-    ) -> Result<Response<pb::ModelReadyResponse>, Status> {
-        Err(Status::unimplemented("control"))
-    }
-    async fn server_metadata(
-        &self,
-        _: Request<pb::ServerMetadataRequest>,
-    ) -> Result<Response<pb::ServerMetadataResponse>, Status> {
-        Err(Status::unimplemented("control"))
-    }
-    async fn model_metadata(
-        &self,
-        _: Request<pb::ModelMetadataRequest>,
-    ) -> Result<Response<pb::ModelMetadataResponse>, Status> {
-        Err(Status::unimplemented("control"))
-    }
-    async fn model_infer(
-        &self,
-        request: Request<pb::ModelInferRequest>,
-    ) -> Result<Response<pb::ModelInferResponse>, Status> {
+}
+
+impl UnaryService<pb::ModelInferRequest> for Bare {
+    type Response = pb::ModelInferResponse;
+    type Future = std::future::Ready<Result<Response<pb::ModelInferResponse>, Status>>;
+
+    fn call(&mut self, request: Request<pb::ModelInferRequest>) -> Self::Future {
         let request = request.into_inner();
         let raw = &request.raw_input_contents[0];
         let values: Vec<f32> =
@@ -115,7 +107,7 @@ impl GrpcInferenceService for Bare {
             .unwrap();
         let (shape, logits) = outputs["logits"].try_extract_tensor::<f32>().unwrap();
         let raw: Vec<u8> = logits.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Ok(Response::new(pb::ModelInferResponse {
+        std::future::ready(Ok(Response::new(pb::ModelInferResponse {
             model_name: request.model_name,
             model_version: "1".into(),
             outputs: vec![pb::model_infer_response::InferOutputTensor {
@@ -126,7 +118,7 @@ impl GrpcInferenceService for Bare {
             }],
             raw_output_contents: vec![raw.into()],
             ..Default::default()
-        }))
+        })))
     }
 }
 
@@ -169,7 +161,7 @@ async fn measure() {
     let ours = server.serving.addresses().grpc.to_string();
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let bare = listener.local_addr().unwrap().to_string();
-    let service = GrpcInferenceServiceServer::new(Bare(parking_lot::Mutex::new(session())));
+    let service = Bare(Arc::new(parking_lot::Mutex::new(session())));
     let incoming = tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
     let control =
         tokio::spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming));

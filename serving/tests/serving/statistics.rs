@@ -49,7 +49,10 @@ async fn a_configuration_says_what_is_served() {
     let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &mlp.scheduling_choice else {
         panic!("{mlp:?}");
     };
-    assert_eq!((batching.max_queue_delay_microseconds, batching.preferred_batch_size.as_slice()), (70, &[4, 8][..]));
+    assert_eq!(
+        (batching.max_queue_delay_microseconds, batching.preferred_batch_size.as_slice()),
+        (70, &[4, 8][..])
+    );
 
     let fixed = of("fixed", "2").await.unwrap();
     assert_eq!((fixed.max_batch_size, &fixed.input[0].dims), (0, &vec![2, 3]));
