@@ -17,6 +17,9 @@ mod turns;
 
 use figure::Figure;
 
+/// What the generated table is marked with.
+const COMMAND: &str = "make bench";
+
 fn main() {
     let mut areas = Vec::new();
     let mut write = None;
@@ -37,6 +40,9 @@ fn main() {
     if let Some(unknown) = areas.iter().find(|area| !all.iter().any(|(name, _)| name == area)) {
         panic!("no area {unknown}: there are ingest, feed, trainer and serving");
     }
+    if let Some(file) = &write {
+        figure::parts(std::path::Path::new(file), COMMAND);
+    }
     let mut figures = Vec::new();
     for (name, bench) in all {
         if areas.is_empty() || areas.iter().any(|area| area == name) {
@@ -47,6 +53,6 @@ fn main() {
         }
     }
     if let Some(file) = write {
-        figure::write(std::path::Path::new(&file), "make bench", &figures);
+        figure::write(std::path::Path::new(&file), COMMAND, &figures);
     }
 }

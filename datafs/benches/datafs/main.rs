@@ -65,6 +65,9 @@ const GROUPS: &[Group] = &[
     Group { figures: huge::FIGURES, run: huge::run },
 ];
 
+/// What the generated table is marked with.
+const COMMAND: &str = "make bench-datafs";
+
 fn main() {
     let mut asked = Asked::default();
     let mut write = None;
@@ -83,6 +86,12 @@ fn main() {
         let known = GROUPS.iter().flat_map(|group| group.figures).any(|(figure, _)| figure.starts_with(name));
         assert!(known, "no figure begins with {name}: --help lists them");
     }
+    // Cargo runs this in the folder of the crate; paths are meant from that of the workspace.
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let write = write.map(|file| workspace.join(file));
+    if let Some(file) = &write {
+        figure::parts(file, COMMAND);
+    }
     let mut figures = Vec::new();
     for group in GROUPS.iter().filter(|group| asked.wants_any(group.figures)) {
         (group.run)(&asked, &mut |figure| {
@@ -93,9 +102,7 @@ fn main() {
         });
     }
     if let Some(file) = write {
-        // Cargo runs this in the folder of the crate; paths are meant from that of the workspace.
-        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        figure::write(&workspace.join(file), "make bench-datafs", &figures);
+        figure::write(&file, COMMAND, &figures);
     }
 }
 
