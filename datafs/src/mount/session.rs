@@ -92,9 +92,9 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let mut opening = opening::decide(&view, options.open)?;
     let source = view.spec().to_string();
     let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
-    let device_fd = point::attach(&at, &attach)?;
     // Told apart from other mounts of the volume, and from what this process does beside it.
     let handles = Arc::new(Handles::new(view.as_writer()?));
+    let device_fd = point::attach(&at, &attach)?;
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
     let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
     let watch = Arc::new(Watch::new(&source, &at, &handles));

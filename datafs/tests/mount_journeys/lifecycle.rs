@@ -3,13 +3,16 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use millrace_datafs::mount::{self, MountOptions};
 use millrace_datafs::{Config, Datafs, Error};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::{Home, errno, eventually, mount_of, names, pattern};
+use crate::child;
 
 #[test]
 fn a_full_disk_is_said_so_and_loses_nothing_old() {
@@ -144,6 +147,49 @@ fn mounts_until_killed() {
     println!("is mounted");
     io::stdout().flush().unwrap();
     let _ = io::stdin().read_line(&mut String::new());
+}
+
+/// Descriptors beyond those that are open already with which a mount works, whatever it needs.
+const DESCRIPTORS_ENOUGH: u64 = 60;
+
+#[test]
+fn a_mount_that_fails_half_way_leaves_nothing_mounted() {
+    let Some(home) = Home::new() else { return };
+    let function = "mount_journeys::lifecycle::mounts_with_few_descriptors";
+    let output = child::command(function, home.dir.path(), 0).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Not a test of its own: the process whose limit the test above lowers. Each mount gets one step further
+/// before it has no descriptor left.
+#[test]
+fn mounts_with_few_descriptors() {
+    let Some((dir, _)) = child::task() else { return };
+    let at = dir.join("mnt-starved");
+    let is_mounted = || fs::read_to_string("/proc/self/mountinfo").unwrap().contains("mnt-starved");
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    for spare in 0..DESCRIPTORS_ENOUGH {
+        let config = Config { gc_interval_ms: 0, ..Config::default() };
+        let datafs = Datafs::open(&dir.join("home"), &config).unwrap();
+        let view = datafs.view(&"data".parse().unwrap()).unwrap();
+        let open = fs::read_dir("/proc/self/fd").unwrap();
+        let highest = open.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<i32>().ok()).max().unwrap();
+        // No number below the limit is free but the spare ones.
+        let fill = || File::open("/dev/null").unwrap();
+        let _filled: Vec<File> =
+            std::iter::repeat_with(fill).take_while(|f| f.as_raw_fd() <= highest).collect();
+        setrlimit(Resource::RLIMIT_NOFILE, highest as u64 + 1 + spare, hard).unwrap();
+        let mounted = mount::mount(view, &at, MountOptions { threads: 1, ..MountOptions::default() });
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        match mounted {
+            Ok(mount) => {
+                assert!(spare > 3, "only {spare} mounts have failed");
+                return mount.unmount().unwrap();
+            }
+            Err(error) => assert!(!is_mounted(), "with {spare}: {error}"),
+        }
+    }
+    panic!("{DESCRIPTORS_ENOUGH} descriptors are not enough");
 }
 
 #[test]
