@@ -53,6 +53,9 @@ pub struct Config {
     pub drain_ms_max: u64,
     /// How requests that wait run together.
     pub batching: Batching,
+    /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
+    /// or `*` for all; none when empty.
+    pub cors_origins: Vec<String>,
     /// Bounds on requests and models.
     pub limits: Limits,
     /// Topic-to-topic inference.
@@ -78,6 +81,7 @@ impl Default for Config {
             trace_directory: None,
             drain_ms_max: 10_000,
             batching: Batching::default(),
+            cors_origins: Vec::new(),
             limits: Limits::default(),
             pipes: Vec::new(),
         }
@@ -132,7 +136,7 @@ impl Default for Batching {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
-    /// Largest request message, in bytes.
+    /// Largest request message, in bytes, compressed or not.
     pub message_bytes_max: usize,
     /// Largest model version, in bytes.
     pub model_bytes_max: u64,
@@ -142,6 +146,11 @@ pub struct Limits {
     pub waiting_bytes_max: usize,
     /// Newest versions of a model that are loaded.
     pub versions_max: usize,
+    /// Connections that may be open on each port; more are told so and closed.
+    pub connections_max: usize,
+    /// How long a client may keep a connection without a request, stop within one, or not take its
+    /// answer, in milliseconds. Over HTTP/2 and gRPC a client that answers pings may be idle for longer.
+    pub stalled_ms_max: u64,
 }
 
 impl Default for Limits {
@@ -152,6 +161,22 @@ impl Default for Limits {
             requests_waiting_max: 1024,
             waiting_bytes_max: 256 << 20,
             versions_max: 16,
+            connections_max: 1024,
+            stalled_ms_max: 60_000,
+        }
+    }
+}
+
+impl Limits {
+    /// Refuses bounds under which nothing could be answered.
+    pub(crate) fn check(&self) -> crate::error::Result<()> {
+        let zero =
+            [("connections_max", self.connections_max == 0), ("stalled_ms_max", self.stalled_ms_max == 0)];
+        match zero.into_iter().find(|(_, zero)| *zero) {
+            Some((name, _)) => Err(crate::error::Error::Config {
+                reason: format!("limits.{name} is 0: at least 1 is needed to answer anything"),
+            }),
+            None => Ok(()),
         }
     }
 }

@@ -139,9 +139,9 @@ pub enum InferError {
         reason: String,
     },
     /// The request is larger than the server takes.
-    #[error("the message has {bytes} bytes, the limit is {bytes_max} (limits.message_bytes_max)")]
+    #[error("the message has at least {bytes} bytes, the limit is {bytes_max} (limits.message_bytes_max)")]
     TooLarge {
-        /// Size of the message.
+        /// Size of the message, without compression, as far as it is known.
         bytes: u64,
         /// The limit.
         bytes_max: u64,

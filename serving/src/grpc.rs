@@ -3,8 +3,15 @@
 
 mod control;
 
+mod messages;
+
+pub(crate) use messages::Messages;
+
+use tonic::codec::CompressionEncoding::{Deflate, Gzip};
 use tonic::{Code, Request, Response, Status};
 
+use crate::access::{self, Logged};
+use crate::config::Limits;
 use crate::control::Controls;
 use crate::error::InferError;
 use crate::infer::{self, Inference, parse_version};
@@ -43,15 +50,20 @@ impl From<InferError> for Status {
     }
 }
 
-/// The service for a tonic server. Requests above `message_bytes_max` are refused while they are read.
+/// The service for a tonic server. Messages above the limit are refused while they are read.
 pub(crate) fn service(
     inference: Inference,
     controls: Controls,
-    message_bytes_max: usize,
-) -> GrpcInferenceServiceServer<Service> {
-    GrpcInferenceServiceServer::new(Service { inference, controls })
-        .max_decoding_message_size(message_bytes_max)
+    limits: &Limits,
+) -> Logged<Messages<GrpcInferenceServiceServer<Service>>> {
+    let service = GrpcInferenceServiceServer::new(Service { inference, controls })
+        .max_decoding_message_size(limits.message_bytes_max)
         .max_encoding_message_size(usize::MAX)
+        .accept_compressed(Gzip)
+        .accept_compressed(Deflate)
+        .send_compressed(Gzip)
+        .send_compressed(Deflate);
+    Logged::new(Messages::new(service, *limits), None)
 }
 
 #[derive(Debug)]
@@ -138,8 +150,11 @@ impl GrpcInferenceService for Service {
         let id = std::mem::take(&mut request.id);
         let model = self.find(&request.model_name, &request.model_version)?;
         let (response, form) = self.inference.answer(&model, || decode(request)).await?;
-        let message = write_response(&response.model, response.version, id, response.outputs, form);
-        Ok(Response::new(message))
+        let version = response.version;
+        let message = write_response(&response.model, version, id, response.outputs, form);
+        let mut reply = Response::new(message);
+        access::note(reply.extensions_mut(), model.name(), version);
+        Ok(reply)
     }
 
     async fn model_config(

@@ -263,10 +263,11 @@ fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
             expected => expected == found,
         });
     if !fits {
-        let shown: Vec<_> = input.shape.iter().take(16).collect();
         return Err(InferError::invalid(format!(
-            "input {:?} has shape {shown:?}, the model takes {:?} (-1: any extent from 1 on)",
-            spec.name, spec.shape
+            "input {:?} has shape {}, the model takes {:?} (-1: any extent from 1 on)",
+            spec.name,
+            crate::tensor::shown(&input.shape),
+            spec.shape
         )));
     }
     let count = crate::tensor::element_count(&input.name, &input.shape)?;
@@ -309,7 +310,12 @@ pub(crate) fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
     if text.is_empty() {
         return Ok(None);
     }
-    text.parse().ok().filter(|version| *version > 0).map(Some).ok_or_else(|| {
-        InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
-    })
+    // One spelling for each version, as in the repository: no sign, no leading zeros.
+    text.parse()
+        .ok()
+        .filter(|version: &u64| *version > 0 && version.to_string() == text)
+        .map(Some)
+        .ok_or_else(|| {
+            InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
+        })
 }

@@ -15,6 +15,7 @@
 //! - a request is checked against the signature before ONNX Runtime sees it, with checked arithmetic, so
 //!   no request can make it read beyond a buffer;
 //! - a device that was asked for is used or refused, never replaced;
+//! - no bytes that a client can send are answered as INTERNAL or 500, and limits hold after decompression;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
 //!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so
@@ -40,9 +41,13 @@
 //! # }
 //! ```
 
+mod access;
 mod blocking;
 pub mod client;
+mod codec;
+mod compression;
 pub mod config;
+mod connections;
 mod control;
 pub mod error;
 mod grpc;

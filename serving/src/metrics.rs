@@ -82,6 +82,19 @@ pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
 pub static IN_FLIGHT: LazyLock<IntGauge> =
     LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
 
+/// Open connections, by service.
+pub static CONNECTIONS: LazyLock<IntGaugeVec> =
+    LazyLock::new(|| gauge_vec("millrace_serving_open_connections", "Open connections", &["service"]));
+
+/// Connections that were refused because too many were open, by service.
+pub static CONNECTIONS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_refused_connections_total",
+        "Connections refused because too many were open",
+        &["service"],
+    )
+});
+
 /// Model versions by state, `ready` or `failed`.
 pub static MODELS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"]));

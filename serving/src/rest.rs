@@ -2,25 +2,33 @@
 //! one place where errors become HTTP statuses.
 
 mod body;
+mod compression;
 mod control;
+mod cors;
 mod elements;
 mod output;
 
 pub(crate) use elements::Elements;
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::extract::{FromRequestParts, Path, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use serde_json::json;
 
+use crate::access;
+use crate::config::{Config, Limits};
 use crate::control::Controls;
-use crate::error::{InferError, quote};
+use crate::error::{InferError, Result, quote};
 use crate::grpc::{PLATFORM, SERVER_NAME};
 use crate::infer::{Inference, parse_version};
 
@@ -31,13 +39,18 @@ pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
 struct App {
     inference: Inference,
     controls: Controls,
-    message_bytes_max: usize,
+    limits: Limits,
 }
 
-/// The routes. Bodies above `message_bytes_max` are refused while they are read.
-pub(crate) fn router(inference: Inference, controls: Controls, message_bytes_max: usize) -> Router {
+/// The routes. Bodies above the limit are refused while they are read.
+///
+/// # Errors
+/// [`crate::Error::Config`] when `cors_origins` has what is no origin.
+pub(crate) fn router(inference: Inference, controls: Controls, config: &Config) -> Result<Router> {
+    let origins = cors::Origins::new(&config.cors_origins)?;
+    let app = App { inference, controls, limits: config.limits };
     let version = "/v2/models/{model}/versions/{version}";
-    Router::new()
+    let routes = Router::new()
         .route("/v2", get(server_metadata))
         .route("/v2/", get(server_metadata))
         .route("/v2/health/live", get(server_live))
@@ -51,7 +64,12 @@ pub(crate) fn router(inference: Inference, controls: Controls, message_bytes_max
         .merge(control::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(App { inference, controls, message_bytes_max })
+        .layer(from_fn_with_state(app.clone(), compression::translate))
+        .with_state(app);
+    Ok(match origins {
+        Some(origins) => routes.layer(from_fn_with_state(origins, cors::answer)),
+        None => routes,
+    })
 }
 
 /// An error as this protocol answers it: a status and `{"error": …}`.
@@ -79,7 +97,12 @@ impl From<InferError> for Failure {
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
-        (self.status, Json(json!({ "error": self.reason }))).into_response()
+        let mut response = (self.status, Json(json!({ "error": self.reason }))).into_response();
+        if self.status == StatusCode::UNSUPPORTED_MEDIA_TYPE {
+            let known = HeaderValue::from_static("gzip, deflate, identity");
+            response.headers_mut().insert(header::ACCEPT_ENCODING, known);
+        }
+        response
     }
 }
 
@@ -89,6 +112,22 @@ struct Target {
     model: String,
     #[serde(default)]
     version: Option<String>,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Target {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Target, Failure> {
+        match Path::<Target>::from_request_parts(parts, state).await {
+            Ok(Path(target)) => Ok(target),
+            Err(error) => Err(InferError::invalid(format!(
+                "the path {} names no model: {}",
+                quote(parts.uri.path()),
+                error.body_text()
+            ))
+            .into()),
+        }
+    }
 }
 
 impl Target {
@@ -102,12 +141,21 @@ impl Target {
     }
 }
 
-async fn unknown_path() -> Failure {
-    Failure { status: StatusCode::NOT_FOUND, reason: "there is nothing at this path".into() }
+async fn unknown_path(uri: Uri) -> Failure {
+    let reason = format!(
+        "there is nothing at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…",
+        quote(uri.path())
+    );
+    Failure { status: StatusCode::NOT_FOUND, reason }
 }
 
-async fn wrong_method() -> Failure {
-    Failure { status: StatusCode::METHOD_NOT_ALLOWED, reason: "this path does not take this method".into() }
+async fn wrong_method(method: Method, uri: Uri) -> Failure {
+    let reason = format!(
+        "{} does not take {}: the allow header of this reply says what it takes",
+        quote(uri.path()),
+        quote(method.as_str())
+    );
+    Failure { status: StatusCode::METHOD_NOT_ALLOWED, reason }
 }
 
 async fn server_metadata(State(app): State<App>) -> Response {
@@ -132,7 +180,7 @@ fn status_of(ready: bool) -> StatusCode {
     if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-async fn model_ready(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
     let name = match app.inference.repository().get(&target.model, target.version()?) {
         Ok(model) => model.name().to_owned(),
@@ -141,7 +189,7 @@ async fn model_ready(State(app): State<App>, Path(target): Path<Target>) -> Resu
     Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
-async fn model_metadata(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let model = app.inference.find(&target.model, target.version()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
@@ -158,19 +206,20 @@ async fn model_metadata(State(app): State<App>, Path(target): Path<Target>) -> R
 
 async fn infer(
     State(app): State<App>,
-    Path(target): Path<Target>,
+    target: Target,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Failure> {
     let _entered = app.inference.enter()?;
     let version = target.version()?;
-    check_encoding(&headers)?;
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;
-    let body = read(body, &headers, app.message_bytes_max).await?;
+    let body = read(body, &headers, &app.limits).await?;
     let (response, reply) = app.inference.answer(&model, || body::decode(&body, header_length)).await?;
+    let version = response.version;
     let (json_length, body) = body::encode(response, &reply)?;
     let mut response = Response::new(Body::from(body));
+    access::note(response.extensions_mut(), model.name(), version);
     let content_type = match json_length {
         None => HeaderValue::from_static("application/json"),
         Some(length) => {
@@ -182,30 +231,29 @@ async fn infer(
     Ok(response)
 }
 
-fn check_encoding(headers: &HeaderMap) -> Result<(), Failure> {
-    match headers.get(header::CONTENT_ENCODING).map(HeaderValue::to_str) {
-        None | Some(Ok("" | "identity")) => Ok(()),
-        Some(encoding) => Err(Failure {
-            status: StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            reason: format!(
-                "content encoding {} is not supported: send the body as it is",
-                quote(encoding.unwrap_or("that is not text"))
-            ),
-        }),
+fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
+    let mut values = headers.get_all(HEADER_LENGTH).iter();
+    let Some(value) = values.next() else {
+        return Ok(None);
+    };
+    if values.next().is_some() {
+        return Err(InferError::invalid("Inference-Header-Content-Length is there twice"));
+    }
+    let text = String::from_utf8_lossy(value.as_bytes());
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    match text.parse() {
+        Ok(length) if digits => Ok(Some(length)),
+        _ => Err(InferError::invalid(format!(
+            "Inference-Header-Content-Length is {}, the number of bytes of the JSON is expected",
+            quote(&text)
+        ))),
     }
 }
 
-fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
-    let Some(value) = headers.get(HEADER_LENGTH) else {
-        return Ok(None);
-    };
-    let length = value.to_str().ok().and_then(|text| text.parse().ok());
-    length
-        .map(Some)
-        .ok_or_else(|| InferError::invalid("Inference-Header-Content-Length is not a number of bytes"))
-}
-
-async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes, Failure> {
+/// Reads a body up to the limit, from a client that keeps sending.
+async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes, Failure> {
+    let bytes_max = limits.message_bytes_max;
+    let stalled = Duration::from_millis(limits.stalled_ms_max);
     let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
     let announced = headers
         .get(header::CONTENT_LENGTH)
@@ -216,9 +264,22 @@ async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes
     }
     let mut stream = body.into_data_stream();
     let mut content = BytesMut::new();
-    while let Some(chunk) = stream.next().await {
-        let chunk = chunk
-            .map_err(|error| Failure::from(InferError::invalid(format!("the body broke off: {error}"))))?;
+    loop {
+        let chunk = match tokio::time::timeout(stalled, stream.next()).await {
+            Ok(Some(Ok(chunk))) => chunk,
+            Ok(Some(Err(error))) => {
+                return Err(InferError::invalid(format!("the body broke off: {error}")).into());
+            }
+            Ok(None) => return Ok(content.freeze()),
+            Err(_) => {
+                let waited = limits.stalled_ms_max;
+                let reason = format!(
+                    "nothing came for {waited} ms after {} bytes of the body (limits.stalled_ms_max)",
+                    content.len()
+                );
+                return Err(Failure { status: StatusCode::REQUEST_TIMEOUT, reason });
+            }
+        };
         let bytes = content.len().saturating_add(chunk.len());
         if bytes > bytes_max {
             return Err(too_large(bytes as u64).into());
@@ -228,5 +289,4 @@ async fn read(body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Bytes
         }
         content.extend_from_slice(&chunk);
     }
-    Ok(content.freeze())
 }

@@ -7,13 +7,15 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::header;
 use axum::routing::get;
+use futures::stream;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 
-use crate::config::Config;
+use crate::access::Logged;
+use crate::config::{Config, Limits};
+use crate::connections::{HEAD_BYTES_MAX, Listener, STREAMS_MAX, serve_http};
 use crate::control::Controls;
 use crate::error::{Error, Result};
 use crate::infer::Inference;
@@ -82,7 +84,8 @@ impl Serving {
 /// (at most `drain_ms_max`), then the listeners close and [`Serving::join`] returns.
 ///
 /// # Errors
-/// [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on afterwards.
+/// [`Error::Config`] for a limit of 0 and for what is no origin; [`Error::Bind`] when a port is taken;
+/// what [`Repository::open`] says. Nothing runs on afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
 }
@@ -104,6 +107,7 @@ pub async fn serve_with(
     deps: Deps,
     cancel: CancellationToken,
 ) -> Result<Serving> {
+    config.limits.check()?;
     if let Some(directory) = config.trace_directory.as_deref().filter(|path| !path.is_dir()) {
         let reason = format!("trace_directory {} is not a folder", directory.display());
         return Err(Error::Config { reason });
@@ -142,21 +146,30 @@ fn serve_on(
         http: address(&http, "REST")?,
         metrics: address(&scrape, "metrics")?,
     };
+    let controls = Controls::new(inference.clone(), deps.logging);
+    let routes = rest::router(inference.clone(), controls.clone(), config)?;
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
-    let controls = Controls::new(inference.clone(), deps.logging);
-    let message_bytes_max = config.limits.message_bytes_max;
+    let limits = &config.limits;
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
     let closing = CancellationToken::new();
     let ending = CancellationToken::new();
 
     let mut transports: JoinSet<Result<()>> = JoinSet::new();
+    let stalled = Duration::from_millis(limits.stalled_ms_max);
     let router = tonic::transport::Server::builder()
-        .add_service(health_service)
-        .add_service(reflection::v1()?)
-        .add_service(reflection::v1alpha()?)
-        .add_service(grpc::service(inference.clone(), controls.clone(), message_bytes_max));
-    let incoming = TcpIncoming::from(grpc).with_nodelay(Some(true));
+        .max_concurrent_streams(Some(STREAMS_MAX))
+        .http2_max_header_list_size(Some(HEAD_BYTES_MAX))
+        .http2_keepalive_interval(Some(stalled))
+        .http2_keepalive_timeout(Some(stalled))
+        .add_service(Logged::new(grpc::Messages::new(health_service, *limits), None))
+        .add_service(Logged::new(grpc::Messages::new(reflection::v1()?, *limits), None))
+        .add_service(Logged::new(grpc::Messages::new(reflection::v1alpha()?, *limits), None))
+        .add_service(grpc::service(inference.clone(), controls, limits));
+    let incoming = stream::unfold(Listener::grpc(grpc, "gRPC", limits), |listener| async move {
+        let connection = listener.accept().await;
+        Some((Ok::<_, std::io::Error>(connection), listener))
+    });
     let closed = closing.clone();
     transports.spawn(async move {
         router
@@ -164,10 +177,16 @@ fn serve_on(
             .await
             .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
-    let routes = rest::router(inference.clone(), controls, message_bytes_max);
-    transports.spawn(serve_http("REST", http, routes, closing.clone()));
+    transports.spawn({
+        let answering = serve_http(Listener::http(http, "REST", limits), routes, closing.clone());
+        async {
+            answering.await;
+            Ok(())
+        }
+    });
     let mut scraping = JoinSet::new();
-    scraping.spawn(serve_http("metrics", scrape, scrape_routes(), ending.clone()));
+    let scrape = Listener::http(scrape, "metrics", limits);
+    scraping.spawn(serve_http(scrape, scrape_routes(), ending.clone()));
 
     let polling = tokio::spawn({
         let (repository, cancel) = (inference.repository().clone(), cancel.clone());
@@ -223,24 +242,6 @@ fn flatten(ended: std::result::Result<Result<()>, tokio::task::JoinError>) -> Re
     }
 }
 
-async fn serve_http(
-    service: &'static str,
-    listener: TcpListener,
-    routes: Router,
-    closed: CancellationToken,
-) -> Result<()> {
-    use axum::serve::ListenerExt;
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "a connection keeps small packets back");
-        }
-    });
-    axum::serve(listener, routes)
-        .with_graceful_shutdown(closed.cancelled_owned())
-        .await
-        .map_err(|error| Error::Service { service, reason: error.to_string() })
-}
-
 fn scrape_routes() -> Router {
     Router::new().route("/metrics", get(scrape_metrics))
 }
@@ -249,7 +250,7 @@ fn scrape_routes() -> Router {
 #[derive(Debug)]
 pub struct MetricsServer {
     address: SocketAddr,
-    task: tokio::task::JoinHandle<Result<()>>,
+    task: tokio::task::JoinHandle<()>,
 }
 
 impl MetricsServer {
@@ -262,7 +263,8 @@ impl MetricsServer {
         let address = listener
             .local_addr()
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
-        let task = tokio::spawn(serve_http("metrics", listener, scrape_routes(), cancel));
+        let listener = Listener::http(listener, "metrics", &Limits::default());
+        let task = tokio::spawn(serve_http(listener, scrape_routes(), cancel));
         Ok(MetricsServer { address, task })
     }
 

@@ -96,9 +96,10 @@ impl Tensor {
             && count.checked_mul(width) != Some(raw.len())
         {
             return Err(InferError::invalid(format!(
-                "input {}: {} bytes of raw data, shape {shape:?} of {datatype} takes {}",
+                "input {}: {} bytes of raw data, shape {} of {datatype} takes {}",
                 quote(name),
                 raw.len(),
+                shown(&shape),
                 count.saturating_mul(width)
             )));
         }
@@ -116,13 +117,28 @@ pub(crate) fn element_count(name: &str, shape: &[i64]) -> Result<usize, InferErr
         usize::try_from(*extent).ok().and_then(|extent| product.checked_mul(extent))
     });
     product.filter(|count| *count <= isize::MAX as usize).ok_or_else(|| {
-        let shown: Vec<_> = shape.iter().take(16).collect();
-        InferError::invalid(format!("input {}: shape {shown:?} is negative or too large", quote(name)))
+        InferError::invalid(format!(
+            "input {}: shape {} is negative or too large (every extent from 0 on, their product below 2^63)",
+            quote(name),
+            shown(shape)
+        ))
     })
 }
 
+/// A shape for messages: a hostile one may have millions of extents.
+pub(crate) fn shown(shape: &[i64]) -> String {
+    match shape.get(..16) {
+        Some(first) if shape.len() > 16 => format!("{first:?} and {} more extents", shape.len() - 16),
+        _ => format!("{shape:?}"),
+    }
+}
+
 pub(crate) fn wrong_count(name: &str, shape: &[i64], expected: usize, found: usize) -> InferError {
-    InferError::invalid(format!("input {}: {found} elements, shape {shape:?} takes {expected}", quote(name)))
+    InferError::invalid(format!(
+        "input {}: {found} elements, shape {} takes {expected}",
+        quote(name),
+        shown(shape)
+    ))
 }
 
 impl Data {
@@ -252,19 +268,26 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
     let mut elements = Vec::with_capacity(count);
     let mut rest = raw.clone();
     while !rest.is_empty() {
-        let torn = || {
-            InferError::invalid(format!("input {}: BYTES element {} is cut off", quote(name), elements.len()))
-        };
-        let prefix: [u8; 4] = rest.get(..4).and_then(|p| p.try_into().ok()).ok_or_else(torn)?;
-        let len = u32::from_le_bytes(prefix) as usize;
-        if rest.len() - 4 < len {
-            return Err(torn());
-        }
         if elements.len() == count {
             return Err(InferError::invalid(format!(
-                "input {}: more than {count} BYTES elements",
-                quote(name)
+                "input {}: more than {count} BYTES elements, {} bytes of raw data are left over",
+                quote(name),
+                rest.len()
             )));
+        }
+        let torn = |expected: usize, left: usize, what: &str| {
+            InferError::invalid(format!(
+                "input {}: BYTES element {} is cut off: its {what} {expected} bytes, {left} are left",
+                quote(name),
+                elements.len()
+            ))
+        };
+        let Some(prefix) = rest.first_chunk::<4>() else {
+            return Err(torn(4, rest.len(), "length takes"));
+        };
+        let len = u32::from_le_bytes(*prefix) as usize;
+        if rest.len() - 4 < len {
+            return Err(torn(len, rest.len() - 4, "length says"));
         }
         elements.push(rest.slice(4..4 + len));
         rest = rest.slice(4 + len..);

@@ -40,7 +40,7 @@ pub(crate) fn read_inputs(request: &mut ModelInferRequest) -> Result<(Vec<Tensor
     let form = if raw.is_empty() { Form::Typed } else { Form::Raw };
     if form == Form::Raw && raw.len() != inputs.len() {
         return Err(InferError::invalid(format!(
-            "{} entries in raw_input_contents for {} inputs",
+            "{} entries in raw_input_contents for {} inputs: each input has one",
             raw.len(),
             inputs.len()
         )));
@@ -72,7 +72,7 @@ fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> 
     let datatype = read_datatype(&input)?;
     if input.contents.as_ref().is_some_and(|contents| *contents != InferTensorContents::default()) {
         return Err(InferError::invalid(format!(
-            "input {} has typed contents in a request with raw_input_contents",
+            "input {} has typed contents in a request with raw_input_contents: use one of them for all inputs",
             quote(&input.name)
         )));
     }

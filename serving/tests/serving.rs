@@ -2,16 +2,30 @@
 //! missing libraries, draining, control calls, statistics, and topic-to-topic inference.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "serving/access.rs"]
+mod access;
 #[path = "serving/batching.rs"]
 mod batching;
+#[path = "serving/compressed.rs"]
+mod compressed;
+#[path = "serving/connections.rs"]
+mod connections;
 #[path = "serving/control.rs"]
 mod control;
+#[path = "serving/cors.rs"]
+mod cors;
+#[path = "serving/fuzz.rs"]
+mod fuzz;
 #[path = "serving/lifecycle.rs"]
 mod lifecycle;
 #[path = "serving/logging.rs"]
 mod logging;
 #[path = "serving/malformed.rs"]
 mod malformed;
+#[path = "serving/malformed_both.rs"]
+mod malformed_both;
+#[path = "serving/malformed_grpc.rs"]
+mod malformed_grpc;
 #[path = "serving/malformed_rest.rs"]
 mod malformed_rest;
 #[path = "serving/measure.rs"]

@@ -14,6 +14,7 @@ use crate::tensor::Tensor;
 use crate::wire::{check_output_parameters, check_parameters};
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object")]
 struct RequestJson {
     #[serde(default)]
     id: String,
@@ -25,6 +26,7 @@ struct RequestJson {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object")]
 struct InputJson {
     name: String,
     shape: Vec<i64>,
@@ -36,6 +38,7 @@ struct InputJson {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object")]
 struct OutputJson {
     name: String,
     #[serde(default)]
@@ -65,7 +68,7 @@ pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Requ
         )));
     }
     let request: RequestJson = serde_json::from_slice(&body[..json_length]).map_err(|error| {
-        InferError::invalid(format!("the body is not an inference request in JSON: {error}"))
+        InferError::invalid(format!("the body is not an inference request in JSON: {}", shortened(&error)))
     })?;
     check_parameters(request.parameters.keys())?;
     for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
@@ -93,11 +96,23 @@ pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Requ
     Ok((Request { inputs, outputs, ..Default::default() }, reply))
 }
 
+/// What the parser says, which may repeat a string of the body whole.
+fn shortened(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.char_indices().nth(300) {
+        Some((cut, _)) => format!("{}… at line {} column {}", &text[..cut], error.line(), error.column()),
+        None => text,
+    }
+}
+
 fn flag(parameters: &Map<String, Value>, name: &str) -> Result<Option<bool>, InferError> {
     match parameters.get(name) {
         None => Ok(None),
         Some(Value::Bool(value)) => Ok(Some(*value)),
-        Some(_) => Err(InferError::invalid(format!("parameter {name:?} is not a boolean"))),
+        Some(value) => Err(InferError::invalid(format!(
+            "parameter {name:?} is {}, true or false is expected",
+            quote(&value.to_string())
+        ))),
     }
 }
 
@@ -115,13 +130,14 @@ fn read_input(input: InputJson, rest: &mut Bytes) -> Result<Tensor, InferError> 
             let data = data.into_data(&name, datatype, &shape)?;
             Ok(Tensor { name, shape, data })
         }
-        (None, Some(size)) => {
-            let size = size.as_u64().and_then(|size| usize::try_from(size).ok());
+        (None, Some(value)) => {
+            let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
             match size.filter(|size| *size <= rest.len()) {
                 Some(size) => Tensor::from_raw(&name, datatype, shape, &rest.split_to(size)),
                 None => Err(InferError::invalid(format!(
-                    "input {}: binary_data_size is no number of bytes that the body still has ({})",
+                    "input {}: binary_data_size is {}, a number up to the {} bytes that the body still has after its JSON is expected",
                     quote(&name),
+                    quote(&value.to_string()),
                     rest.len()
                 ))),
             }

@@ -3,7 +3,7 @@
 use axum::Json;
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -66,7 +66,7 @@ async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, F
         .map_err(|error| InferError::invalid(format!("the body is not what this call takes: {error}")).into())
 }
 
-async fn config(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+async fn config(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     target.version()?;
     let version = target.version.as_deref().unwrap_or_default();
     let config = app.controls.model_config(&target.model, version)?;
@@ -77,7 +77,7 @@ async fn all_statistics(State(app): State<App>) -> Result<Response, Failure> {
     tell_statistics(&app, "", "")
 }
 
-async fn model_statistics(State(app): State<App>, Path(target): Path<Target>) -> Result<Response, Failure> {
+async fn model_statistics(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     target.version()?;
     if target.model.is_empty() {
         return Err(InferError::invalid("the model's name is empty").into());
@@ -108,14 +108,14 @@ async fn index(State(app): State<App>, body: Body) -> Result<Response, Failure> 
     Ok(Json(entries).into_response())
 }
 
-async fn load(State(app): State<App>, Path(target): Path<Target>, body: Body) -> Result<Response, Failure> {
+async fn load(State(app): State<App>, target: Target, body: Body) -> Result<Response, Failure> {
     let call: Call = read(body).await?;
     let parameters: Vec<&str> = call.parameters.keys().map(String::as_str).collect();
     app.controls.load("", target.model, &parameters).await?;
     Ok(Json(json!({})).into_response())
 }
 
-async fn unload(State(app): State<App>, Path(target): Path<Target>, body: Body) -> Result<Response, Failure> {
+async fn unload(State(app): State<App>, target: Target, body: Body) -> Result<Response, Failure> {
     let call: Call = read(body).await?;
     let parameters: Vec<_> =
         call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
@@ -131,16 +131,13 @@ async fn set_trace_settings(State(app): State<App>, body: Body) -> Result<Respon
     change_trace_settings(&app, "", &read(body).await?)
 }
 
-async fn model_trace_settings(
-    State(app): State<App>,
-    Path(target): Path<Target>,
-) -> Result<Response, Failure> {
+async fn model_trace_settings(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     change_trace_settings(&app, &target.model, &Map::new())
 }
 
 async fn set_model_trace_settings(
     State(app): State<App>,
-    Path(target): Path<Target>,
+    target: Target,
     body: Body,
 ) -> Result<Response, Failure> {
     change_trace_settings(&app, &target.model, &read(body).await?)

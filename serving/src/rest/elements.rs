@@ -10,7 +10,7 @@ use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::{InferError, quote};
-use crate::tensor::{Data, element_count, wrong_count};
+use crate::tensor::{Data, element_count, shown, wrong_count};
 
 const DEPTH_MAX: usize = 32;
 
@@ -53,9 +53,10 @@ impl Elements {
         let nested = self.extents.len() > 1;
         if nested && !self.extents.iter().map(|n| *n as i64).eq(shape.iter().copied()) {
             return Err(InferError::invalid(format!(
-                "input {}: data is nested as {:?}, the shape is {shape:?}",
+                "input {}: data is nested as {:?}, the shape is {}",
                 quote(name),
-                self.extents
+                self.extents,
+                shown(shape)
             )));
         }
         self.values.into_data(name, datatype)

@@ -1,13 +1,15 @@
-//! Malformed requests over gRPC: each gets its exact status, and the server goes on.
+//! Malformed and edge requests, each with its exact status over gRPC and over REST: one table, whose
+//! rows are in `malformed_both.rs`, `malformed_grpc.rs` and `malformed_rest.rs`.
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
 use millrace_serving::Limits;
-use millrace_serving::client::ClientError;
+use millrace_serving::client::{Client, ClientError};
 use millrace_serving::tensor::Data;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
 use millrace_serving::wire::inference::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 use millrace_serving::wire::inference::{InferParameter, InferTensorContents, ModelInferRequest};
+use serde_json::{Map, Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
@@ -19,16 +21,12 @@ pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
 pub(crate) async fn server() -> Server {
     let mut config = config();
     config.limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
-    let types = [Datatype::Int8, Datatype::Bool, Datatype::Bytes, Datatype::Fp32];
-    let mut more: Vec<(String, u64, Vec<u8>)> = Vec::new();
-    for datatype in types {
-        more.push((format!("echo_{datatype}"), 1, echo(&[datatype])));
-    }
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
-    for (name, version, onnx) in more {
-        publish(dir.path(), &name, version, onnx).await;
+    for datatype in [Datatype::Int8, Datatype::Bool, Datatype::Bytes, Datatype::Fp32, Datatype::Uint64] {
+        publish(dir.path(), &format!("echo_{datatype}"), 1, echo(&[datatype])).await;
     }
+    publish(dir.path(), "echo_pair", 1, echo(&[Datatype::Int8, Datatype::Fp32])).await;
     publish(dir.path(), "corrupt", 1, mlp()).await;
     let path = dir.path().join("corrupt/1/model.onnx");
     let mut bytes = std::fs::read(&path).unwrap();
@@ -37,7 +35,42 @@ pub(crate) async fn server() -> Server {
     Server::over(config, dir).await
 }
 
-fn tensor(name: &str, datatype: &str, shape: &[i64]) -> InferInputTensor {
+/// One row of the table.
+pub(crate) struct Case {
+    pub(crate) what: &'static str,
+    pub(crate) asked: Asked,
+    /// A part of the answer, the reason or, where the status is that of success, the reply.
+    pub(crate) says: &'static str,
+}
+
+/// A request, and the status it gets.
+pub(crate) enum Asked {
+    Grpc(ModelInferRequest, Code),
+    Rest(Ask, u16),
+    /// The same over both.
+    Both(ModelInferRequest, Code, u16),
+}
+
+/// A request over HTTP.
+#[derive(Clone)]
+pub(crate) struct Ask {
+    pub(crate) method: &'static str,
+    pub(crate) path: String,
+    pub(crate) headers: Vec<(&'static str, String)>,
+    pub(crate) body: Vec<u8>,
+}
+
+pub(crate) fn both(
+    what: &'static str,
+    request: ModelInferRequest,
+    code: Code,
+    status: u16,
+    says: &'static str,
+) -> Case {
+    Case { what, asked: Asked::Both(request, code, status), says }
+}
+
+pub(crate) fn tensor(name: &str, datatype: &str, shape: &[i64]) -> InferInputTensor {
     InferInputTensor {
         name: name.into(),
         datatype: datatype.into(),
@@ -46,7 +79,11 @@ fn tensor(name: &str, datatype: &str, shape: &[i64]) -> InferInputTensor {
     }
 }
 
-fn good() -> ModelInferRequest {
+pub(crate) fn requested(name: &str) -> InferRequestedOutputTensor {
+    InferRequestedOutputTensor { name: name.into(), ..Default::default() }
+}
+
+pub(crate) fn good() -> ModelInferRequest {
     ModelInferRequest {
         model_name: "mlp".into(),
         inputs: vec![tensor("input", "FP32", &[1, FEATURES as i64])],
@@ -55,14 +92,20 @@ fn good() -> ModelInferRequest {
     }
 }
 
-fn typed(contents: InferTensorContents) -> ModelInferRequest {
+pub(crate) fn edited(edit: impl FnOnce(&mut ModelInferRequest)) -> ModelInferRequest {
+    let mut request = good();
+    edit(&mut request);
+    request
+}
+
+pub(crate) fn typed(contents: InferTensorContents) -> ModelInferRequest {
     let mut request = good();
     request.raw_input_contents.clear();
     request.inputs[0].contents = Some(contents);
     request
 }
 
-fn raw_echo(datatype: &str, shape: &[i64], raw: &[u8]) -> ModelInferRequest {
+pub(crate) fn raw_echo(datatype: &str, shape: &[i64], raw: &[u8]) -> ModelInferRequest {
     ModelInferRequest {
         model_name: format!("echo_{datatype}"),
         inputs: vec![tensor(&format!("in_{datatype}"), datatype, shape)],
@@ -71,138 +114,144 @@ fn raw_echo(datatype: &str, shape: &[i64], raw: &[u8]) -> ModelInferRequest {
     }
 }
 
-fn parameter(choice: ParameterChoice) -> InferParameter {
+pub(crate) fn parameter(choice: ParameterChoice) -> InferParameter {
     InferParameter { parameter_choice: Some(choice) }
 }
 
-fn edited(edit: impl FnOnce(&mut ModelInferRequest)) -> ModelInferRequest {
-    let mut request = good();
-    edit(&mut request);
-    request
+fn escaped(segment: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    segment
+        .bytes()
+        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
 }
 
-#[rustfmt::skip] // One case, one line, as far as it goes.
-fn grpc_cases() -> Vec<(&'static str, ModelInferRequest, Code, &'static str)> {
-    use Code::{InvalidArgument, NotFound, OutOfRange, Unavailable, Unimplemented};
-    let fp32 = |values: Vec<f32>| InferTensorContents { fp32_contents: values, ..Default::default() };
-    let requested = |name: &str| InferRequestedOutputTensor { name: name.into(), ..Default::default() };
-    vec![
-        ("unknown model", edited(|r| r.model_name = "nosuch".into()), NotFound, "no model \"nosuch\""),
-        ("empty model", edited(|r| r.model_name.clear()), NotFound, "no model"),
-        ("unknown version", edited(|r| r.model_version = "99".into()), NotFound, "no version 99"),
-        ("version in letters", edited(|r| r.model_version = "latest".into()), InvalidArgument, "positive integer"),
-        ("negative version", edited(|r| r.model_version = "-1".into()), InvalidArgument, "positive integer"),
-        ("version 0", edited(|r| r.model_version = "0".into()), InvalidArgument, "positive integer"),
-        ("huge version", edited(|r| r.model_version = "99999999999999999999".into()), InvalidArgument, "positive integer"),
-        ("corrupt model", edited(|r| r.model_name = "corrupt".into()), Unavailable, "cannot be served"),
-        ("no inputs", edited(|r| { r.inputs.clear(); r.raw_input_contents.clear() }), InvalidArgument, "\"input\" is missing"),
-        ("wrong input name", edited(|r| r.inputs[0].name = "inputs".into()), InvalidArgument, "no input \"inputs\""),
-        ("empty input name", edited(|r| r.inputs[0].name.clear()), InvalidArgument, "no input"),
-        ("input twice", edited(|r| {
-            r.inputs.push(r.inputs[0].clone());
-            r.raw_input_contents.push(r.raw_input_contents[0].clone());
-        }), InvalidArgument, "twice"),
-        ("one input too many", edited(|r| {
-            r.inputs.push(tensor("extra", "FP32", &[1]));
-            r.raw_input_contents.push(Bytes::from_static(&[0; 4]));
-        }), InvalidArgument, "no input \"extra\""),
-        ("too many inputs", edited(|r| {
-            r.inputs = vec![tensor("x", "FP32", &[0]); 2000];
-        }), InvalidArgument, "limit is 1024"),
-        ("unknown datatype", edited(|r| r.inputs[0].datatype = "FP31".into()), InvalidArgument, "not a datatype"),
-        ("datatype in small letters", edited(|r| r.inputs[0].datatype = "fp32".into()), InvalidArgument, "not a datatype"),
-        ("no datatype", edited(|r| r.inputs[0].datatype.clear()), InvalidArgument, "not a datatype"),
-        ("another datatype", edited(|r| r.inputs[0].datatype = "INT32".into()), InvalidArgument, "takes FP32"),
-        ("rank too low", edited(|r| r.inputs[0].shape = vec![4]), InvalidArgument, "[-1, 4]"),
-        ("rank too high", edited(|r| r.inputs[0].shape = vec![1, 1, 4]), InvalidArgument, "[-1, 4]"),
-        ("wrong extent", edited(|r| r.inputs[0].shape = vec![2, 2]), InvalidArgument, "[-1, 4]"),
-        ("no rows", edited(|r| {
-            r.inputs[0].shape = vec![0, 4];
-            r.raw_input_contents[0] = Bytes::new();
-        }), InvalidArgument, "from 1 on"),
-        ("negative extent", edited(|r| r.inputs[0].shape = vec![-1, 4]), InvalidArgument, "negative"),
-        ("overflowing shape", edited(|r| r.inputs[0].shape = vec![i64::MAX, 4]), InvalidArgument, "too large"),
-        ("huge shape", edited(|r| r.inputs[0].shape = vec![1 << 40, 4]), InvalidArgument, "bytes of raw data"),
-        ("raw too short", edited(|r| r.raw_input_contents[0] = Bytes::from_static(&[0; 15])), InvalidArgument, "15 bytes"),
-        ("raw too long", edited(|r| r.raw_input_contents[0] = Bytes::from_static(&[0; 17])), InvalidArgument, "17 bytes"),
-        ("raw empty", edited(|r| r.raw_input_contents[0] = Bytes::new()), InvalidArgument, "0 bytes"),
-        ("one raw entry too many", edited(|r| r.raw_input_contents.push(Bytes::new())), InvalidArgument, "2 entries"),
-        ("neither raw nor typed", edited(|r| r.raw_input_contents.clear()), InvalidArgument, "0 elements"),
-        ("raw and typed", edited(|r| r.inputs[0].contents = Some(fp32(vec![0.0; 4]))), InvalidArgument, "typed contents"),
-        ("typed too short", typed(fp32(vec![0.0; 3])), InvalidArgument, "3 elements"),
-        ("typed too long", typed(fp32(vec![0.0; 5])), InvalidArgument, "5 elements"),
-        ("typed of another datatype", typed(InferTensorContents {
-            int_contents: vec![0; 4],
-            ..Default::default()
-        }), InvalidArgument, "another datatype"),
-        ("typed of two datatypes", typed(InferTensorContents {
-            int64_contents: vec![0],
-            ..fp32(vec![0.0; 4])
-        }), InvalidArgument, "another datatype"),
-        ("typed FP16", {
-            let mut request = typed(fp32(vec![0.0; 4]));
-            request.inputs[0].datatype = "FP16".into();
-            request
-        }, InvalidArgument, "raw_input_contents"),
-        ("typed INT8 out of range", ModelInferRequest {
-            model_name: "echo_INT8".into(),
-            inputs: vec![InferInputTensor {
-                contents: Some(InferTensorContents { int_contents: vec![128], ..Default::default() }),
-                ..tensor("in_INT8", "INT8", &[1])
-            }],
-            ..Default::default()
-        }, InvalidArgument, "128 does not fit"),
-        ("BOOL of 2", raw_echo("BOOL", &[1], &[2]), InvalidArgument, "neither 0 nor 1"),
-        ("BYTES cut off", raw_echo("BYTES", &[1], &[5, 0, 0, 0, b'a']), InvalidArgument, "cut off"),
-        ("BYTES of huge length", raw_echo("BYTES", &[1], &[255, 255, 255, 255]), InvalidArgument, "cut off"),
-        ("BYTES too many", raw_echo("BYTES", &[1], &[0; 8]), InvalidArgument, "more than 1"),
-        ("BYTES too few", raw_echo("BYTES", &[3], &[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), InvalidArgument, "the shape takes 3"),
-        ("BYTES that cannot fit", raw_echo("BYTES", &[1 << 40], &[0; 8]), InvalidArgument, "cannot hold"),
-        ("BYTES that are not text", raw_echo("BYTES", &[1], &[1, 0, 0, 0, 255]), InvalidArgument, "not UTF-8"),
-        ("BYTES with NUL", raw_echo("BYTES", &[1], &[1, 0, 0, 0, 0]), InvalidArgument, "NUL"),
-        ("unknown output", edited(|r| r.outputs.push(requested("probabilities"))), InvalidArgument, "no output \"probabilities\""),
-        ("output twice", edited(|r| r.outputs = vec![requested("logits"), requested("logits")]), InvalidArgument, "twice"),
-        ("classification", edited(|r| {
-            let mut output = requested("logits");
-            output.parameters.insert("classification".into(), parameter(ParameterChoice::Int64Param(3)));
-            r.outputs.push(output);
-        }), Unimplemented, "classification"),
-        ("input in shared memory", edited(|r| {
-            let region = parameter(ParameterChoice::StringParam("r".into()));
-            r.inputs[0].parameters.insert("shared_memory_region".into(), region);
-        }), Unimplemented, "shared memory"),
-        ("output in shared memory", edited(|r| {
-            let mut output = requested("logits");
-            let region = parameter(ParameterChoice::StringParam("r".into()));
-            output.parameters.insert("shared_memory_region".into(), region);
-            r.outputs.push(output);
-        }), Unimplemented, "shared_memory_region"),
-        ("a sequence", edited(|r| {
-            r.parameters.insert("sequence_id".into(), parameter(ParameterChoice::Int64Param(1)));
-        }), Unimplemented, "sequence_id"),
-        ("message too large", edited(|r| {
-            r.raw_input_contents[0] = vec![0; MESSAGE_BYTES_MAX].into();
-        }), OutOfRange, "too large"),
-    ]
+fn parameters(parameters: &std::collections::HashMap<String, InferParameter>) -> Map<String, Value> {
+    let value = |parameter: &InferParameter| match parameter.parameter_choice.as_ref().unwrap() {
+        ParameterChoice::BoolParam(value) => json!(value),
+        ParameterChoice::Int64Param(value) => json!(value),
+        ParameterChoice::StringParam(value) => json!(value),
+        ParameterChoice::DoubleParam(value) => json!(value),
+        ParameterChoice::Uint64Param(value) => json!(value),
+    };
+    parameters.iter().map(|(name, parameter)| (name.clone(), value(parameter))).collect()
+}
+
+/// A request of gRPC as REST has it: raw contents as binary data, typed ones as JSON.
+pub(crate) fn as_rest(request: &ModelInferRequest) -> Ask {
+    let mut path = format!("/v2/models/{}", escaped(&request.model_name));
+    if !request.model_version.is_empty() {
+        path.push_str(&format!("/versions/{}", escaped(&request.model_version)));
+    }
+    path.push_str("/infer");
+    let mut inputs = Vec::new();
+    for (index, input) in request.inputs.iter().enumerate() {
+        let mut json = json!({ "name": input.name, "shape": input.shape, "datatype": input.datatype });
+        let mut parameters = parameters(&input.parameters);
+        if let Some(raw) = request.raw_input_contents.get(index) {
+            parameters.insert("binary_data_size".into(), json!(raw.len()));
+        }
+        json["parameters"] = Value::Object(parameters);
+        if let Some(contents) = &input.contents {
+            json["data"] = match input.datatype.as_str() {
+                "FP32" => json!(contents.fp32_contents),
+                _ => json!(contents.int_contents),
+            };
+        }
+        inputs.push(json);
+    }
+    let outputs: Vec<Value> = request
+        .outputs
+        .iter()
+        .map(|output| json!({ "name": output.name, "parameters": parameters(&output.parameters) }))
+        .collect();
+    let json = json!({
+        "id": request.id, "parameters": parameters(&request.parameters),
+        "inputs": inputs, "outputs": outputs,
+    })
+    .to_string();
+    let headers = vec![("inference-header-content-length", json.len().to_string())];
+    let body = [json.as_bytes(), &request.raw_input_contents.concat()].concat();
+    Ask { method: "POST", path, headers, body }
+}
+
+pub(crate) async fn ask(server: &Server, ask: &Ask) -> Reply {
+    let headers: Vec<(&str, &str)> =
+        ask.headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    server.http(ask.method, &ask.path, &headers, &ask.body).await
+}
+
+/// What holds for every reason: it is one line of a bounded length.
+fn check_reason(says: &str, reason: &str) -> Result<(), String> {
+    if !reason.contains(says) {
+        return Err(format!("{says:?} is not in {reason:?}"));
+    }
+    match reason.contains('\n') || reason.len() > 1500 {
+        true => Err(format!("the reason is no line: {reason:?}")),
+        false => Ok(()),
+    }
+}
+
+async fn check_grpc(
+    client: &mut Client,
+    case: &Case,
+    request: &ModelInferRequest,
+    code: Code,
+) -> Result<(), String> {
+    match client.infer_message(request.clone()).await {
+        Ok(_) if code == Code::Ok => Ok(()),
+        Err(ClientError::Refused { code: found, message }) if found == code => {
+            check_reason(case.says, &message)
+        }
+        other => Err(format!("{code:?} is expected, it is {other:?}")),
+    }
+}
+
+async fn check_rest(server: &Server, case: &Case, asked: &Ask, status: u16) -> Result<(), String> {
+    let reply = ask(server, asked).await;
+    let text = String::from_utf8_lossy(&reply.body).into_owned();
+    match (reply.status == status, status) {
+        (false, _) => Err(format!("{status} is expected, it is {}: {text}", reply.status)),
+        (true, 200) if text.contains(case.says) => Ok(()),
+        (true, 200) => Err(format!("{:?} is not in {text}", case.says)),
+        (true, _) => check_reason(case.says, reply.json()["error"].as_str().unwrap()),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn grpc_refuses_each_with_its_status() {
+async fn each_gets_its_status_over_grpc_and_over_rest() {
     if !have_runtime() {
         return;
     }
     let server = server().await;
     let mut client = server.client().await;
-    for (what, request, expected, reason) in grpc_cases() {
-        match client.infer_message(request).await {
-            Err(ClientError::Refused { code, message }) => {
-                assert_eq!(code, expected, "{what}: {message}");
-                assert!(message.contains(reason), "{what}: {reason:?} is not in {message:?}");
-                assert!(!message.contains('\n'), "{what}: {message}");
-            }
-            other => panic!("{what}: {other:?}"),
-        }
+    let mut cases = crate::malformed_both::cases();
+    cases.extend(crate::malformed_grpc::cases());
+    cases.extend(crate::malformed_rest::cases());
+    let mut names: Vec<&str> = cases.iter().map(|case| case.what).collect();
+    names.sort_unstable();
+    assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
+    let mut wrong = Vec::new();
+    for case in &cases {
+        let fault = match &case.asked {
+            Asked::Grpc(_, code) => *code == Code::Internal,
+            Asked::Rest(_, status) => *status == 500,
+            Asked::Both(_, code, status) => *code == Code::Internal || *status == 500,
+        };
+        assert!(!fault, "{}: a request is never the server's fault", case.what);
+        let checks = match &case.asked {
+            Asked::Grpc(request, code) => vec![check_grpc(&mut client, case, request, *code).await],
+            Asked::Rest(ask, status) => vec![check_rest(&server, case, ask, *status).await],
+            Asked::Both(request, code, status) => vec![
+                check_grpc(&mut client, case, request, *code).await,
+                check_rest(&server, case, &as_rest(request), *status).await,
+            ],
+        };
+        wrong.extend(checks.into_iter().filter_map(|check| Some(format!("{}: {}", case.what, check.err()?))));
+        client.infer_message(good()).await.unwrap();
+        assert_eq!(ask(&server, &as_rest(&good())).await.status, 200, "after {}", case.what);
     }
+    assert!(wrong.is_empty(), "{} of {} rows:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
     for (model, version, expected) in
         [("nosuch", "", Code::NotFound), ("mlp", "9", Code::NotFound), ("mlp", "x", Code::InvalidArgument)]
     {
@@ -211,7 +260,6 @@ async fn grpc_refuses_each_with_its_status() {
             other => panic!("{other:?}"),
         }
     }
-    client.infer_message(good()).await.unwrap();
     server.stop().await;
 }
 

@@ -1,173 +1,287 @@
-//! Malformed requests over REST: each gets its exact status and a reason in one line.
+//! Rows of the table of malformed requests that only REST can be sent: paths, JSON, headers,
+//! compression.
 
+use std::io::Write;
+
+use flate2::Compression;
+use flate2::write::{DeflateEncoder, GzEncoder, ZlibEncoder};
 use serde_json::{Value, json};
 
-use crate::malformed::{MESSAGE_BYTES_MAX, server};
-use crate::support::*;
+use crate::malformed::*;
 
-fn rest_good() -> Value {
+const MLP: &str = "/v2/models/mlp/infer";
+const HEADER_LENGTH: &str = "inference-header-content-length";
+
+fn json_good() -> Value {
     json!({ "inputs": [{
         "name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4],
     }] })
 }
 
-fn with(key: &str, value: Value) -> Vec<u8> {
-    let mut body = rest_good();
-    body["inputs"][0][key] = value;
-    body.to_string().into_bytes()
+fn row(what: &'static str, ask: Ask, status: u16, says: &'static str) -> Case {
+    Case { what, asked: Asked::Rest(ask, status), says }
 }
 
-fn without(key: &str) -> Vec<u8> {
-    let mut body = rest_good();
-    body["inputs"][0].as_object_mut().unwrap().remove(key);
-    body.to_string().into_bytes()
+fn post(path: &str, body: impl Into<Vec<u8>>) -> Ask {
+    Ask { method: "POST", path: path.into(), headers: Vec::new(), body: body.into() }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rest_refuses_each_with_its_status() {
-    if !have_runtime() {
-        return;
-    }
-    let server = server().await;
-    let mlp = "/v2/models/mlp/infer";
-    let good = rest_good().to_string().into_bytes();
-    let binary = |size: usize| {
-        let mut body = rest_good();
-        body["inputs"][0].as_object_mut().unwrap().remove("data");
-        body["inputs"][0]["parameters"] = json!({ "binary_data_size": size });
-        body.to_string()
-    };
-    let cases: Vec<(&str, &str, Vec<u8>, u16)> = vec![
-        ("unknown model", "/v2/models/nosuch/infer", good.clone(), 404),
-        ("unknown version", "/v2/models/mlp/versions/9/infer", good.clone(), 404),
-        ("version in letters", "/v2/models/mlp/versions/x/infer", good.clone(), 400),
-        ("version 0", "/v2/models/mlp/versions/0/infer", good.clone(), 400),
-        ("corrupt model", "/v2/models/corrupt/infer", good.clone(), 503),
-        ("unknown path", "/v2/models/mlp/predict", good.clone(), 404),
-        ("path upwards", "/v2/models/..%2Fmlp/infer", good.clone(), 404),
-        ("empty body", mlp, Vec::new(), 400),
-        ("no JSON", mlp, b"hello".to_vec(), 400),
-        ("cut JSON", mlp, good[..good.len() - 3].to_vec(), 400),
-        ("more after the JSON", mlp, [good.as_slice(), b"x"].concat(), 400),
-        ("a list", mlp, b"[]".to_vec(), 400),
-        ("bytes that are not UTF-8", mlp, vec![b'"', 0xff, b'"'], 400),
-        ("no inputs", mlp, b"{}".to_vec(), 400),
-        ("inputs that are no list", mlp, br#"{"inputs":{}}"#.to_vec(), 400),
-        ("empty inputs", mlp, br#"{"inputs":[]}"#.to_vec(), 400),
-        ("no name", mlp, without("name"), 400),
-        ("no shape", mlp, without("shape"), 400),
-        ("no datatype", mlp, without("datatype"), 400),
-        ("no data", mlp, without("data"), 400),
-        ("wrong name", mlp, with("name", json!("inputs")), 400),
-        ("wrong datatype", mlp, with("datatype", json!("FP31")), 400),
-        ("another datatype", mlp, with("datatype", json!("FP64")), 400),
-        ("wrong shape", mlp, with("shape", json!([4, 1])), 400),
-        ("negative shape", mlp, with("shape", json!([-1, 4])), 400),
-        ("shape with fractions", mlp, with("shape", json!([1.5, 4])), 400),
-        ("shape beyond 64 bits", mlp, with("shape", json!([18446744073709551615u64, 4])), 400),
-        ("overflowing shape", mlp, with("shape", json!([i64::MAX, i64::MAX])), 400),
-        ("too few elements", mlp, with("data", json!([1, 2, 3])), 400),
-        ("ragged data", mlp, with("data", json!([[1, 2], [3], [4]])), 400),
-        ("nested in another shape", mlp, with("data", json!([[1, 2], [3, 4]])), 400),
-        ("strings", mlp, with("data", json!(["a", "b", "c", "d"])), 400),
-        ("null", mlp, with("data", json!([1, 2, 3, null])), 400),
-        ("objects", mlp, with("data", json!([{}])), 400),
-        ("beyond FP32", mlp, with("data", json!([1, 2, 3, 1e300])), 400),
-        ("binary size without a body", mlp, binary(16).into_bytes(), 400),
-        ("data and binary size", mlp, with("parameters", json!({ "binary_data_size": 0 })), 400),
-        ("shared memory", mlp, with("parameters", json!({ "shared_memory_region": "r" })), 501),
-        (
-            "output twice",
-            mlp,
-            {
-                let mut body = rest_good();
-                body["outputs"] = json!([{ "name": "logits" }, { "name": "logits" }]);
-                body.to_string().into_bytes()
-            },
-            400,
-        ),
-        (
-            "unknown output",
-            mlp,
-            {
-                let mut body = rest_good();
-                body["outputs"] = json!([{ "name": "x" }]);
-                body.to_string().into_bytes()
-            },
-            400,
-        ),
-        (
-            "binary_data that is no boolean",
-            mlp,
-            {
-                let mut body = rest_good();
-                body["outputs"] = json!([{ "name": "logits", "parameters": { "binary_data": 1 } }]);
-                body.to_string().into_bytes()
-            },
-            400,
-        ),
-        (
-            "classification",
-            mlp,
-            {
-                let mut body = rest_good();
-                body["outputs"] = json!([{ "name": "logits", "parameters": { "classification": 2 } }]);
-                body.to_string().into_bytes()
-            },
-            501,
-        ),
-        ("body too large", mlp, vec![b' '; MESSAGE_BYTES_MAX + 1], 413),
-        ("deep nesting", mlp, "[".repeat(10_000).into_bytes(), 400),
-    ];
-    for (what, path, body, status) in cases {
-        let reply = server.http("POST", path, &[], &body).await;
-        assert_eq!(reply.status, status, "{what}: {}", String::from_utf8_lossy(&reply.body));
-        let reason = reply.json()["error"].as_str().unwrap().to_owned();
-        assert!(!reason.is_empty() && !reason.contains('\n'), "{what}: {reason}");
-    }
-    let body = [binary(16).as_bytes(), &[0; 16]].concat();
-    let length = binary(16).len();
-    let exact = length.to_string();
-    for (what, headers, body, status) in [
-        ("as it should be", vec![("Inference-Header-Content-Length", exact.as_str())], body.clone(), 200),
-        ("header beyond the body", vec![("Inference-Header-Content-Length", "99999")], body.clone(), 400),
-        ("header that is no number", vec![("Inference-Header-Content-Length", "x")], body.clone(), 400),
-        (
-            "too little binary data",
-            vec![("Inference-Header-Content-Length", exact.as_str())],
-            body[..length + 15].to_vec(),
-            400,
-        ),
-        (
-            "too much binary data",
-            vec![("Inference-Header-Content-Length", exact.as_str())],
-            [body.as_slice(), b"x"].concat(),
-            400,
-        ),
-        ("compressed", vec![("Content-Encoding", "gzip")], good.clone(), 415),
-    ] {
-        let reply = server.http("POST", mlp, &headers, &body).await;
-        assert_eq!(reply.status, status, "{what}: {}", String::from_utf8_lossy(&reply.body));
-    }
-    assert_eq!(server.http("GET", mlp, &[], b"").await.status, 405);
-    assert_eq!(server.http("DELETE", "/v2", &[], b"").await.status, 405);
+/// A method other than POST on a path.
+fn with_method(method: &'static str, path: &str) -> Ask {
+    Ask { method, ..post(path, "") }
+}
 
-    // NaN goes in as bytes and cannot come out as JSON, but as bytes again.
-    let input = |binary: bool| {
-        json!({
-            "inputs": [{ "name": "in_FP32", "shape": [1], "datatype": "FP32", "parameters": { "binary_data_size": 4 } }],
-            "outputs": [{ "name": "out_FP32", "parameters": { "binary_data": binary } }],
-        })
-        .to_string()
-    };
-    for (binary, status) in [(false, 406), (true, 200)] {
-        let head = input(binary);
-        let body = [head.as_bytes(), &f32::NAN.to_le_bytes()].concat();
-        let length = head.len().to_string();
-        let headers = [("Inference-Header-Content-Length", length.as_str())];
-        let reply = server.http("POST", "/v2/models/echo_FP32/infer", &headers, &body).await;
-        assert_eq!(reply.status, status, "{}", String::from_utf8_lossy(&reply.body));
+/// The good request on another path.
+fn at(path: &str) -> Ask {
+    post(path, json_good().to_string())
+}
+
+/// A text as body.
+fn body(text: &str) -> Ask {
+    post(MLP, text)
+}
+
+/// The good request with a value of its input replaced, or taken away with `null`.
+fn input(key: &str, value: Value) -> Ask {
+    let mut body = json_good();
+    match value {
+        Value::Null => drop(body["inputs"][0].as_object_mut().unwrap().remove(key)),
+        value => body["inputs"][0][key] = value,
     }
-    assert_eq!(server.http("POST", mlp, &[], &good).await.status, 200);
-    server.stop().await;
+    post(MLP, body.to_string())
+}
+
+/// The good request with its `data` written as `text`.
+fn data(text: &str) -> Ask {
+    let body = json_good().to_string().replace("[1,2,3,4]", text);
+    post(MLP, body)
+}
+
+/// One element for one of the echoing models, written as `text`.
+fn element(datatype: &str, text: &str) -> Ask {
+    let path = format!("/v2/models/echo_{datatype}/infer");
+    let input = format!(r#"{{"name":"in_{datatype}","shape":[1],"datatype":"{datatype}","data":[{text}]}}"#);
+    post(&path, format!(r#"{{"inputs":[{input}]}}"#))
+}
+
+/// The good request with another top-level value.
+fn top(key: &str, value: Value) -> Ask {
+    let mut body = json_good();
+    body[key] = value;
+    post(MLP, body.to_string())
+}
+
+fn headers(headers: &[(&'static str, &str)], ask: Ask) -> Ask {
+    let headers = headers.iter().map(|(name, value)| (*name, value.to_string())).collect();
+    Ask { headers, ..ask }
+}
+
+/// A binary request whose JSON says `size`, with `raw` after it and `length` in the header.
+fn binary(size: Value, raw: &[u8], length: Option<&str>) -> Ask {
+    let mut body = json_good();
+    body["inputs"][0].as_object_mut().unwrap().remove("data");
+    body["inputs"][0]["parameters"] = json!({ "binary_data_size": size });
+    let json = body.to_string();
+    let exact = json.len().to_string();
+    let ask = post(MLP, [json.as_bytes(), raw].concat());
+    headers(&[(HEADER_LENGTH, length.unwrap_or(&exact))], ask)
+}
+
+/// NaN as bytes in, and out as JSON or as bytes.
+fn nan(binary: bool) -> Ask {
+    let json = json!({
+        "inputs": [{ "name": "in_FP32", "shape": [1], "datatype": "FP32", "parameters": { "binary_data_size": 4 } }],
+        "outputs": [{ "name": "out_FP32", "parameters": { "binary_data": binary } }],
+    })
+    .to_string();
+    let ask = post("/v2/models/echo_FP32/infer", [json.as_bytes(), &f32::NAN.to_le_bytes()].concat());
+    headers(&[(HEADER_LENGTH, &json.len().to_string())], ask)
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zlib(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = ZlibEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn bare_deflate(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = DeflateEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn encoded(encoding: &str, body: Vec<u8>) -> Ask {
+    headers(&[("content-encoding", encoding)], post(MLP, body))
+}
+
+#[rustfmt::skip] // One case, one line, as far as it goes.
+pub(crate) fn cases() -> Vec<Case> {
+    let good = json_good().to_string().into_bytes();
+    let cut = |bytes: &[u8], left: usize| bytes[..bytes.len() - left].to_vec();
+    let bomb = vec![b' '; MESSAGE_BYTES_MAX * 500];
+    let twice = String::from_utf8(good.clone()).unwrap().replacen("\"inputs\"", "\"inputs\":[],\"inputs\"", 1);
+    vec![
+        // Paths and methods.
+        row("unknown path", at("/v2/models/mlp/predict"), 404, "nothing at \"/v2/models/mlp/predict\""),
+        row("root", with_method("GET", "/"), 404, "nothing at \"/\""),
+        row("version 1 of the protocol", at("/v1/models/mlp:predict"), 404, "nothing at"),
+        row("empty model in a path", at("/v2/models//infer"), 404, "no model \"\""),
+        row("empty version in a path", at("/v2/models/mlp/versions//infer"), 400, "the version is empty"),
+        row("a path of long nonsense", at(&format!("/{}", "x".repeat(20_000))), 404, "xxx…"),
+        row("a model that is not UTF-8", at("/v2/models/%FF%FE/infer"), 400, "names no model"),
+        row("a query", at("/v2/models/mlp/infer?x=1"), 200, "logits"),
+        row("GET where POST is due", with_method("GET", MLP), 405, "does not take \"GET\""),
+        row("DELETE of the server", with_method("DELETE", "/v2"), 405, "does not take \"DELETE\""),
+        row("POST to health", at("/v2/health/live"), 405, "does not take \"POST\""),
+        row("a method that nobody knows", with_method("BREW", MLP), 405, "does not take \"BREW\""),
+        row("metadata of an unknown model", with_method("GET", "/v2/models/nosuch"), 404, "no model \"nosuch\""),
+        row("metadata of version 0", with_method("GET", "/v2/models/mlp/versions/0"), 400, "positive integer"),
+        row("readiness of a corrupt model", with_method("GET", "/v2/models/corrupt/ready"), 503, "cannot be served"),
+
+        // JSON as a whole.
+        row("empty body", body(""), 400, "EOF while parsing"),
+        row("no JSON", body("hello"), 400, "expected value at line 1 column 1"),
+        row("cut JSON", post(MLP, cut(&good, 3)), 400, "EOF while parsing"),
+        row("more after the JSON", post(MLP, [good.as_slice(), b"x"].concat()), 400, "trailing characters"),
+        row("two requests", post(MLP, [good.as_slice(), &good].concat()), 400, "trailing characters"),
+        row("a byte order mark", post(MLP, [&[0xef, 0xbb, 0xbf], good.as_slice()].concat()), 400, "expected value"),
+        row("blanks around", post(MLP, [b" \r\n\t", good.as_slice(), b"\n "].concat()), 200, "logits"),
+        row("a list", body("[]"), 400, "invalid length 2, expected an object"),
+        row("a number", body("7"), 400, "invalid type: integer `7`, expected an object"),
+        row("null", body("null"), 400, "invalid type: null"),
+        row("bytes that are not UTF-8", post(MLP, vec![b'"', 0xff, b'"']), 400, "JSON"),
+        row("a name that is not UTF-8", post(MLP, [br#"{"inputs":[{"name":""#.as_slice(), &[0xff], br#""}]}"#].concat()), 400, "invalid unicode code point"),
+        row("half a surrogate", input("name", json!("S")).replaced("\"S\"", r#""\ud800""#), 400, "JSON"),
+        row("an unknown escape", input("name", json!("S")).replaced("\"S\"", r#""\x""#), 400, "invalid escape"),
+        row("a line break in a string", input("name", json!("S")).replaced("\"S\"", "\"a\nb\""), 400, "control character"),
+        row("a name in escapes", input("name", json!("S")).replaced("\"S\"", r#""\u0069np\u0075t""#), 200, "logits"),
+        row("comments", body("{\"inputs\": /* none */ []}"), 400, "expected value"),
+        row("a comma too many", body(r#"{"inputs":[],}"#), 400, "trailing comma"),
+        row("no inputs key", body("{}"), 400, "missing field `inputs`"),
+        row("inputs twice", body(&twice), 400, "duplicate field `inputs`"),
+        row("a name twice", input("name", json!("S")).replaced("\"S\"", r#""input","name":"input""#), 400, "duplicate field `name`"),
+        row("inputs that are no list", body(r#"{"inputs":{}}"#), 400, "invalid type: map"),
+        row("inputs of a long text", top("inputs", json!("x".repeat(50_000))), 400, "xxx…"),
+        row("an input that is no object", body(r#"{"inputs":[7]}"#), 400, "invalid type: integer `7`, expected an object"),
+        row("a key that nobody knows", top("mood", json!({ "is": ["good"] })), 200, "logits"),
+        row("an id", top("id", json!("é\"\n")), 200, r#""id":"é\"\n""#),
+        row("an id that is a number", top("id", json!(7)), 400, "invalid type: integer `7`, expected a string"),
+        row("parameters that are a list", top("parameters", json!([])), 400, "expected a map"),
+        row("outputs that are no list", top("outputs", json!("logits")), 400, "expected a sequence"),
+        row("an output without a name", top("outputs", json!([{}])), 400, "missing field `name`"),
+        row("deep nesting", body(&"[".repeat(10_000)), 400, "JSON"),
+        row("deep nesting in a key that nobody knows", body(&format!(r#"{{"mood":{}"#, "[".repeat(10_000))), 400, "EOF while parsing a list"),
+
+        // Inputs.
+        row("no name", input("name", Value::Null), 400, "missing field `name`"),
+        row("no shape", input("shape", Value::Null), 400, "missing field `shape`"),
+        row("no datatype key", input("datatype", Value::Null), 400, "missing field `datatype`"),
+        row("no data", input("data", Value::Null), 400, "neither data nor binary_data_size"),
+        row("shape that is a number", input("shape", json!(4)), 400, "expected a sequence"),
+        row("shape with fractions", input("shape", json!([1.5, 4])), 400, "floating point `1.5`, expected i64"),
+        row("shape in strings", input("shape", json!(["1", "4"])), 400, "expected i64"),
+        row("shape beyond 64 bits", input("shape", json!([u64::MAX, 4])), 400, "expected i64"),
+        row("shape with a huge number", input("shape", json!("S")).replaced("\"S\"", "[1e400, 4]"), 400, "number out of range"),
+
+        // Data.
+        row("nested data", data("[[1,2,3,4]]"), 200, "logits"),
+        row("floats in many notations", data("[1,-0,2.5e-3,1E+2]"), 200, "logits"),
+        row("too few elements", data("[1,2,3]"), 400, "3 elements, shape [1, 4] takes 4"),
+        row("empty data", data("[]"), 400, "0 elements"),
+        row("empty lists in data", data("[[],[],[],[]]"), 400, "0 elements"),
+        row("data that is a number", data("7"), 400, "expected a list of numbers, booleans or strings"),
+        row("data that is null", data("null"), 400, "neither data nor binary_data_size"),
+        row("data that is an object", data("{}"), 400, "expected a list of numbers, booleans or strings"),
+        row("ragged data", data("[[1,2],[3],[4]]"), 400, "ragged: lists of 2 and of 1 items"),
+        row("data nested in another shape", data("[[1,2],[3,4]]"), 400, "nested as [2, 2], the shape is [1, 4]"),
+        row("lists beside elements", data("[1,[2],3,4]"), 400, "mixes lists and elements"),
+        row("elements beside lists", data("[[1],2,3,4]"), 400, "mixes lists and elements"),
+        row("data of forty lists", data(&format!("{}1{}", "[".repeat(40), "]".repeat(40))), 400, "deeper than 32 lists"),
+        row("strings", data(r#"["a","b","c","d"]"#), 400, "strings for FP32"),
+        row("numbers in strings", data(r#"["1","2","3","4"]"#), 400, "strings for FP32"),
+        row("booleans", data("[true,false,true,false]"), 400, "booleans for FP32"),
+        row("a boolean among numbers", data("[1,2,3,true]"), 400, "a boolean among integers"),
+        row("null among numbers", data("[1,2,3,null]"), 400, "invalid type: null"),
+        row("an object among numbers", data("[1,2,3,{}]"), 400, "invalid type: map"),
+        row("NaN in words", data("[1,2,3,NaN]"), 400, "expected value"),
+        row("infinity in words", data("[1,2,3,Infinity]"), 400, "expected value"),
+        row("a hexadecimal number", data("[1,2,3,0x4]"), 400, "expected `,` or `]`"),
+        row("a number with a zero before", data("[1,2,3,04]"), 400, "invalid number"),
+        row("beyond FP32", data("[1,2,3,1e300]"), 400, "does not fit FP32"),
+        row("beyond FP64", data("[1,2,3,1e400]"), 400, "number out of range"),
+        row("a number of many digits", data(&format!("[1,2,3,{}]", "9".repeat(400))), 400, "number out of range"),
+        row("INT8 with a fraction", element("INT8", "1.5"), 400, "numbers with fractions for INT8"),
+        row("INT8 written with a point", element("INT8", "1.0"), 400, "numbers with fractions for INT8"),
+        row("INT8 beyond 64 bits", element("INT8", "99999999999999999999"), 400, "numbers with fractions for INT8"),
+        row("largest UINT64", element("UINT64", "18446744073709551615"), 200, "18446744073709551615"),
+        row("UINT64 beyond what floats tell apart", element("UINT64", "9007199254740993"), 200, "9007199254740993"),
+        row("negative UINT64", element("UINT64", "-1"), 400, "-1 does not fit UINT64"),
+        row("BOOL as a number", element("BOOL", "1"), 400, "integers for BOOL"),
+        row("BYTES as text", element("BYTES", r#""\u00e9\n\"""#), 200, r#"é\n\""#),
+        row("BYTES with an escaped NUL", element("BYTES", r#""a\u0000""#), 400, "NUL"),
+        row("BYTES as a number", element("BYTES", "1"), 400, "integers for BYTES"),
+
+        // Binary data.
+        row("binary as it should be", binary(json!(16), &[0; 16], None), 200, "logits"),
+        row("binary size without binary data", binary(json!(16), b"", None), 400, "binary_data_size is \"16\", a number up to the 0 bytes"),
+        row("data and binary size", input("parameters", json!({ "binary_data_size": 0 })), 400, "both data and binary_data_size"),
+        row("binary size that is negative", binary(json!(-1), &[0; 16], None), 400, "binary_data_size is \"-1\""),
+        row("binary size with a fraction", binary(json!(16.0), &[0; 16], None), 400, "binary_data_size is \"16.0\""),
+        row("binary size as text", binary(json!("16"), &[0; 16], None), 400, "binary_data_size is"),
+        row("binary size beyond 64 bits", binary(json!(1e30), &[0; 16], None), 400, "binary_data_size is \"1e"),
+        row("largest binary size", binary(json!(u64::MAX), &[0; 16], None), 400, "binary_data_size is \"18446744073709551615\""),
+        row("too little binary data", binary(json!(16), &[0; 15], None), 400, "a number up to the 15 bytes"),
+        row("too much binary data", binary(json!(16), &[0; 17], None), 400, "1 bytes of binary data belong to no input"),
+        row("header beyond the body", binary(json!(16), &[0; 16], Some("99999")), 400, "is 99999, the body has"),
+        row("header beyond 64 bits", binary(json!(16), &[0; 16], Some("99999999999999999999")), 400, "Content-Length is \"99999999999999999999\""),
+        row("header of 0", binary(json!(16), &[0; 16], Some("0")), 400, "EOF while parsing"),
+        row("header too short", binary(json!(16), &[0; 16], Some("20")), 400, "EOF while parsing"),
+        row("header that is negative", binary(json!(16), &[0; 16], Some("-1")), 400, "Content-Length is \"-1\""),
+        row("header with a sign", binary(json!(16), &[0; 16], Some("+93")), 400, "Content-Length is \"+93\""),
+        row("header that is no number", binary(json!(16), &[0; 16], Some("x")), 400, "Content-Length is \"x\""),
+        row("header with nothing in it", binary(json!(16), &[0; 16], Some("")), 400, "Content-Length is \"\""),
+        row("header twice", headers(&[(HEADER_LENGTH, "9"), (HEADER_LENGTH, "9")], body("{}")), 400, "there twice"),
+        row("binary_data that is no boolean", top("outputs", json!([{ "name": "logits", "parameters": { "binary_data": 1 } }])), 400, "\"binary_data\" is \"1\", true or false is expected"),
+        row("binary_data_output that is no boolean", top("parameters", json!({ "binary_data_output": "true" })), 400, "true or false is expected"),
+        row("binary_data_output", top("parameters", json!({ "binary_data_output": true })), 200, "\"binary_data_size\":12"),
+        row("NaN out as JSON", nan(false), 406, "\"out_FP32\" has elements that JSON cannot carry"),
+        row("NaN out as bytes", nan(true), 200, "\"binary_data_size\":4"),
+
+        // Headers, compression, sizes.
+        row("another content type", headers(&[("content-type", "text/plain")], at(MLP)), 200, "logits"),
+        row("content type of nonsense", headers(&[("content-type", ";;;")], at(MLP)), 200, "logits"),
+        row("gzip", encoded("gzip", gzip(&good)), 200, "logits"),
+        row("gzip in two members", encoded("gzip", [gzip(&good[..9]), gzip(&good[9..])].concat()), 200, "logits"),
+        row("deflate", encoded("deflate", zlib(&good)), 200, "logits"),
+        row("identity", encoded("identity", good.clone()), 200, "logits"),
+        row("gzip that is none", encoded("gzip", good.clone()), 400, "no valid gzip"),
+        row("gzip of no bytes", encoded("gzip", Vec::new()), 400, "gzip data of 0 bytes is cut off"),
+        row("gzip cut off", encoded("gzip", cut(&gzip(&good), 1)), 400, "is cut off"),
+        row("gzip with more after it", encoded("gzip", [gzip(&good), b"more and more".to_vec()].concat()), 400, "no valid gzip"),
+        row("deflate cut off", encoded("deflate", cut(&zlib(&good), 1)), 400, "is cut off"),
+        row("deflate without its frame", encoded("deflate", bare_deflate(&good)), 400, "no valid deflate"),
+        row("deflate with more after it", encoded("deflate", [zlib(&good), b"x".to_vec()].concat()), 400, "1 bytes follow"),
+        row("gzip of nonsense", encoded("gzip", gzip(b"nonsense")), 400, "not an inference request"),
+        row("gzip twice", encoded("gzip, gzip", gzip(&gzip(&good))), 415, "\"gzip, gzip\" is not supported"),
+        row("brotli", encoded("br", good.clone()), 415, "\"br\" is not supported: one of gzip and deflate"),
+        row("a gzip bomb", encoded("gzip", gzip(&bomb)), 413, "the limit is 65536"),
+        row("a deflate bomb", encoded("deflate", zlib(&bomb)), 413, "the limit is 65536"),
+        row("body too large", post(MLP, vec![b' '; MESSAGE_BYTES_MAX + 1]), 413, "65537 bytes, the limit is 65536"),
+        row("a reply in no form", headers(&[("accept-encoding", "identity;q=0")], at(MLP)), 406, "none of the forms"),
+        row("an accept-encoding of nonsense", headers(&[("accept-encoding", ";q=;,,gzip;q=x")], at(MLP)), 200, "logits"),
+    ]
+}
+
+impl Ask {
+    /// With a part of its body written otherwise than `serde_json` writes it.
+    fn replaced(self, from: &str, to: &str) -> Ask {
+        let body = String::from_utf8(self.body).unwrap().replacen(from, to, 1).into_bytes();
+        Ask { body, ..self }
+    }
 }

@@ -1,0 +1,186 @@
+//! The access log: a line for each call over gRPC and REST, under the target `millrace_serving::access`
+//! at level DEBUG, so `--log info,millrace_serving::access=debug` shows it. Beside it, a request's
+//! `x-request-id` comes back on its reply.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use http_body::{Body, Frame, SizeHint};
+use tonic::codegen::{Service, http};
+use tonic::server::NamedService;
+use tonic::transport::server::TcpConnectInfo;
+
+use crate::error::quote;
+
+/// Names a request, for those who look for it in logs.
+const REQUEST_ID: &str = "x-request-id";
+/// Longest id that is repeated.
+const REQUEST_ID_BYTES_MAX: usize = 256;
+
+fn enabled() -> bool {
+    tracing::enabled!(target: "millrace_serving::access", tracing::Level::DEBUG)
+}
+
+/// The model that answered, among the extensions of a reply.
+#[derive(Debug, Clone)]
+struct Answered {
+    model: String,
+    version: u64,
+}
+
+/// Notes on a reply which model gave it.
+pub(crate) fn note(extensions: &mut http::Extensions, model: &str, version: u64) {
+    if enabled() {
+        extensions.insert(Answered { model: model.to_owned(), version });
+    }
+}
+
+/// A service whose calls are logged.
+#[derive(Debug, Clone)]
+pub(crate) struct Logged<S> {
+    service: S,
+    peer: Option<SocketAddr>,
+}
+
+impl<S> Logged<S> {
+    /// `peer` is who calls, where the requests do not say it themselves.
+    pub(crate) fn new(service: S, peer: Option<SocketAddr>) -> Logged<S> {
+        Logged { service, peer }
+    }
+}
+
+impl<S: NamedService> NamedService for Logged<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S, B, R> Service<http::Request<B>> for Logged<S>
+where
+    S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Counted<R>>;
+    type Error = Infallible;
+    type Future = Answer<S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+        let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
+        let line = enabled().then(|| {
+            let connected =
+                request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+            Box::new(Line {
+                method: request.method().clone(),
+                path: quote(request.uri().path()),
+                peer: connected.or(self.peer),
+                request_id: id.as_ref().map(|id| quote(&String::from_utf8_lossy(id.as_bytes()))),
+                answered: None,
+                status: None,
+                bytes: 0,
+                start: Instant::now(),
+            })
+        });
+        Answer { answering: Box::pin(self.service.call(request)), id, line }
+    }
+}
+
+/// The future reply of a logged call.
+pub(crate) struct Answer<F> {
+    answering: Pin<Box<F>>,
+    id: Option<http::HeaderValue>,
+    line: Option<Box<Line>>,
+}
+
+impl<F, R> Future for Answer<F>
+where
+    F: Future<Output = Result<http::Response<R>, Infallible>>,
+{
+    type Output = Result<http::Response<Counted<R>>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Ok(mut response) = ready!(self.answering.as_mut().poll(cx));
+        if let Some(id) = self.id.take() {
+            response.headers_mut().insert(REQUEST_ID, id);
+        }
+        let mut line = self.line.take();
+        if let Some(line) = &mut line {
+            line.answered = response.extensions_mut().remove();
+            line.status = Some(grpc_status(response.headers()).unwrap_or(response.status().as_u16()));
+        }
+        Poll::Ready(Ok(response.map(|body| Counted { body, line })))
+    }
+}
+
+fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
+    headers.get("grpc-status")?.to_str().ok()?.parse().ok()
+}
+
+/// What is logged of one call. It is written when the body of the reply has ended, or nobody takes it.
+struct Line {
+    method: http::Method,
+    path: String,
+    peer: Option<SocketAddr>,
+    request_id: Option<String>,
+    answered: Option<Answered>,
+    /// Of gRPC, else of HTTP; absent where the caller went before there was an answer.
+    status: Option<u16>,
+    bytes: u64,
+    start: Instant,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        tracing::debug!(
+            target: "millrace_serving::access",
+            method = %self.method,
+            path = self.path,
+            model = self.answered.as_ref().map(|answered| answered.model.as_str()),
+            version = self.answered.as_ref().map(|answered| answered.version),
+            request_id = self.request_id,
+            status = self.status,
+            bytes = self.bytes,
+            elapsed_ms = self.start.elapsed().as_secs_f64() * 1000.0,
+            peer = self.peer.map(tracing::field::display),
+            "call"
+        );
+    }
+}
+
+/// The body of a logged reply.
+pub(crate) struct Counted<R> {
+    body: R,
+    line: Option<Box<Line>>,
+}
+
+impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
+    type Data = bytes::Bytes;
+    type Error = R::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<bytes::Bytes>, R::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if let (Some(line), Some(Ok(frame))) = (&mut self.line, &frame) {
+            if let Some(data) = frame.data_ref() {
+                line.bytes += data.len() as u64;
+            } else if let Some(status) = frame.trailers_ref().and_then(grpc_status) {
+                line.status = Some(status);
+            }
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,146 @@
+//! Compressed bodies and messages, in both directions: gzip (RFC 1952) and deflate in its zlib frame
+//! (RFC 1950), as HTTP and gRPC name them.
+
+use std::io::{self, Read, Write};
+
+use flate2::bufread::MultiGzDecoder;
+use flate2::write::{GzEncoder, ZlibEncoder};
+use flate2::{Compression, Decompress, FlushDecompress, Status};
+
+use crate::error::InferError;
+
+/// Sizes from which compressing takes long enough (1 ms and more) to hand other tasks of the thread on.
+const LONG_BYTES: usize = 128 << 10;
+/// Least room that the output grows by.
+const GROWTH_BYTES: usize = 32 << 10;
+
+/// How a body is compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Encoding {
+    Gzip,
+    Deflate,
+}
+
+impl Encoding {
+    /// All, the preferred one first.
+    pub(crate) const ALL: [Encoding; 2] = [Encoding::Gzip, Encoding::Deflate];
+
+    /// Its name in headers.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Encoding::Gzip => "gzip",
+            Encoding::Deflate => "deflate",
+        }
+    }
+
+    /// The encoding of a name. HTTP has `x-gzip` as another name of `gzip`.
+    pub(crate) fn named(name: &str) -> Option<Encoding> {
+        let name = name.strip_prefix("x-").filter(|name| name.eq_ignore_ascii_case("gzip")).unwrap_or(name);
+        Encoding::ALL.into_iter().find(|encoding| encoding.name().eq_ignore_ascii_case(name))
+    }
+
+    /// Takes the compression off. Memory is bounded by twice `bytes_max`, whatever the body claims.
+    ///
+    /// # Errors
+    /// [`InferError::TooLarge`] as soon as more than `bytes_max` bytes have come out;
+    /// [`InferError::Invalid`] for a stream that is corrupt, cut off or followed by something.
+    pub(crate) fn decompress(self, body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
+        unhurried(body.len(), || match self {
+            Encoding::Gzip => gunzip(body, bytes_max),
+            Encoding::Deflate => inflate(body, bytes_max),
+        })
+    }
+
+    /// Compresses a body, at the level that costs least.
+    pub(crate) fn compress(self, body: &[u8]) -> io::Result<Vec<u8>> {
+        unhurried(body.len(), || match self {
+            Encoding::Gzip => {
+                let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+                encoder.write_all(body)?;
+                encoder.finish()
+            }
+            Encoding::Deflate => {
+                let mut encoder = ZlibEncoder::new(Vec::new(), Compression::fast());
+                encoder.write_all(body)?;
+                encoder.finish()
+            }
+        })
+    }
+}
+
+/// Runs work on `bytes` bytes; large work lets the thread's other tasks move elsewhere.
+fn unhurried<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
+    let movable = || {
+        tokio::runtime::Handle::try_current()
+            .is_ok_and(|handle| handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread)
+    };
+    if bytes >= LONG_BYTES && movable() { tokio::task::block_in_place(work) } else { work() }
+}
+
+fn too_large(bytes_max: usize) -> InferError {
+    InferError::TooLarge { bytes: bytes_max as u64 + 1, bytes_max: bytes_max as u64 }
+}
+
+fn cut_off(encoding: Encoding, body: &[u8], written: usize) -> InferError {
+    InferError::invalid(format!(
+        "the {} data of {} bytes is cut off: its end did not come, {written} bytes came out",
+        encoding.name(),
+        body.len()
+    ))
+}
+
+fn corrupt(encoding: Encoding, reason: &dyn std::fmt::Display) -> InferError {
+    InferError::invalid(format!("the data is no valid {}: {reason}", encoding.name()))
+}
+
+/// A gzip file may have several members, one after the other.
+fn gunzip(body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
+    let mut plain = Vec::new();
+    let decoder = MultiGzDecoder::new(body);
+    match decoder.take(bytes_max as u64 + 1).read_to_end(&mut plain) {
+        _ if plain.len() > bytes_max => Err(too_large(bytes_max)),
+        Ok(_) => Ok(plain),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Err(cut_off(Encoding::Gzip, body, plain.len()))
+        }
+        Err(error) => Err(corrupt(Encoding::Gzip, &error)),
+    }
+}
+
+/// The stream decoders take a cut stream for a whole one, so the end is looked for here.
+fn inflate(body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
+    let mut plain: Vec<u8> = Vec::new();
+    let mut state = Decompress::new(true);
+    loop {
+        let read = usize::try_from(state.total_in()).unwrap_or(usize::MAX);
+        let rest = body.get(read..).unwrap_or_default();
+        if plain.len() == plain.capacity() {
+            let room = (bytes_max - plain.len()).saturating_add(1);
+            plain.reserve_exact(plain.len().max(GROWTH_BYTES).min(room));
+        }
+        let before = (state.total_in(), plain.len());
+        let status = state
+            .decompress_vec(rest, &mut plain, FlushDecompress::None)
+            .map_err(|error| corrupt(Encoding::Deflate, &error))?;
+        if plain.len() > bytes_max {
+            return Err(too_large(bytes_max));
+        }
+        let read = usize::try_from(state.total_in()).unwrap_or(usize::MAX);
+        if status == Status::StreamEnd {
+            return match body.len().saturating_sub(read) {
+                0 => Ok(plain),
+                more => Err(corrupt(
+                    Encoding::Deflate,
+                    &format_args!("{more} bytes follow the end of the stream"),
+                )),
+            };
+        }
+        let stuck = before == (state.total_in(), plain.len());
+        if stuck && plain.len() < plain.capacity() {
+            return Err(cut_off(Encoding::Deflate, body, plain.len()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,300 @@
+//! Connections: how many may be open, and how long a client may keep one without sending or taking
+//! anything. HTTP/1.1 and HTTP/2 without TLS on one port.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::service::TowerToHyperService;
+use prometheus::IntGauge;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinSet;
+use tokio::time::Sleep;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::access::Logged;
+use crate::config::Limits;
+use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
+
+/// What a client of HTTP/2 sends first.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Requests at a time on one connection of HTTP/2.
+pub(crate) const STREAMS_MAX: u32 = 256;
+/// Bytes of headers of one request, over HTTP/2 and (with the request line) over HTTP/1.1.
+pub(crate) const HEAD_BYTES_MAX: u32 = 64 << 10;
+/// Connections at a time that are told why they are refused; more are closed without a word.
+const REFUSALS_MAX: usize = 64;
+/// How long a refused client may take to read why.
+const REFUSAL_MAX: Duration = Duration::from_secs(1);
+/// How long accepting rests when the process has no descriptor for another connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A listening socket that keeps to its limits.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    socket: TcpListener,
+    service: &'static str,
+    refusal: Arc<[u8]>,
+    open: Arc<Semaphore>,
+    refusing: Arc<Semaphore>,
+    gauge: IntGauge,
+    stalled: Duration,
+}
+
+impl Listener {
+    /// For HTTP; those beyond the limit get status 503.
+    pub(crate) fn http(socket: TcpListener, service: &'static str, limits: &Limits) -> Listener {
+        let body = format!(r#"{{"error":"{}"}}"#, too_many(limits));
+        let answer = format!(
+            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        Listener::new(socket, service, answer.into_bytes(), limits)
+    }
+
+    /// For gRPC; those beyond the limit get a GOAWAY, which clients report as UNAVAILABLE with its text.
+    pub(crate) fn grpc(socket: TcpListener, service: &'static str, limits: &Limits) -> Listener {
+        let text = too_many(limits);
+        // RFC 9113: an empty SETTINGS, then GOAWAY of stream 0 with REFUSED_STREAM, the reason that clients
+        // of gRPC take for one to try again on. The text is shorter than 200 bytes.
+        let mut answer = vec![0, 0, 0, 4, 0, 0, 0, 0, 0];
+        answer.extend_from_slice(&[0, 0, 8 + text.len() as u8, 7, 0, 0, 0, 0, 0]);
+        answer.extend_from_slice(&[0, 0, 0, 0, 0, 0, 0, 7]);
+        answer.extend_from_slice(text.as_bytes());
+        Listener::new(socket, service, answer, limits)
+    }
+
+    fn new(socket: TcpListener, service: &'static str, refusal: Vec<u8>, limits: &Limits) -> Listener {
+        Listener {
+            socket,
+            service,
+            refusal: refusal.into(),
+            open: Arc::new(Semaphore::new(limits.connections_max.min(Semaphore::MAX_PERMITS))),
+            refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
+            gauge: CONNECTIONS.with_label_values(&[service]),
+            stalled: Duration::from_millis(limits.stalled_ms_max),
+        }
+    }
+
+    /// The next connection within the limit. Cancel safe.
+    pub(crate) async fn accept(&self) -> Connection {
+        loop {
+            let stream = match self.socket.accept().await {
+                Ok((stream, _)) => stream,
+                Err(error) if is_of_connection(&error) => continue,
+                Err(error) => {
+                    tracing::warn!(service = self.service, %error, "no connection can be accepted");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            };
+            if let Err(error) = stream.set_nodelay(true) {
+                tracing::debug!(%error, "a connection keeps small packets back");
+            }
+            match self.open.clone().try_acquire_owned() {
+                Ok(permit) => return Connection::new(stream, permit, self),
+                Err(_) => self.refuse(stream),
+            }
+        }
+    }
+
+    /// Says why and closes, without holding up who comes next.
+    fn refuse(&self, mut stream: TcpStream) {
+        CONNECTIONS_REFUSED.with_label_values(&[self.service]).inc();
+        let Ok(permit) = self.refusing.clone().try_acquire_owned() else { return };
+        let refusal = self.refusal.clone();
+        tokio::spawn(async move {
+            let _permit = permit;
+            let say = async {
+                stream.write_all(&refusal).await?;
+                stream.shutdown().await?;
+                // Closing before the client's own bytes were read would reset the connection, and with
+                // it what it was told.
+                tokio::io::copy(&mut stream, &mut tokio::io::sink()).await
+            };
+            // Nobody is there to learn that a refusal did not arrive.
+            let _ = tokio::time::timeout(REFUSAL_MAX, say).await;
+        });
+    }
+}
+
+fn too_many(limits: &Limits) -> String {
+    format!(
+        "too many connections, the limit is {} (limits.connections_max): close some or try again later",
+        limits.connections_max
+    )
+}
+
+/// Whether an error of `accept` is that of the connection that was to come, not of the listener.
+fn is_of_connection(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
+
+/// An accepted connection; counts as open until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    stream: TcpStream,
+    gauge: IntGauge,
+    stalled: Duration,
+    /// Bytes of the preface that came, and when the rest is late. `None` once the bytes are those of
+    /// HTTP/1 (its own deadline for heads begins) or the preface is whole (pings begin).
+    opening: Option<(usize, Pin<Box<Sleep>>)>,
+    /// Runs while the client takes nothing of what waits for it.
+    writing: Option<Pin<Box<Sleep>>>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Connection {
+    fn new(stream: TcpStream, permit: OwnedSemaphorePermit, listener: &Listener) -> Connection {
+        listener.gauge.inc();
+        Connection {
+            stream,
+            gauge: listener.gauge.clone(),
+            stalled: listener.stalled,
+            opening: Some((0, Box::pin(tokio::time::sleep(listener.stalled)))),
+            writing: None,
+            _permit: permit,
+        }
+    }
+
+    fn late(&self, what: &str) -> io::Error {
+        io::Error::new(io::ErrorKind::TimedOut, format!("the client {what} for {:?}", self.stalled))
+    }
+
+    /// An error once writing has waited for too long.
+    fn patient<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.writing = None;
+            return written;
+        }
+        let writing = self.writing.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stalled)));
+        match writing.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(Err(self.late("took nothing"))),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.gauge.dec();
+    }
+}
+
+impl Connected for Connection {
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> TcpConnectInfo {
+        self.stream.connect_info()
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        let Some((matched, deadline)) = &mut self.opening else { return read };
+        if read.is_ready() {
+            let came = buffer.filled().get(before..).unwrap_or_default();
+            let expected = &PREFACE[*matched..];
+            let same = came.iter().zip(expected).take_while(|(a, b)| a == b).count();
+            *matched += same;
+            if *matched == PREFACE.len() || same < came.len() {
+                self.opening = None;
+            }
+            return read;
+        }
+        match deadline.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(Err(self.late("did not begin"))),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.patient(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
+        self.patient(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call
+/// cuts them.
+pub(crate) async fn serve_http(listener: Listener, routes: Router, closed: CancellationToken) {
+    let mut protocol = auto::Builder::new(TokioExecutor::new());
+    protocol
+        .http1()
+        .timer(TokioTimer::new())
+        // Runs between requests too, so that it also ends connections that are kept for nothing.
+        .header_read_timeout(listener.stalled)
+        .max_buf_size(HEAD_BYTES_MAX as usize);
+    protocol
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(STREAMS_MAX)
+        .max_header_list_size(HEAD_BYTES_MAX)
+        .keep_alive_interval(listener.stalled)
+        .keep_alive_timeout(listener.stalled);
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            () = closed.cancelled() => break,
+            Some(_) = connections.join_next() => {}
+            connection = listener.accept() => {
+                let (protocol, routes, closed) = (protocol.clone(), routes.clone(), closed.clone());
+                connections.spawn(async move {
+                    let peer = connection.stream.peer_addr().ok();
+                    let service = TowerToHyperService::new(Logged::new(routes, peer));
+                    let answering = protocol.serve_connection(TokioIo::new(connection), service);
+                    tokio::pin!(answering);
+                    let ended = tokio::select! {
+                        ended = answering.as_mut() => ended,
+                        () = closed.cancelled() => {
+                            answering.as_mut().graceful_shutdown();
+                            answering.await
+                        }
+                    };
+                    if let Err(error) = ended {
+                        tracing::debug!(%error, "a connection broke");
+                    }
+                });
+            }
+        }
+    }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
+}

@@ -1,0 +1,280 @@
+//! Requests of gRPC before tonic reads them: messages are bounded, decompressed within the bound, and
+//! must come whole. What is wrong with them is told as the sender's fault; tonic alone decompresses
+//! without a bound and answers INTERNAL.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http_body::Frame;
+use tokio::time::Sleep;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::server::NamedService;
+
+use crate::compression::Encoding;
+use crate::config::Limits;
+use crate::error::InferError;
+
+/// Names the compression of a request's messages.
+const ENCODING: &str = "grpc-encoding";
+/// Names the compressions that the client reads.
+const ACCEPTED: &str = "grpc-accept-encoding";
+/// A flag and a length before each message.
+const PREFIX_BYTES: usize = 5;
+/// Calls whose client sends any number of messages, also none.
+const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
+
+/// A service whose requests are checked message by message.
+#[derive(Debug, Clone)]
+pub(crate) struct Messages<S> {
+    service: S,
+    limits: Limits,
+}
+
+impl<S> Messages<S> {
+    pub(crate) fn new(service: S, limits: Limits) -> Messages<S> {
+        Messages { service, limits }
+    }
+}
+
+impl<S: NamedService> NamedService for Messages<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S: Service<http::Request<Body>, Error = Infallible>> Service<http::Request<Body>> for Messages<S> {
+    type Response = S::Response;
+    type Error = Infallible;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> S::Future {
+        let (mut head, body) = request.into_parts();
+        let encoding = head.headers.get(ENCODING).and_then(|name| Encoding::named(name.to_str().ok()?));
+        if encoding.is_some() {
+            head.headers.remove(ENCODING);
+        }
+        mirror(&mut head.headers, encoding);
+        let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
+        let body = Body::new(Frames::new(body, encoding, streaming, &self.limits));
+        self.service.call(http::Request::from_parts(head, body))
+    }
+}
+
+/// A reply is compressed as its request was, when the client reads that. Clients announce what they read
+/// with every call, so compressing for all who can read it would slow down those who never asked.
+fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
+    let Some(accepted) = headers.remove(ACCEPTED) else { return };
+    let reads = |encoding: &Encoding| {
+        accepted.to_str().is_ok_and(|names| names.split(',').any(|name| name.trim() == encoding.name()))
+    };
+    if let Some(encoding) = encoding.filter(reads) {
+        headers.insert(ACCEPTED, http::HeaderValue::from_static(encoding.name()));
+    }
+}
+
+/// The frames of a body: a prefix and a payload each. Plain ones are handed on as they come.
+struct Frames {
+    body: Body,
+    encoding: Option<Encoding>,
+    streaming: bool,
+    bytes_max: usize,
+    stalled: Duration,
+    /// What came and was not looked at yet.
+    chunk: Bytes,
+    prefix: [u8; PREFIX_BYTES],
+    prefix_bytes: usize,
+    /// Bytes of the payload that are still to come.
+    left: usize,
+    /// The payload of a compressed message as far as it came.
+    packed: BytesMut,
+    /// Whether a message has come whole.
+    any: bool,
+    /// Runs while the client owes something.
+    patience: Option<Pin<Box<Sleep>>>,
+    ended: bool,
+}
+
+impl Frames {
+    fn new(body: Body, encoding: Option<Encoding>, streaming: bool, limits: &Limits) -> Frames {
+        Frames {
+            body,
+            encoding,
+            streaming,
+            bytes_max: limits.message_bytes_max.min(u32::MAX as usize),
+            stalled: Duration::from_millis(limits.stalled_ms_max),
+            chunk: Bytes::new(),
+            prefix: [0; PREFIX_BYTES],
+            prefix_bytes: 0,
+            left: 0,
+            packed: BytesMut::new(),
+            any: false,
+            patience: None,
+            ended: false,
+        }
+    }
+
+    fn packed(&self) -> bool {
+        self.prefix_bytes > 0 && self.prefix[0] == 1
+    }
+
+    /// Looks at what came; gives what can be handed on.
+    fn advance(&mut self) -> Result<Option<Bytes>, InferError> {
+        let mut plain = 0;
+        while plain < self.chunk.len() {
+            if self.prefix_bytes < PREFIX_BYTES {
+                let byte = self.chunk[plain];
+                if self.prefix_bytes == 0 {
+                    self.check_flag(byte)?;
+                    if byte == 1 && plain > 0 {
+                        break;
+                    }
+                }
+                self.prefix[self.prefix_bytes] = byte;
+                self.prefix_bytes += 1;
+                if self.packed() {
+                    self.chunk.advance(1);
+                } else {
+                    plain += 1;
+                }
+                if self.prefix_bytes == PREFIX_BYTES {
+                    self.begin()?;
+                }
+            } else {
+                let bytes = self.left.min(self.chunk.len() - plain);
+                self.left -= bytes;
+                if self.packed() {
+                    self.packed.extend_from_slice(&self.chunk.split_to(bytes));
+                } else {
+                    plain += bytes;
+                }
+            }
+            if self.prefix_bytes == PREFIX_BYTES && self.left == 0 {
+                let packed = self.packed();
+                self.prefix_bytes = 0;
+                self.any = true;
+                if packed {
+                    return self.unpack().map(Some);
+                }
+            }
+        }
+        Ok((plain > 0).then(|| self.chunk.split_to(plain)))
+    }
+
+    fn check_flag(&self, flag: u8) -> Result<(), InferError> {
+        match flag {
+            0 => Ok(()),
+            1 if self.encoding.is_some() => Ok(()),
+            1 => Err(InferError::invalid(
+                "a message says that it is compressed and grpc-encoding does not say how: gzip and deflate are known",
+            )),
+            flag => Err(InferError::invalid(format!(
+                "a message begins with {flag}, 0 (plain) or 1 (compressed) is expected"
+            ))),
+        }
+    }
+
+    fn begin(&mut self) -> Result<(), InferError> {
+        let [_, length @ ..] = self.prefix;
+        self.left = u32::from_be_bytes(length) as usize;
+        if self.left > self.bytes_max {
+            return Err(InferError::TooLarge { bytes: self.left as u64, bytes_max: self.bytes_max as u64 });
+        }
+        Ok(())
+    }
+
+    fn unpack(&mut self) -> Result<Bytes, InferError> {
+        let packed = std::mem::take(&mut self.packed);
+        // A flag of 1 was let through only with an encoding.
+        let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
+        let plain = encoding.decompress(&packed, self.bytes_max)?;
+        let mut message = BytesMut::with_capacity(PREFIX_BYTES + plain.len());
+        message.put_u8(0);
+        // `bytes_max` is at most what 32 bits hold.
+        message.put_u32(plain.len() as u32);
+        message.put_slice(&plain);
+        Ok(message.freeze())
+    }
+
+    /// What is missing when the client says that it has sent everything.
+    fn check_end(&self) -> Result<(), InferError> {
+        if self.prefix_bytes > 0 {
+            let missing = if self.prefix_bytes < PREFIX_BYTES {
+                format!("{} bytes of its prefix of {PREFIX_BYTES}", PREFIX_BYTES - self.prefix_bytes)
+            } else {
+                format!("{} bytes", self.left)
+            };
+            return Err(InferError::invalid(format!("the message is cut off: {missing} did not come")));
+        }
+        if !self.any && !self.streaming {
+            return Err(InferError::invalid("the request has no message, one is expected"));
+        }
+        Ok(())
+    }
+
+    /// Whether the client has waited too long with what it owes: the rest of a message, or, where it sends
+    /// one only, that message and the end.
+    fn is_stalled(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.streaming && self.prefix_bytes == 0 {
+            self.patience = None;
+            return false;
+        }
+        let patience = self.patience.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stalled)));
+        patience.as_mut().poll(cx).is_ready()
+    }
+}
+
+impl http_body::Body for Frames {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        loop {
+            if self.ended {
+                return Poll::Ready(None);
+            }
+            if !self.chunk.is_empty() {
+                match self.advance() {
+                    Ok(Some(bytes)) => return Poll::Ready(Some(Ok(Frame::data(bytes)))),
+                    Ok(None) => continue,
+                    Err(error) => {
+                        self.ended = true;
+                        return Poll::Ready(Some(Err(error.into())));
+                    }
+                }
+            }
+            let next = match Pin::new(&mut self.body).poll_frame(cx) {
+                Poll::Pending if self.is_stalled(cx) => {
+                    self.ended = true;
+                    let waited = self.stalled.as_millis();
+                    return Poll::Ready(Some(Err(Status::deadline_exceeded(format!(
+                        "nothing came for {waited} ms in the middle of a request (limits.stalled_ms_max)"
+                    )))));
+                }
+                polled => ready!(polled),
+            };
+            self.patience = None;
+            match next.map(|frame| frame.map(Frame::into_data)) {
+                Some(Ok(Ok(data))) => self.chunk = data,
+                Some(Ok(Err(other))) => return Poll::Ready(Some(Ok(other))),
+                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
+                None => {
+                    self.ended = true;
+                    return match self.check_end() {
+                        Ok(()) => Poll::Ready(None),
+                        Err(error) => Poll::Ready(Some(Err(error.into()))),
+                    };
+                }
+            }
+        }
+    }
+}
