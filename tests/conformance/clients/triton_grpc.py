@@ -1,4 +1,4 @@
-"""tritonclient.grpc against a running server: metadata, control calls and inference, with and without errors."""
+"""tritonclient.grpc against a running server: metadata, control calls, inference, compression, errors."""
 import json
 import sys
 
@@ -22,10 +22,10 @@ with triton.InferenceServerClient(url) as client:
     (output,) = metadata.outputs
     assert (output.name, output.datatype) == ("logits", "FP32"), output
 
-    def infer(array, name="input", datatype="FP32", request_id=""):
+    def infer(array, name="input", datatype="FP32", **options):
         given = triton.InferInput(name, array.shape, datatype)
         given.set_data_from_numpy(array)
-        return client.infer(model, [given], outputs=[triton.InferRequestedOutput("logits")], request_id=request_id)
+        return client.infer(model, [given], outputs=[triton.InferRequestedOutput("logits")], **options)
 
     whole = infer(pixels, request_id="all")
     assert whole.get_response().id == "all"
@@ -35,6 +35,9 @@ with triton.InferenceServerClient(url) as client:
     assert accuracy >= 0.95, accuracy
     one = infer(pixels[:1]).as_numpy("logits")
     assert np.allclose(one, logits[:1], atol=1e-5)
+    for algorithm in ["gzip", "deflate"]:
+        packed = infer(pixels, compression_algorithm=algorithm).as_numpy("logits")
+        assert np.allclose(packed, logits, atol=1e-5), algorithm
 
     for array, name, datatype, status in [
         (pixels[:1], "wrong", "FP32", "INVALID_ARGUMENT"),

@@ -1,4 +1,4 @@
-"""tritonclient.http against a running server: metadata, control calls, JSON and binary inference, errors."""
+"""tritonclient.http against a running server: metadata, control calls, JSON and binary inference, compression, errors."""
 import json
 import sys
 
@@ -17,11 +17,11 @@ with triton.InferenceServerClient(url) as client:
     metadata = client.get_model_metadata(model)
     assert metadata["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, 64]}], metadata
 
-    def infer(array, binary_in, binary_out, name="input"):
+    def infer(array, binary_in, binary_out, name="input", **compression):
         given = triton.InferInput(name, list(array.shape), "FP32")
         given.set_data_from_numpy(array, binary_data=binary_in)
         wanted = triton.InferRequestedOutput("logits", binary_data=binary_out)
-        return client.infer(model, [given], outputs=[wanted]).as_numpy("logits")
+        return client.infer(model, [given], outputs=[wanted], **compression).as_numpy("logits")
 
     reference = infer(pixels, True, True)
     assert reference.shape == (len(rows), 10)
@@ -30,6 +30,16 @@ with triton.InferenceServerClient(url) as client:
     for binary_in in [True, False]:
         for binary_out in [True, False]:
             assert np.allclose(infer(pixels[:32], binary_in, binary_out), reference[:32], atol=1e-5)
+            for sent in [None, "gzip", "deflate"]:
+                for received in [None, "gzip", "deflate"]:
+                    packed = infer(
+                        pixels[:64],
+                        binary_in,
+                        binary_out,
+                        request_compression_algorithm=sent,
+                        response_compression_algorithm=received,
+                    )
+                    assert np.allclose(packed, reference[:64], atol=1e-5), (sent, received)
 
     config = client.get_model_config(model)
     assert (config["name"], config["platform"]) == (model, "onnxruntime_onnx"), config
