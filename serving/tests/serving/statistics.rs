@@ -58,7 +58,7 @@ async fn a_configuration_says_what_is_served() {
     assert_eq!((fixed.max_batch_size, &fixed.input[0].dims), (0, &vec![2, 3]));
     assert_eq!(fixed.scheduling_choice, None);
     let echo = of("echo", "").await.unwrap();
-    assert_eq!(echo.max_batch_size, 65_536.min((1 << 20) / 6));
+    assert_eq!(echo.max_batch_size, 65_536);
     let types: Vec<_> = echo.input.iter().map(|input| (input.data_type(), input.dims.clone())).collect();
     assert_eq!(types, [(pb::DataType::TypeString, vec![]), (pb::DataType::TypeBf16, vec![])]);
 
