@@ -56,6 +56,11 @@ pub struct Config {
     /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
     /// or `*` for all; none when empty.
     pub cors_origins: Vec<String>,
+    /// Whether clients may register system shared memory and pass tensors there. Whoever reaches the
+    /// server may then read and write every object in `/dev/shm` that its user may. When absent: only
+    /// if both `grpc` and `http` are loopback addresses, which nobody reaches from elsewhere.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_memory: Option<bool>,
     /// Bounds on requests and models.
     pub limits: Limits,
     /// Topic-to-topic inference.
@@ -82,6 +87,7 @@ impl Default for Config {
             drain_ms_max: 10_000,
             batching: Batching::default(),
             cors_origins: Vec::new(),
+            shared_memory: None,
             limits: Limits::default(),
             pipes: Vec::new(),
         }
@@ -96,6 +102,12 @@ impl Config {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         }
+    }
+
+    /// Whether clients may use shared memory: as configured, else where all of them are local.
+    pub fn shares_memory(&self) -> bool {
+        let local = |address: SocketAddr| address.ip().to_canonical().is_loopback();
+        self.shared_memory.unwrap_or_else(|| local(self.grpc) && local(self.http))
     }
 }
 
@@ -136,7 +148,8 @@ impl Default for Batching {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
-    /// Largest request message, in bytes, compressed or not.
+    /// Largest request message, in bytes, compressed or not; also the most that the inputs of one request
+    /// may hold in shared memory.
     pub message_bytes_max: usize,
     /// Largest model version, in bytes.
     pub model_bytes_max: u64,

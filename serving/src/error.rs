@@ -132,6 +132,12 @@ pub enum InferError {
         /// What was not found.
         reason: String,
     },
+    /// The name is taken.
+    #[error("{reason}")]
+    Exists {
+        /// What is there already.
+        reason: String,
+    },
     /// The request is wrong and stays wrong.
     #[error("{reason}")]
     Invalid {
@@ -196,6 +202,7 @@ impl InferError {
     pub(crate) fn label(&self) -> &'static str {
         match self {
             InferError::NotFound { .. } => "not_found",
+            InferError::Exists { .. } => "exists",
             InferError::Invalid { .. } => "invalid",
             InferError::TooLarge { .. } => "too_large",
             InferError::NotRepresentable { .. } => "not_representable",

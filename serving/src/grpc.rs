@@ -4,42 +4,58 @@
 mod control;
 
 mod messages;
+mod shared_memory;
+mod stream;
 
 pub(crate) use messages::Messages;
 
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
-use tonic::{Code, Request, Response, Status};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::access::{self, Logged};
 use crate::config::Limits;
 use crate::control::Controls;
+use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
-use crate::infer::{self, Inference, parse_version};
+use crate::infer::{self, Inference, TENSORS_MAX, parse_version};
+use crate::parameters::check_request;
 use crate::repository::Model;
+use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
 };
-use crate::wire::{check_output_parameters, check_parameters, read_inputs, write_response};
+use crate::wire::{Form, read_inputs, write_response};
 
 /// Name of the server in its metadata.
 pub(crate) const SERVER_NAME: &str = "millrace";
 /// Platform of every model, as Triton names it.
 pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
-/// Protocol extensions that every server speaks, as Triton names them; [`Controls::extensions`] adds
-/// those that depend on how the server was started.
+/// Protocol extensions that every server speaks, as Triton names them; [`Controls::extensions`] and
+/// [`extensions`] add those that depend on how the server was started.
 pub(crate) const EXTENSIONS: &[&str] = &[
     "binary_tensor_data",
+    "classification",
     "model_configuration",
     "model_repository",
     "model_repository(unload_dependents)",
     "statistics",
 ];
 
+/// Protocol extensions that the server speaks.
+pub(crate) fn extensions(controls: &Controls, memory: &SharedMemory) -> Vec<&'static str> {
+    let mut extensions = controls.extensions();
+    if memory.is_on() {
+        extensions.push("system_shared_memory");
+    }
+    extensions
+}
+
 impl From<InferError> for Status {
     fn from(error: InferError) -> Status {
         let code = match &error {
             InferError::NotFound { .. } => Code::NotFound,
+            InferError::Exists { .. } => Code::AlreadyExists,
             InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
             InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
             InferError::Unavailable { .. } => Code::Unavailable,
@@ -54,9 +70,10 @@ impl From<InferError> for Status {
 pub(crate) fn service(
     inference: Inference,
     controls: Controls,
+    memory: SharedMemory,
     limits: &Limits,
 ) -> Logged<Messages<GrpcInferenceServiceServer<Service>>> {
-    let service = GrpcInferenceServiceServer::new(Service { inference, controls })
+    let service = GrpcInferenceServiceServer::new(Service { inference, controls, memory })
         .max_decoding_message_size(limits.message_bytes_max)
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(Gzip)
@@ -66,15 +83,35 @@ pub(crate) fn service(
     Logged::new(Messages::new(service, *limits), None)
 }
 
-#[derive(Debug)]
+/// The calls. Cheap to clone; all clones are one.
+#[derive(Debug, Clone)]
 pub(crate) struct Service {
     inference: Inference,
     controls: Controls,
+    memory: SharedMemory,
 }
 
 impl Service {
     fn find(&self, name: &str, version: &str) -> Result<std::sync::Arc<Model>, InferError> {
         self.inference.find(name, parse_version(version)?)
+    }
+
+    /// Answers one request, of a call or of a stream, and tells which version did.
+    async fn infer(
+        &self,
+        mut request: pb::ModelInferRequest,
+    ) -> Result<(pb::ModelInferResponse, std::sync::Arc<Model>), InferError> {
+        let _entered = self.inference.enter()?;
+        let id = std::mem::take(&mut request.id);
+        let model = self.find(&request.model_name, &request.model_version)?;
+        let decode = || decode(request, &self.memory);
+        let encode = |response: infer::Response, reply: Reply| {
+            let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
+            write_regions(&outputs)?;
+            Ok(write_response(&response.model, response.version, id, outputs, reply.form))
+        };
+        let message = self.inference.answer(&model, decode, encode).await?;
+        Ok((message, model))
     }
 }
 
@@ -111,7 +148,7 @@ impl GrpcInferenceService for Service {
         Ok(Response::new(pb::ServerMetadataResponse {
             name: SERVER_NAME.to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            extensions: self.controls.extensions().into_iter().map(str::to_owned).collect(),
+            extensions: extensions(&self.controls, &self.memory).into_iter().map(str::to_owned).collect(),
         }))
     }
 
@@ -145,16 +182,62 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let mut request = request.into_inner();
-        let _entered = self.inference.enter()?;
-        let id = std::mem::take(&mut request.id);
-        let model = self.find(&request.model_name, &request.model_version)?;
-        let (response, form) = self.inference.answer(&model, || decode(request)).await?;
-        let version = response.version;
-        let message = write_response(&response.model, version, id, response.outputs, form);
+        let (message, model) = self.infer(request.into_inner()).await?;
         let mut reply = Response::new(message);
-        access::note(reply.extensions_mut(), model.name(), version);
+        access::note(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
+    }
+
+    type ModelStreamInferStream = stream::Answers;
+
+    async fn model_stream_infer(
+        &self,
+        request: Request<Streaming<pb::ModelInferRequest>>,
+    ) -> Result<Response<stream::Answers>, Status> {
+        Ok(Response::new(stream::answers(self.clone(), request)))
+    }
+
+    async fn system_shared_memory_status(
+        &self,
+        request: Request<pb::SystemSharedMemoryStatusRequest>,
+    ) -> Result<Response<pb::SystemSharedMemoryStatusResponse>, Status> {
+        Ok(Response::new(shared_memory::status(&self.memory, &request.into_inner())?))
+    }
+
+    async fn system_shared_memory_register(
+        &self,
+        request: Request<pb::SystemSharedMemoryRegisterRequest>,
+    ) -> Result<Response<pb::SystemSharedMemoryRegisterResponse>, Status> {
+        Ok(Response::new(shared_memory::register(&self.memory, &request.into_inner())?))
+    }
+
+    async fn system_shared_memory_unregister(
+        &self,
+        request: Request<pb::SystemSharedMemoryUnregisterRequest>,
+    ) -> Result<Response<pb::SystemSharedMemoryUnregisterResponse>, Status> {
+        Ok(Response::new(shared_memory::unregister(&self.memory, &request.into_inner())?))
+    }
+
+    async fn cuda_shared_memory_status(
+        &self,
+        request: Request<pb::CudaSharedMemoryStatusRequest>,
+    ) -> Result<Response<pb::CudaSharedMemoryStatusResponse>, Status> {
+        Ok(Response::new(shared_memory::cuda_status(&request.into_inner())?))
+    }
+
+    async fn cuda_shared_memory_register(
+        &self,
+        request: Request<pb::CudaSharedMemoryRegisterRequest>,
+    ) -> Result<Response<pb::CudaSharedMemoryRegisterResponse>, Status> {
+        Err(cuda_refused(&request.into_inner().name).into())
+    }
+
+    async fn cuda_shared_memory_unregister(
+        &self,
+        _: Request<pb::CudaSharedMemoryUnregisterRequest>,
+    ) -> Result<Response<pb::CudaSharedMemoryUnregisterResponse>, Status> {
+        // There is none, and clients unregister before they register.
+        Ok(Response::new(pb::CudaSharedMemoryUnregisterResponse {}))
     }
 
     async fn model_config(
@@ -207,12 +290,26 @@ impl GrpcInferenceService for Service {
     }
 }
 
-fn decode(mut request: pb::ModelInferRequest) -> Result<(infer::Request, crate::wire::Form), InferError> {
-    check_parameters(request.parameters.keys())?;
-    for output in &request.outputs {
-        check_output_parameters(&output.name, output.parameters.keys())?;
+/// What a reply takes from its request beside the outputs.
+struct Reply {
+    form: Form,
+    deliveries: Vec<Delivery>,
+}
+
+fn decode(
+    mut request: pb::ModelInferRequest,
+    memory: &SharedMemory,
+) -> Result<(infer::Request, Reply), InferError> {
+    check_request(&request.parameters)?;
+    if request.outputs.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!(
+            "{} outputs, the limit is {TENSORS_MAX}",
+            request.outputs.len()
+        )));
     }
-    let (inputs, form) = read_inputs(&mut request)?;
+    let wanted = request.outputs.iter().map(|output| (output.name.as_str(), &output.parameters));
+    let deliveries = read_deliveries(wanted, memory)?;
+    let (inputs, form) = read_inputs(&mut request, Inputs::of(memory))?;
     let outputs = request.outputs.into_iter().map(|output| output.name).collect();
-    Ok((infer::Request { inputs, outputs, ..Default::default() }, form))
+    Ok((infer::Request { inputs, outputs, ..Default::default() }, Reply { form, deliveries }))
 }

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use millrace_bundle::TensorSpec;
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
@@ -45,6 +46,8 @@ pub struct Response {
 #[derive(Debug, Default)]
 struct Gate {
     draining: AtomicBool,
+    /// Fires with `draining`, for those that wait for it; reading the flag takes no lock.
+    drained: CancellationToken,
     in_flight: AtomicUsize,
     idle: Notify,
 }
@@ -82,6 +85,17 @@ impl Inference {
     /// Refuses new requests from now on as [`InferError::Unavailable`]; running ones finish.
     pub fn drain(&self) {
         self.gate.draining.store(true, Ordering::SeqCst);
+        self.gate.drained.cancel();
+    }
+
+    /// Waits until new requests are refused. Cancel safe.
+    pub async fn draining(&self) {
+        self.gate.drained.cancelled().await;
+    }
+
+    /// Requests that are being answered.
+    pub fn in_flight(&self) -> usize {
+        self.gate.in_flight.load(Ordering::SeqCst)
     }
 
     /// Waits until no request runs. Cancel safe.
@@ -106,13 +120,7 @@ impl Inference {
         self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
         IN_FLIGHT.inc();
         let entered = Entered { gate: self.gate.clone() };
-        if self.is_ready() {
-            Ok(entered)
-        } else {
-            Err(InferError::Unavailable {
-                reason: "the server is stopping: send the request to another one".into(),
-            })
-        }
+        if self.is_ready() { Ok(entered) } else { Err(stopping()) }
     }
 
     /// Answers a request. Cancel safe: a dropped call leaves nothing behind.
@@ -121,19 +129,22 @@ impl Inference {
     /// Every [`InferError`] but the ones of message sizes.
     pub async fn infer(&self, request: Request) -> Result<Response, InferError> {
         let model = self.find(&request.model, request.version)?;
-        self.answer(&model, || Ok((request, ()))).await.map(|(response, ())| response)
+        self.answer(&model, || Ok((request, ())), |response, ()| Ok(response)).await
     }
 
-    /// Decodes a request for a version and runs it; `extra` is handed through for the reply.
-    pub(crate) async fn answer<X>(
+    /// Decodes a request for a version, runs it and encodes the reply; `extra` is handed through to it.
+    /// The request failed when any of the three did.
+    pub(crate) async fn answer<X, R>(
         &self,
         model: &Model,
         decode: impl FnOnce() -> Result<(Request, X), InferError>,
-    ) -> Result<(Response, X), InferError> {
+        encode: impl FnOnce(Response, X) -> Result<R, InferError>,
+    ) -> Result<R, InferError> {
         let arrived = Instant::now();
         let outcome = match decode() {
             Ok((request, extra)) => {
-                infer_with(model, request, arrived, &self.tracer).await.map(|response| (response, extra))
+                let ran = infer_with(model, request, arrived, &self.tracer).await;
+                ran.and_then(|response| encode(response, extra))
             }
             Err(error) => Err(error),
         };
@@ -156,6 +167,11 @@ impl Inference {
             REQUESTS.with_label_values(&["", "", error.label()]).inc();
         })
     }
+}
+
+/// What requests hear that come while the server drains.
+pub(crate) fn stopping() -> InferError {
+    InferError::Unavailable { reason: "the server is stopping: send the request to another one".into() }
 }
 
 /// A request that was let in; leaves when dropped.

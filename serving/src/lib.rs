@@ -2,9 +2,9 @@
 //!
 //! What is here: the repository that loads model bundles from a volume or a directory, the inference
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
-//! it, with Triton's calls for configurations, statistics, the repository, traces and the log; health; reflection;
-//! Prometheus metrics), a client, and the pipe that reads records from one topic and writes
-//! predictions to another.
+//! it, with Triton's calls for configurations, statistics, the repository, traces and the log, with
+//! system shared memory, streams and classification; health; reflection; Prometheus metrics), a client,
+//! and the pipe that reads records from one topic and writes predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
 //! [`pipe`] knows topics), and any format but ONNX.
@@ -14,6 +14,8 @@
 //!   with its signature; a bad version never takes another one down;
 //! - a request is checked against the signature before ONNX Runtime sees it, with checked arithmetic, so
 //!   no request can make it read beyond a buffer;
+//! - shared memory is read and written, never mapped, and an output goes there only when the whole request
+//!   has succeeded;
 //! - a device that was asked for is used or refused, never replaced;
 //! - no bytes that a client can send are answered as INTERNAL or 500, and limits hold after decompression;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
@@ -43,18 +45,21 @@
 
 mod access;
 mod blocking;
+mod classification;
 pub mod client;
 mod codec;
 mod compression;
 pub mod config;
 mod connections;
 mod control;
+mod delivery;
 pub mod error;
 mod grpc;
 pub mod infer;
 pub mod logging;
 pub mod metrics;
 mod model_config;
+mod parameters;
 pub mod pipe;
 pub mod record;
 mod reflection;
@@ -63,6 +68,7 @@ mod rest;
 pub mod runtime;
 mod server;
 mod session;
+mod shared_memory;
 mod statistics;
 pub mod tensor;
 mod trace;

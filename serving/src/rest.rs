@@ -7,6 +7,7 @@ mod control;
 mod cors;
 mod elements;
 mod output;
+mod shared_memory;
 
 pub(crate) use elements::Elements;
 
@@ -29,8 +30,9 @@ use crate::access;
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
-use crate::grpc::{PLATFORM, SERVER_NAME};
+use crate::grpc::{PLATFORM, SERVER_NAME, extensions};
 use crate::infer::{Inference, parse_version};
+use crate::shared_memory::SharedMemory;
 
 /// Header that says how long the JSON part of a body with binary tensors is.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
@@ -39,6 +41,7 @@ pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
 struct App {
     inference: Inference,
     controls: Controls,
+    memory: SharedMemory,
     limits: Limits,
 }
 
@@ -46,9 +49,14 @@ struct App {
 ///
 /// # Errors
 /// [`crate::Error::Config`] when `cors_origins` has what is no origin.
-pub(crate) fn router(inference: Inference, controls: Controls, config: &Config) -> Result<Router> {
+pub(crate) fn router(
+    inference: Inference,
+    controls: Controls,
+    memory: SharedMemory,
+    config: &Config,
+) -> Result<Router> {
     let origins = cors::Origins::new(&config.cors_origins)?;
-    let app = App { inference, controls, limits: config.limits };
+    let app = App { inference, controls, memory, limits: config.limits };
     let version = "/v2/models/{model}/versions/{version}";
     let routes = Router::new()
         .route("/v2", get(server_metadata))
@@ -62,6 +70,7 @@ pub(crate) fn router(inference: Inference, controls: Controls, config: &Config) 
         .route("/v2/models/{model}/infer", post(infer))
         .route(&format!("{version}/infer"), post(infer))
         .merge(control::routes())
+        .merge(shared_memory::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(app.clone(), compression::translate))
@@ -83,7 +92,8 @@ impl From<InferError> for Failure {
     fn from(error: InferError) -> Failure {
         let status = match &error {
             InferError::NotFound { .. } => StatusCode::NOT_FOUND,
-            InferError::Invalid { .. } => StatusCode::BAD_REQUEST,
+            // A name that is taken is a bad request here, as it is to Triton's clients.
+            InferError::Invalid { .. } | InferError::Exists { .. } => StatusCode::BAD_REQUEST,
             InferError::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             InferError::NotRepresentable { .. } => StatusCode::NOT_ACCEPTABLE,
             InferError::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
@@ -162,7 +172,7 @@ async fn server_metadata(State(app): State<App>) -> Response {
     Json(json!({
         "name": SERVER_NAME,
         "version": env!("CARGO_PKG_VERSION"),
-        "extensions": app.controls.extensions(),
+        "extensions": extensions(&app.controls, &app.memory),
     }))
     .into_response()
 }
@@ -215,11 +225,11 @@ async fn infer(
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;
     let body = read(body, &headers, &app.limits).await?;
-    let (response, reply) = app.inference.answer(&model, || body::decode(&body, header_length)).await?;
-    let version = response.version;
-    let (json_length, body) = body::encode(response, &reply)?;
+    let decode = || body::decode(&body, header_length, &app.memory);
+    let encode = |response, reply| body::encode(model.signature(), response, reply);
+    let (json_length, body) = app.inference.answer(&model, decode, encode).await?;
     let mut response = Response::new(Body::from(body));
-    access::note(response.extensions_mut(), model.name(), version);
+    access::note(response.extensions_mut(), model.name(), model.version());
     let content_type = match json_length {
         None => HeaderValue::from_static("application/json"),
         Some(length) => {

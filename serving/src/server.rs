@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::infer::Inference;
 use crate::logging::Logging;
 use crate::repository::{Repository, Source};
+use crate::shared_memory::SharedMemory;
 use crate::{grpc, metrics, reflection, rest};
 
 /// Full name of the inference service, for health checks.
@@ -147,10 +148,11 @@ fn serve_on(
         metrics: address(&scrape, "metrics")?,
     };
     let controls = Controls::new(inference.clone(), deps.logging);
-    let routes = rest::router(inference.clone(), controls.clone(), config)?;
+    let limits = &config.limits;
+    let memory = SharedMemory::new(config.shares_memory(), limits.message_bytes_max);
+    let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), config)?;
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
-    let limits = &config.limits;
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
     let closing = CancellationToken::new();
     let ending = CancellationToken::new();
@@ -165,7 +167,7 @@ fn serve_on(
         .add_service(Logged::new(grpc::Messages::new(health_service, *limits), None))
         .add_service(Logged::new(grpc::Messages::new(reflection::v1()?, *limits), None))
         .add_service(Logged::new(grpc::Messages::new(reflection::v1alpha()?, *limits), None))
-        .add_service(grpc::service(inference.clone(), controls, limits));
+        .add_service(grpc::service(inference.clone(), controls, memory, limits));
     let incoming = stream::unfold(Listener::grpc(grpc, "gRPC", limits), |listener| async move {
         let connection = listener.accept().await;
         Some((Ok::<_, std::io::Error>(connection), listener))

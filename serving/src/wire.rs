@@ -1,11 +1,15 @@
 //! Messages and services of the Open Inference Protocol, generated from `proto/inference.proto`, and
 //! their translation from and to typed tensors.
 
+use std::collections::HashMap;
+
 use bytes::Bytes;
 use millrace_bundle::Datatype;
 
+use crate::delivery::Output;
 use crate::error::{InferError, quote};
 use crate::infer::TENSORS_MAX;
+use crate::shared_memory::{Inputs, Span};
 use crate::tensor::{Data, Tensor, element_count, wrong_count};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
@@ -14,33 +18,42 @@ pub mod inference {
     tonic::include_proto!("inference");
 }
 
+use inference::infer_parameter::ParameterChoice;
 use inference::model_infer_request::InferInputTensor;
 use inference::model_infer_response::InferOutputTensor;
-use inference::{InferTensorContents, ModelInferRequest, ModelInferResponse};
+use inference::{InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse};
 
 /// How tensors travel: as raw little-endian bytes beside the message's tensors, or as typed fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// `raw_input_contents`, one entry per tensor.
+    /// `raw_input_contents`, one entry per tensor that is not in shared memory.
     Raw,
     /// `contents` of each tensor. FP16 and BF16 have no typed field.
     Typed,
 }
 
-/// Reads the inputs of a request.
+/// Reads the inputs of a request, those in shared memory through `regions`.
 ///
 /// # Errors
-/// [`InferError::Invalid`] and [`InferError::Unsupported`].
-pub(crate) fn read_inputs(request: &mut ModelInferRequest) -> Result<(Vec<Tensor>, Form), InferError> {
+/// [`InferError::Invalid`], and what [`Inputs::read`] says.
+pub(crate) fn read_inputs(
+    request: &mut ModelInferRequest,
+    mut regions: Inputs<'_>,
+) -> Result<(Vec<Tensor>, Form), InferError> {
     let inputs = std::mem::take(&mut request.inputs);
     let raw = std::mem::take(&mut request.raw_input_contents);
     if inputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
-    let form = if raw.is_empty() { Form::Typed } else { Form::Raw };
-    if form == Form::Raw && raw.len() != inputs.len() {
+    let placed = |input: &&InferInputTensor| input.parameters.contains_key("shared_memory_region");
+    let sent = inputs.len() - inputs.iter().filter(placed).count();
+    // Clients that put every input into shared memory are of the raw kind.
+    let all_placed = sent == 0 && !inputs.is_empty();
+    let form = if raw.is_empty() && !all_placed { Form::Typed } else { Form::Raw };
+    if form == Form::Raw && raw.len() != sent {
         return Err(InferError::invalid(format!(
-            "{} entries in raw_input_contents for {} inputs: each input has one",
+            "{} entries in raw_input_contents for {} inputs, of which {sent} are not in shared memory: each of those \
+             has one",
             raw.len(),
             inputs.len()
         )));
@@ -48,12 +61,8 @@ pub(crate) fn read_inputs(request: &mut ModelInferRequest) -> Result<(Vec<Tensor
     let mut raw = raw.into_iter();
     let mut tensors = Vec::with_capacity(inputs.len());
     for input in inputs {
-        if input.parameters.contains_key("shared_memory_region") {
-            return Err(InferError::Unsupported {
-                reason: format!("input {}: shared memory is not supported", quote(&input.name)),
-            });
-        }
-        tensors.push(match raw.next() {
+        let placed = regions.read(&input.name, &input.parameters)?;
+        tensors.push(match placed.or_else(|| raw.next()) {
             Some(raw) => read_raw(input, &raw)?,
             None => read_typed(input)?,
         });
@@ -72,7 +81,8 @@ fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> 
     let datatype = read_datatype(&input)?;
     if input.contents.as_ref().is_some_and(|contents| *contents != InferTensorContents::default()) {
         return Err(InferError::invalid(format!(
-            "input {} has typed contents in a request with raw_input_contents: use one of them for all inputs",
+            "input {} has typed contents beside raw_input_contents or a shared memory region: use one of them for all \
+             inputs",
             quote(&input.name)
         )));
     }
@@ -138,49 +148,32 @@ fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
     Ok(Tensor { name, shape, data })
 }
 
-/// Refuses request parameters that would change the answer and that this server does not honour.
-pub(crate) fn check_parameters<'a>(mut names: impl Iterator<Item = &'a String>) -> Result<(), InferError> {
-    let refused = ["sequence_id", "sequence_start", "sequence_end"];
-    match names.find(|name| refused.contains(&name.as_str())) {
-        Some(name) => Err(InferError::Unsupported { reason: format!("parameter {name:?} is not supported") }),
-        None => Ok(()),
-    }
-}
-
-/// Refuses output parameters that ask for something else than the tensor.
-pub(crate) fn check_output_parameters<'a>(
-    output: &str,
-    mut names: impl Iterator<Item = &'a String>,
-) -> Result<(), InferError> {
-    let refused = ["classification", "shared_memory_region"];
-    match names.find(|name| refused.contains(&name.as_str())) {
-        Some(name) => Err(InferError::Unsupported {
-            reason: format!("output {}: parameter {name:?} is not supported", quote(output)),
-        }),
-        None => Ok(()),
-    }
-}
-
-/// Writes a reply. FP16 and BF16 make a typed reply a raw one, because they have no typed field.
+/// Writes a reply. FP16 and BF16 make a typed reply a raw one, because they have no typed field. Outputs
+/// in shared memory have an empty raw entry: clients find the entry of an output by its place among all.
 pub(crate) fn write_response(
     model: &str,
     version: u64,
     id: String,
-    outputs: Vec<Tensor>,
+    outputs: Vec<Output>,
     form: Form,
 ) -> ModelInferResponse {
-    let halves = |tensor: &Tensor| matches!(tensor.data, Data::Fp16(_) | Data::Bf16(_));
+    let halves = |output: &Output| {
+        output.span.is_none() && matches!(output.tensor.data, Data::Fp16(_) | Data::Bf16(_))
+    };
     let raw = form == Form::Raw || outputs.iter().any(halves);
-    let raw_output_contents =
-        if raw { outputs.iter().map(|tensor| tensor.data.to_raw()).collect() } else { Vec::new() };
+    let raw_of = |output: &Output| match output.span {
+        Some(_) => Bytes::new(),
+        None => output.tensor.data.to_raw(),
+    };
+    let raw_output_contents = if raw { outputs.iter().map(raw_of).collect() } else { Vec::new() };
     let outputs = outputs
         .into_iter()
-        .map(|tensor| InferOutputTensor {
+        .map(|Output { tensor, span }| InferOutputTensor {
             name: tensor.name,
             datatype: tensor.data.datatype().as_str().to_owned(),
             shape: tensor.shape,
-            parameters: Default::default(),
-            contents: (!raw).then(|| write_contents(tensor.data)),
+            parameters: span.as_ref().map(|span| placement(span, tensor.data.raw_len())).unwrap_or_default(),
+            contents: (!raw && span.is_none()).then(|| write_contents(tensor.data)),
         })
         .collect();
     ModelInferResponse {
@@ -191,6 +184,22 @@ pub(crate) fn write_response(
         outputs,
         raw_output_contents,
     }
+}
+
+/// The parameters of an output of so many bytes that went into a region.
+fn placement(span: &Span, bytes: usize) -> HashMap<String, InferParameter> {
+    // Sizes and offsets lie inside a file, whose size has 63 bits.
+    let count = |value: u64| ParameterChoice::Int64Param(i64::try_from(value).unwrap_or(i64::MAX));
+    let mut parameters = vec![
+        ("shared_memory_region", ParameterChoice::StringParam(span.region().to_owned())),
+        ("shared_memory_byte_size", count(bytes as u64)),
+    ];
+    if span.offset() > 0 {
+        parameters.push(("shared_memory_offset", count(span.offset())));
+    }
+    let entry =
+        |(name, choice): (&str, _)| (name.to_owned(), InferParameter { parameter_choice: Some(choice) });
+    parameters.into_iter().map(entry).collect()
 }
 
 /// Writes a request, for clients.
@@ -240,7 +249,7 @@ pub(crate) fn read_outputs(response: ModelInferResponse) -> Result<Vec<Tensor>, 
         raw_input_contents: response.raw_output_contents,
         ..Default::default()
     };
-    read_inputs(&mut mirror).map(|(tensors, _)| tensors)
+    read_inputs(&mut mirror, Inputs::none()).map(|(tensors, _)| tensors)
 }
 
 fn write_contents(data: Data) -> InferTensorContents {

@@ -1,5 +1,6 @@
-//! The server as its users meet it: every call over real sockets, malformed requests, bad bundles,
-//! missing libraries, draining, control calls, statistics, and topic-to-topic inference.
+//! The server as its users meet it: every call over real sockets, streams, shared memory, malformed
+//! requests, bad bundles, missing libraries, draining, control calls, statistics, and topic-to-topic
+//! inference.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "serving/access.rs"]
@@ -10,6 +11,8 @@ mod batching;
 mod compressed;
 #[path = "serving/connections.rs"]
 mod connections;
+#[path = "serving/classification.rs"]
+mod classification;
 #[path = "serving/control.rs"]
 mod control;
 #[path = "serving/cors.rs"]
@@ -36,8 +39,14 @@ mod pipe;
 mod protocol;
 #[path = "serving/reflection.rs"]
 mod reflection;
+#[path = "serving/shared_memory.rs"]
+mod shared_memory;
+#[path = "serving/shared_memory_refused.rs"]
+mod shared_memory_refused;
 #[path = "serving/statistics.rs"]
 mod statistics;
+#[path = "serving/stream.rs"]
+mod stream;
 #[path = "serving/support.rs"]
 mod support;
 #[path = "serving/trace.rs"]

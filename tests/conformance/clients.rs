@@ -105,6 +105,12 @@ fn python_clients_use_a_running_pipeline() {
         let said = program(python(script).arg(address(&report, name)).arg("digits").arg(&test));
         assert!(said.contains("360 predictions"), "{said}");
     }
+    let said = program(
+        python("triton_data.py")
+            .args([address(&report, "grpc"), address(&report, "http"), "digits"])
+            .arg(&test),
+    );
+    assert!(said.contains("360 rows"), "{said}");
     // A second server over the same volume, which serves only what it is told to.
     let traces = home.dir.path().join("traces");
     std::fs::create_dir(&traces).unwrap();

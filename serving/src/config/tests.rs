@@ -38,3 +38,19 @@ fn the_table_round_trips_and_refuses_unknown_keys() {
     assert!(serde_json::from_str::<Config>(r#"{"device":"tpu"}"#).is_err());
     assert!(Config::default().threads() >= 1);
 }
+
+#[test]
+fn memory_is_shared_where_every_client_is_local_or_as_configured() {
+    let config = |json: &str| serde_json::from_str::<Config>(json).unwrap();
+    for (table, shared) in [
+        ("{}", true),
+        (r#"{"grpc":"[::1]:1","http":"127.8.0.1:1"}"#, true),
+        (r#"{"grpc":"0.0.0.0:1"}"#, false),
+        (r#"{"http":"[::]:1"}"#, false),
+        (r#"{"http":"10.0.0.1:1","shared_memory":true}"#, true),
+        (r#"{"shared_memory":false}"#, false),
+    ] {
+        assert_eq!(config(table).shares_memory(), shared, "{table}");
+    }
+    assert!(serde_json::from_str::<Config>(r#"{"shared_memory":"yes"}"#).is_err());
+}

@@ -2,16 +2,18 @@
 //! say `binary_data_size`.
 
 use bytes::Bytes;
-use millrace_bundle::Datatype;
+use millrace_bundle::{Datatype, Signature};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::elements::Elements;
 use super::output::{JsonData, check_representable};
+use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::{InferError, quote};
 use crate::infer::{Request, Response, TENSORS_MAX};
+use crate::parameters::check_request;
+use crate::shared_memory::{Inputs, SharedMemory};
 use crate::tensor::Tensor;
-use crate::wire::{check_output_parameters, check_parameters};
 
 #[derive(Debug, Deserialize)]
 #[serde(expecting = "an object")]
@@ -53,13 +55,18 @@ pub(super) struct Reply {
     binary: bool,
     /// Outputs that say.
     chosen: Vec<(String, bool)>,
+    deliveries: Vec<Delivery>,
 }
 
 /// Reads a body. `header_length` is the length of its JSON part when raw bytes follow.
 ///
 /// # Errors
-/// [`InferError::Invalid`], [`InferError::Unsupported`].
-pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Request, Reply), InferError> {
+/// [`InferError::Invalid`], [`InferError::Unsupported`], and what shared memory says.
+pub(super) fn decode(
+    body: &Bytes,
+    header_length: Option<usize>,
+    memory: &SharedMemory,
+) -> Result<(Request, Reply), InferError> {
     let json_length = header_length.unwrap_or(body.len());
     if json_length > body.len() {
         return Err(InferError::invalid(format!(
@@ -70,15 +77,18 @@ pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Requ
     let request: RequestJson = serde_json::from_slice(&body[..json_length]).map_err(|error| {
         InferError::invalid(format!("the body is not an inference request in JSON: {}", shortened(&error)))
     })?;
-    check_parameters(request.parameters.keys())?;
+    check_request(&request.parameters)?;
     for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
         if count > TENSORS_MAX {
             return Err(InferError::invalid(format!("{count} {what}, the limit is {TENSORS_MAX}")));
         }
     }
+    let wanted = request.outputs.iter().map(|output| (output.name.as_str(), &output.parameters));
+    let deliveries = read_deliveries(wanted, memory)?;
     let mut rest = body.slice(json_length..);
-    let inputs =
-        request.inputs.into_iter().map(|input| read_input(input, &mut rest)).collect::<Result<_, _>>()?;
+    let mut regions = Inputs::of(memory);
+    let read = |input| read_input(input, &mut rest, &mut regions);
+    let inputs = request.inputs.into_iter().map(read).collect::<Result<_, _>>()?;
     if !rest.is_empty() {
         return Err(InferError::invalid(format!("{} bytes of binary data belong to no input", rest.len())));
     }
@@ -86,13 +96,12 @@ pub(super) fn decode(body: &Bytes, header_length: Option<usize>) -> Result<(Requ
     let mut chosen = Vec::new();
     let mut outputs = Vec::with_capacity(request.outputs.len());
     for output in request.outputs {
-        check_output_parameters(&output.name, output.parameters.keys())?;
         if let Some(binary) = flag(&output.parameters, "binary_data")? {
             chosen.push((output.name.clone(), binary));
         }
         outputs.push(output.name);
     }
-    let reply = Reply { id: request.id, binary, chosen };
+    let reply = Reply { id: request.id, binary, chosen, deliveries };
     Ok((Request { inputs, outputs, ..Default::default() }, reply))
 }
 
@@ -116,14 +125,18 @@ fn flag(parameters: &Map<String, Value>, name: &str) -> Result<Option<bool>, Inf
     }
 }
 
-fn read_input(input: InputJson, rest: &mut Bytes) -> Result<Tensor, InferError> {
+fn read_input(input: InputJson, rest: &mut Bytes, regions: &mut Inputs<'_>) -> Result<Tensor, InferError> {
     let InputJson { name, shape, datatype, parameters, data } = input;
     let datatype: Datatype =
         datatype.parse().map_err(|error| InferError::invalid(format!("input {}: {error}", quote(&name))))?;
-    if parameters.contains_key("shared_memory_region") {
-        return Err(InferError::Unsupported {
-            reason: format!("input {}: shared memory is not supported", quote(&name)),
-        });
+    if let Some(raw) = regions.read(&name, &parameters)? {
+        if data.is_some() || parameters.contains_key("binary_data_size") {
+            return Err(InferError::invalid(format!(
+                "input {} has data or binary_data_size beside a shared memory region",
+                quote(&name)
+            )));
+        }
+        return Tensor::from_raw(&name, datatype, shape, &raw);
     }
     match (data, parameters.get("binary_data_size")) {
         (Some(data), None) => {
@@ -166,24 +179,48 @@ struct OutputReplyJson<'a> {
     datatype: &'static str,
     shape: &'a [i64],
     #[serde(skip_serializing_if = "Option::is_none")]
-    parameters: Option<BinarySize>,
+    parameters: Option<Elsewhere<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     data: Option<JsonData<'a>>,
 }
 
+/// Where the elements of an output are when they are not in the JSON.
 #[derive(Serialize)]
-struct BinarySize {
-    binary_data_size: usize,
+#[serde(untagged)]
+enum Elsewhere<'a> {
+    Body { binary_data_size: usize },
+    Region { shared_memory_region: &'a str, shared_memory_offset: u64, shared_memory_byte_size: usize },
 }
 
-/// Writes a reply; gives the length of its JSON part when raw bytes follow it.
+/// Writes a reply, and the outputs that go into shared memory; gives the length of its JSON part when
+/// raw bytes follow it.
 ///
 /// # Errors
-/// [`InferError::NotRepresentable`].
-pub(super) fn encode(response: Response, reply: &Reply) -> Result<(Option<usize>, Bytes), InferError> {
+/// [`InferError::NotRepresentable`], and what the outputs that were asked for say.
+pub(super) fn encode(
+    signature: &Signature,
+    response: Response,
+    mut reply: Reply,
+) -> Result<(Option<usize>, Bytes), InferError> {
+    let delivered = deliver(signature, response.outputs, std::mem::take(&mut reply.deliveries))?;
     let mut raw = Vec::new();
-    let mut outputs = Vec::with_capacity(response.outputs.len());
-    for tensor in &response.outputs {
+    let mut outputs = Vec::with_capacity(delivered.len());
+    for output in &delivered {
+        let tensor = &output.tensor;
+        if let Some(span) = &output.span {
+            outputs.push(OutputReplyJson {
+                name: &tensor.name,
+                datatype: tensor.data.datatype().as_str(),
+                shape: &tensor.shape,
+                parameters: Some(Elsewhere::Region {
+                    shared_memory_region: span.region(),
+                    shared_memory_offset: span.offset(),
+                    shared_memory_byte_size: tensor.data.raw_len(),
+                }),
+                data: None,
+            });
+            continue;
+        }
         let chosen = reply.chosen.iter().find(|(name, _)| *name == tensor.name);
         let binary = chosen.map_or(reply.binary, |(_, binary)| *binary);
         if !binary {
@@ -193,7 +230,7 @@ pub(super) fn encode(response: Response, reply: &Reply) -> Result<(Option<usize>
             let bytes = tensor.data.to_raw();
             let binary_data_size = bytes.len();
             raw.push(bytes);
-            BinarySize { binary_data_size }
+            Elsewhere::Body { binary_data_size }
         });
         outputs.push(OutputReplyJson {
             name: &tensor.name,
@@ -211,6 +248,7 @@ pub(super) fn encode(response: Response, reply: &Reply) -> Result<(Option<usize>
     };
     let mut body = serde_json::to_vec(&json)
         .map_err(|error| InferError::internal(format!("the reply cannot be written: {error}")))?;
+    write_regions(&delivered)?;
     if raw.is_empty() {
         return Ok((None, body.into()));
     }

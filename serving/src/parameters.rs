@@ -1,0 +1,158 @@
+//! Parameters of requests and of their tensors, read the same way from gRPC messages and from JSON: each
+//! that the protocol defines has its type, and a wrong one is refused by its name.
+
+use std::collections::HashMap;
+use std::fmt::{self, Display};
+
+use serde_json::Value;
+
+use crate::error::{InferError, quote};
+use crate::wire::inference::InferParameter;
+use crate::wire::inference::infer_parameter::ParameterChoice;
+
+/// The one name of those that begin with `triton_` which requests may carry.
+const ENABLE_EMPTY_FINAL_RESPONSE: &str = "triton_enable_empty_final_response";
+
+/// The input or output whose parameters they are, for messages; costs nothing until one is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Of<'a>(pub(crate) &'static str, pub(crate) &'a str);
+
+impl Display for Of<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.0, quote(self.1))
+    }
+}
+
+/// A parameter's value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Parameter<'a> {
+    Flag(bool),
+    /// Wide enough for both 64-bit integers of the protocol.
+    Integer(i128),
+    Text(&'a str),
+    /// A fraction, a list, nothing: no parameter of the protocol takes these.
+    Other,
+}
+
+impl Parameter<'_> {
+    fn kind(&self) -> &'static str {
+        match self {
+            Parameter::Flag(_) => "a boolean",
+            Parameter::Integer(_) => "an integer",
+            Parameter::Text(_) => "a string",
+            Parameter::Other => "neither a boolean nor an integer nor a string",
+        }
+    }
+}
+
+/// The parameters of one request, input or output. `of` says which one in messages.
+pub(crate) trait Parameters {
+    /// A parameter by its name.
+    fn parameter(&self, name: &str) -> Option<Parameter<'_>>;
+
+    /// The names of all of them, in no order.
+    fn names(&self) -> impl Iterator<Item = &str>;
+
+    /// A boolean.
+    fn flag(&self, of: &dyn Display, name: &str) -> Result<Option<bool>, InferError> {
+        match self.parameter(name) {
+            None => Ok(None),
+            Some(Parameter::Flag(value)) => Ok(Some(value)),
+            Some(other) => Err(wrong(of, name, "a boolean", other.kind())),
+        }
+    }
+
+    /// A string.
+    fn text(&self, of: &dyn Display, name: &str) -> Result<Option<&str>, InferError> {
+        match self.parameter(name) {
+            None => Ok(None),
+            Some(Parameter::Text(value)) => Ok(Some(value)),
+            Some(other) => Err(wrong(of, name, "a string", other.kind())),
+        }
+    }
+
+    /// An integer that is not negative.
+    fn count(&self, of: &dyn Display, name: &str) -> Result<Option<u64>, InferError> {
+        match self.parameter(name) {
+            None => Ok(None),
+            Some(Parameter::Integer(value)) => u64::try_from(value)
+                .map(Some)
+                .map_err(|_| wrong(of, name, "an integer from 0 to 2^64 - 1", &value.to_string())),
+            Some(other) => Err(wrong(of, name, "an integer", other.kind())),
+        }
+    }
+}
+
+fn wrong(of: &dyn Display, name: &str, expected: &str, found: &str) -> InferError {
+    InferError::invalid(format!("{of}: parameter {} takes {expected}, it is {found}", quote(name)))
+}
+
+impl Parameters for HashMap<String, InferParameter> {
+    fn parameter(&self, name: &str) -> Option<Parameter<'_>> {
+        Some(match self.get(name)?.parameter_choice.as_ref() {
+            Some(ParameterChoice::BoolParam(value)) => Parameter::Flag(*value),
+            Some(ParameterChoice::Int64Param(value)) => Parameter::Integer((*value).into()),
+            Some(ParameterChoice::Uint64Param(value)) => Parameter::Integer((*value).into()),
+            Some(ParameterChoice::StringParam(value)) => Parameter::Text(value),
+            Some(ParameterChoice::DoubleParam(_)) | None => Parameter::Other,
+        })
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.keys().map(String::as_str)
+    }
+}
+
+impl Parameters for serde_json::Map<String, Value> {
+    fn parameter(&self, name: &str) -> Option<Parameter<'_>> {
+        Some(match self.get(name)? {
+            Value::Bool(value) => Parameter::Flag(*value),
+            Value::String(value) => Parameter::Text(value),
+            Value::Number(value) => match (value.as_i64(), value.as_u64()) {
+                (Some(value), _) => Parameter::Integer(value.into()),
+                (None, Some(value)) => Parameter::Integer(value.into()),
+                (None, None) => Parameter::Other,
+            },
+            Value::Null | Value::Array(_) | Value::Object(_) => Parameter::Other,
+        })
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.keys().map(String::as_str)
+    }
+}
+
+/// Checks the parameters of a request: those of the protocol have their types, sequences are refused
+/// because they would change the answer, names that begin with `triton_` are reserved, and whatever else
+/// a client adds is accepted.
+///
+/// # Errors
+/// [`InferError::Invalid`], [`InferError::Unsupported`].
+pub(crate) fn check_request(parameters: &impl Parameters) -> Result<(), InferError> {
+    let of = &"the request";
+    let sequence = match parameters.parameter("sequence_id") {
+        // What clients send that have no sequence.
+        None | Some(Parameter::Integer(0) | Parameter::Text("")) => None,
+        Some(Parameter::Integer(_) | Parameter::Text(_)) => Some("sequence_id"),
+        Some(other) => return Err(wrong(of, "sequence_id", "an integer or a string", other.kind())),
+    };
+    let start = parameters.flag(of, "sequence_start")?.unwrap_or(false).then_some("sequence_start");
+    let end = parameters.flag(of, "sequence_end")?.unwrap_or(false).then_some("sequence_end");
+    if let Some(name) = sequence.or(start).or(end) {
+        return Err(InferError::Unsupported {
+            reason: format!("parameter {name:?} is not supported: no model keeps state between requests"),
+        });
+    }
+    parameters.flag(of, ENABLE_EMPTY_FINAL_RESPONSE)?;
+    let reserved = |name: &&str| name.starts_with("triton_") && *name != ENABLE_EMPTY_FINAL_RESPONSE;
+    match parameters.names().find(reserved) {
+        Some(name) => Err(InferError::invalid(format!(
+            "parameter {} is reserved: of the names that begin with triton_, requests may carry {ENABLE_EMPTY_FINAL_RESPONSE} only",
+            quote(name)
+        ))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

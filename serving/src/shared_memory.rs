@@ -1,0 +1,233 @@
+//! System shared memory: regions of POSIX shared memory objects that clients on the same machine
+//! register, to pass tensors without sending them.
+//!
+//! A region is never mapped: whoever owns the object may cut it at any time, and touching a mapping
+//! behind the cut kills the process (SIGBUS). Reads and writes at an offset into buffers of our own
+//! fail with an error instead.
+
+mod region;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use nix::sys::resource::{Resource, getrlimit};
+use parking_lot::RwLock;
+
+use crate::error::{InferError, quote};
+use crate::parameters::{Of, Parameters};
+pub(crate) use region::Span;
+use region::{Region, check_key};
+
+/// Most regions at once.
+const REGIONS_MAX: usize = 4096;
+/// Longest name of a region, in bytes.
+const NAME_BYTES_MAX: usize = 255;
+
+/// The regions of a server. Cheap to clone; all clones are one.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedMemory {
+    /// Absent where clients may not use shared memory.
+    regions: Option<Arc<RwLock<BTreeMap<String, Arc<Region>>>>>,
+    regions_max: usize,
+    read_bytes_max: u64,
+}
+
+/// A registered region, as clients see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Registration {
+    pub(crate) name: String,
+    pub(crate) key: String,
+    pub(crate) offset: u64,
+    pub(crate) byte_size: u64,
+}
+
+impl SharedMemory {
+    /// No regions yet. `read_bytes_max` bounds what the inputs of one request may hold in regions, as
+    /// the limit on messages bounds the ones that are sent.
+    pub(crate) fn new(on: bool, read_bytes_max: usize) -> SharedMemory {
+        // Each region holds a descriptor; the others are for connections and models.
+        let descriptors = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+        let regions_max = usize::try_from(descriptors / 4).unwrap_or(REGIONS_MAX).clamp(1, REGIONS_MAX);
+        SharedMemory {
+            regions: on.then(Arc::default),
+            regions_max,
+            read_bytes_max: u64::try_from(read_bytes_max).unwrap_or(u64::MAX),
+        }
+    }
+
+    /// Whether clients may use shared memory here.
+    pub(crate) fn is_on(&self) -> bool {
+        self.regions.is_some()
+    }
+
+    fn regions(&self) -> Result<&RwLock<BTreeMap<String, Arc<Region>>>, InferError> {
+        self.regions.as_deref().ok_or_else(|| InferError::Unsupported {
+            reason: "shared memory is off: set [serving] shared_memory = true where every client that reaches the server may read and write what the server may".into(),
+        })
+    }
+
+    /// Registers `byte_size` bytes from `offset` on of the object `key`. The region keeps the object
+    /// alive until it is unregistered, whatever becomes of the key.
+    ///
+    /// # Errors
+    /// [`InferError::Exists`], [`InferError::Invalid`], [`InferError::Unavailable`] for too many.
+    pub(crate) fn register(
+        &self,
+        name: &str,
+        key: &str,
+        offset: u64,
+        byte_size: u64,
+    ) -> Result<(), InferError> {
+        let regions = self.regions()?;
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            return Err(InferError::invalid(format!(
+                "the name of a shared memory region has 1 to {NAME_BYTES_MAX} bytes, {} has {}",
+                quote(name),
+                name.len()
+            )));
+        }
+        let room = |regions: &BTreeMap<String, Arc<Region>>| {
+            if regions.contains_key(name) {
+                return Err(InferError::Exists {
+                    reason: format!(
+                        "shared memory region {} is registered already: unregister it first",
+                        quote(name)
+                    ),
+                });
+            }
+            if regions.len() >= self.regions_max {
+                return Err(InferError::Unavailable {
+                    reason: format!(
+                        "{} shared memory regions are registered, the limit is {} (at most {REGIONS_MAX}, and a quarter of the open files of the process): unregister some",
+                        regions.len(),
+                        self.regions_max
+                    ),
+                });
+            }
+            Ok(())
+        };
+        room(&regions.read())?;
+        let region = Region::open(name, check_key(name, key)?, key, offset, byte_size)?;
+        let mut regions = regions.write();
+        room(&regions)?;
+        regions.insert(name.to_owned(), Arc::new(region));
+        Ok(())
+    }
+
+    /// Forgets a region, all of them when the name is empty. Unknown names are no error: clients
+    /// unregister before they register. Requests that run keep what they use.
+    ///
+    /// # Errors
+    /// [`InferError::Unsupported`] where shared memory is off.
+    pub(crate) fn unregister(&self, name: &str) -> Result<(), InferError> {
+        let regions = self.regions()?;
+        if name.is_empty() {
+            // Closed after the lock is released.
+            let _all = std::mem::take(&mut *regions.write());
+        } else {
+            let _one = regions.write().remove(name);
+        }
+        Ok(())
+    }
+
+    /// A registered region, all of them when the name is empty.
+    ///
+    /// # Errors
+    /// [`InferError::NotFound`].
+    pub(crate) fn status(&self, name: &str) -> Result<Vec<Registration>, InferError> {
+        let regions = self.regions()?.read();
+        if name.is_empty() {
+            return Ok(regions.values().map(|region| region.registration()).collect());
+        }
+        let region = regions.get(name).ok_or_else(|| unknown(name))?;
+        Ok(vec![region.registration()])
+    }
+
+    /// The part of a region that the parameters of an input or output name; `None` when they name none.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`], [`InferError::NotFound`], [`InferError::Unsupported`].
+    pub(crate) fn span(&self, of: Of<'_>, parameters: &impl Parameters) -> Result<Option<Span>, InferError> {
+        let Some(name) = parameters.text(&of, "shared_memory_region")? else {
+            return Ok(None);
+        };
+        let regions = self.regions()?;
+        let byte_size = parameters.count(&of, "shared_memory_byte_size")?.ok_or_else(|| {
+            InferError::invalid(format!("{of}: shared_memory_region comes without shared_memory_byte_size"))
+        })?;
+        let offset = parameters.count(&of, "shared_memory_offset")?.unwrap_or(0);
+        let region = regions.read().get(name).cloned().ok_or_else(|| unknown(name))?;
+        Span::new(of, region, offset, byte_size).map(Some)
+    }
+}
+
+/// What who registers CUDA shared memory hears. There is none: tensors come from and go to the memory of
+/// the host, and the sessions move them.
+pub(crate) fn cuda_refused(name: &str) -> InferError {
+    InferError::Unsupported {
+        reason: format!(
+            "CUDA shared memory region {} cannot be registered: the server takes system shared memory only",
+            quote(name)
+        ),
+    }
+}
+
+/// The CUDA region of a name, when one is asked for by name.
+///
+/// # Errors
+/// [`InferError::NotFound`], because there is none.
+pub(crate) fn cuda_status(name: &str) -> Result<(), InferError> {
+    if name.is_empty() {
+        return Ok(());
+    }
+    Err(InferError::NotFound { reason: format!("there is no CUDA shared memory region {}", quote(name)) })
+}
+
+fn unknown(name: &str) -> InferError {
+    InferError::NotFound {
+        reason: format!("shared memory region {} is not registered: register it first", quote(name)),
+    }
+}
+
+/// Reads the inputs of one request out of regions, up to the limit for all of them together.
+#[derive(Debug)]
+pub(crate) struct Inputs<'a> {
+    memory: Option<&'a SharedMemory>,
+    bytes: u64,
+}
+
+impl<'a> Inputs<'a> {
+    /// Of a request to a server.
+    pub(crate) fn of(memory: &'a SharedMemory) -> Inputs<'a> {
+        Inputs { memory: Some(memory), bytes: 0 }
+    }
+
+    /// Of a message that never names a region.
+    pub(crate) fn none() -> Inputs<'static> {
+        Inputs { memory: None, bytes: 0 }
+    }
+
+    /// The raw form of an input that lies in a region; `None` when its parameters name none.
+    ///
+    /// # Errors
+    /// As [`SharedMemory::span`], and [`InferError::TooLarge`].
+    pub(crate) fn read(
+        &mut self,
+        input: &str,
+        parameters: &impl Parameters,
+    ) -> Result<Option<Bytes>, InferError> {
+        let Some(memory) = self.memory else { return Ok(None) };
+        let Some(span) = memory.span(Of("input", input), parameters)? else {
+            return Ok(None);
+        };
+        self.bytes = self.bytes.saturating_add(span.byte_size());
+        if self.bytes > memory.read_bytes_max {
+            return Err(InferError::TooLarge { bytes: self.bytes, bytes_max: memory.read_bytes_max });
+        }
+        span.read().map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests;
