@@ -24,11 +24,14 @@ const REGIONS_MAX: usize = 4096;
 /// Longest name of a region, in bytes.
 const NAME_BYTES_MAX: usize = 255;
 
+/// The regions by their names.
+type Regions = BTreeMap<String, Arc<Region>>;
+
 /// The regions of a server. Cheap to clone; all clones are one.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedMemory {
     /// Absent where clients may not use shared memory.
-    regions: Option<Arc<RwLock<BTreeMap<String, Arc<Region>>>>>,
+    regions: Option<Arc<RwLock<Regions>>>,
     regions_max: usize,
     read_bytes_max: u64,
 }
@@ -61,7 +64,7 @@ impl SharedMemory {
         self.regions.is_some()
     }
 
-    fn regions(&self) -> Result<&RwLock<BTreeMap<String, Arc<Region>>>, InferError> {
+    fn regions(&self) -> Result<&RwLock<Regions>, InferError> {
         self.regions.as_deref().ok_or_else(|| InferError::Unsupported {
             reason: "shared memory is off: set [serving] shared_memory = true where every client that reaches the server may read and write what the server may".into(),
         })
@@ -87,7 +90,7 @@ impl SharedMemory {
                 name.len()
             )));
         }
-        let room = |regions: &BTreeMap<String, Arc<Region>>| {
+        let room = |regions: &Regions| {
             if regions.contains_key(name) {
                 return Err(InferError::Exists {
                     reason: format!(

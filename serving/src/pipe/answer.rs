@@ -175,8 +175,8 @@ impl Pipe<'_> {
     ) -> Option<Result<Vec<RowOutputs>, InferError>> {
         loop {
             let decode = || Ok((Request { inputs: mapping.batch(rows)?, ..Default::default() }, ()));
-            match self.inference.answer(model, decode).await {
-                Ok((response, ())) => {
+            match self.inference.answer(model, decode, |response, ()| Ok(response)).await {
+                Ok(response) => {
                     let row = |row| row_outputs(&response.outputs, row, rows.len());
                     return Some((0..rows.len()).map(row).collect());
                 }

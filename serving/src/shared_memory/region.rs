@@ -83,7 +83,7 @@ impl Region {
         if byte_size == 0 {
             return Err(refused("byte_size is 0".into()));
         }
-        if !offset.checked_add(byte_size).is_some_and(|end| end <= metadata.len()) {
+        if offset.checked_add(byte_size).is_none_or(|end| end > metadata.len()) {
             return Err(refused(format!(
                 "{byte_size} bytes from {offset} on are not inside its {} bytes",
                 metadata.len()

@@ -145,7 +145,7 @@ async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
         ("beyond the region", with_input(place("r", 8185, 8)), InvalidArgument, "of 8192 bytes"),
         ("beyond a window", with_input(place("late", 96, 8)), InvalidArgument, "of 100 bytes"),
         ("another size than the shape", with_input(place("r", 0, 12)), InvalidArgument, "12 bytes"),
-        ("more than a message may have", with_input(place("r", 0, 4096)), ResourceExhausted, "limit is 4096"),
+        ("more than a message may have", with_input(place("r", 0, 4097)), ResourceExhausted, "limit is 4096"),
         ("an output that does not fit", with_output(place("r", 5000, 15)), InvalidArgument, "has 16 bytes"),
         ("overlapping outputs", with_output(place("r", 4100, 16)), InvalidArgument, "overlap"),
         ("overlapping windows", with_output(place("late", 97, 3)), InvalidArgument, "overlap"),

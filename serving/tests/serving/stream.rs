@@ -139,7 +139,7 @@ async fn requests_of_one_stream_run_at_once() {
         let answer = next(&mut answers).await;
         assert_eq!(id(&answer), index.to_string());
         if !answer.error_message.is_empty() {
-            assert!(answer.error_message.contains("limit is 1"), "{answer:?}");
+            assert!(answer.error_message.contains("limits are 1 "), "{answer:?}");
             refused += 1;
         }
     }
