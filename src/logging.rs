@@ -113,7 +113,7 @@ impl<S: Subscriber> Filter<S> for Gate {
         let base = Filter::<S>::max_level_hint(&self.base);
         let Some(settings) = self.switched else { return base };
         let levels = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
-        let finest = levels.into_iter().filter(|level| is_on(&settings, level)).next_back();
+        let finest = levels.into_iter().rfind(|level| is_on(&settings, level));
         // What is not on passes neither way, so the finest level that is on bounds both.
         Some(finest.map_or(LevelFilter::OFF, LevelFilter::from_level))
     }
