@@ -9,7 +9,7 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{App, Failure, check_encoding, read};
+use super::{App, Failure, read};
 use crate::error::InferError;
 use crate::shared_memory::{cuda_refused, cuda_status};
 
@@ -58,8 +58,7 @@ async fn register(
     headers: HeaderMap,
     body: Body,
 ) -> Result<StatusCode, Failure> {
-    check_encoding(&headers)?;
-    let body = read(body, &headers, app.message_bytes_max).await?;
+    let body = read(body, &headers, &app.limits).await?;
     let request: RegisterJson = serde_json::from_slice(&body).map_err(|error| {
         InferError::invalid(format!(
             "the body is not {{\"key\": …, \"offset\": …, \"byte_size\": …}} in JSON: {error}"
