@@ -7,12 +7,12 @@
 mod access;
 #[path = "serving/batching.rs"]
 mod batching;
+#[path = "serving/classification.rs"]
+mod classification;
 #[path = "serving/compressed.rs"]
 mod compressed;
 #[path = "serving/connections.rs"]
 mod connections;
-#[path = "serving/classification.rs"]
-mod classification;
 #[path = "serving/control.rs"]
 mod control;
 #[path = "serving/cors.rs"]

@@ -98,6 +98,8 @@ struct Frames {
     any: bool,
     /// Runs while the client owes something.
     patience: Option<Pin<Box<Sleep>>>,
+    /// What is wrong with what comes after the messages that were handed on last.
+    failure: Option<InferError>,
     ended: bool,
 }
 
@@ -116,6 +118,7 @@ impl Frames {
             packed: BytesMut::new(),
             any: false,
             patience: None,
+            failure: None,
             ended: false,
         }
     }
@@ -124,15 +127,32 @@ impl Frames {
         self.prefix_bytes > 0 && self.prefix[0] == 1
     }
 
-    /// Looks at what came; gives what can be handed on.
+    /// Looks at what came; gives what can be handed on. Messages that came whole before a wrong one are.
     fn advance(&mut self) -> Result<Option<Bytes>, InferError> {
-        let mut plain = 0;
-        while plain < self.chunk.len() {
+        if let Some(failure) = self.failure.take() {
+            return Err(failure);
+        }
+        let (mut plain, mut whole) = (0, 0);
+        match self.look(&mut plain, &mut whole) {
+            Ok(Some(message)) => Ok(Some(message)),
+            Ok(None) => Ok((plain > 0).then(|| self.chunk.split_to(plain))),
+            Err(failure) if whole > 0 => {
+                self.failure = Some(failure);
+                Ok(Some(self.chunk.split_to(whole)))
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Counts the bytes of plain messages, and those up to the end of the last one, until a compressed one
+    /// begins or has come; gives that one.
+    fn look(&mut self, plain: &mut usize, whole: &mut usize) -> Result<Option<Bytes>, InferError> {
+        while *plain < self.chunk.len() {
             if self.prefix_bytes < PREFIX_BYTES {
-                let byte = self.chunk[plain];
+                let byte = self.chunk[*plain];
                 if self.prefix_bytes == 0 {
                     self.check_flag(byte)?;
-                    if byte == 1 && plain > 0 {
+                    if byte == 1 && *plain > 0 {
                         break;
                     }
                 }
@@ -141,18 +161,18 @@ impl Frames {
                 if self.packed() {
                     self.chunk.advance(1);
                 } else {
-                    plain += 1;
+                    *plain += 1;
                 }
                 if self.prefix_bytes == PREFIX_BYTES {
                     self.begin()?;
                 }
             } else {
-                let bytes = self.left.min(self.chunk.len() - plain);
+                let bytes = self.left.min(self.chunk.len() - *plain);
                 self.left -= bytes;
                 if self.packed() {
                     self.packed.extend_from_slice(&self.chunk.split_to(bytes));
                 } else {
-                    plain += bytes;
+                    *plain += bytes;
                 }
             }
             if self.prefix_bytes == PREFIX_BYTES && self.left == 0 {
@@ -162,9 +182,10 @@ impl Frames {
                 if packed {
                     return self.unpack().map(Some);
                 }
+                *whole = *plain;
             }
         }
-        Ok((plain > 0).then(|| self.chunk.split_to(plain)))
+        Ok(None)
     }
 
     fn check_flag(&self, flag: u8) -> Result<(), InferError> {

@@ -191,9 +191,10 @@ pub(crate) fn cases() -> Vec<Case> {
         both("empty output name", outputs(&[""]), InvalidArgument, 400, "no output \"\""),
         both("output twice", outputs(&["logits", "logits"]), InvalidArgument, 400, "\"logits\" is asked for twice"),
         both("too many outputs", outputs(&["logits"; 1025]), InvalidArgument, 400, "1025 outputs, the limit is 1024"),
-        both("classification", of_output("classification", ParameterChoice::Int64Param(3)), Unimplemented, 501, "classification"),
-        both("input in shared memory", of_input("shared_memory_region", text("r")), Unimplemented, 501, "shared memory"),
-        both("output in shared memory", of_output("shared_memory_region", text("r")), Unimplemented, 501, "shared_memory_region"),
+        both("classification", of_output("classification", ParameterChoice::Int64Param(3)), Ok, 200, ":2"),
+        both("classification into no classes", of_output("classification", ParameterChoice::Int64Param(0)), InvalidArgument, 400, "\"classification\""),
+        both("a custom parameter of an input", of_input("mine", text("r")), Ok, 200, "logits"),
+        both("output in shared memory without a size", of_output("shared_memory_region", text("r")), InvalidArgument, 400, "shared_memory_region comes without shared_memory_byte_size"),
         both("a sequence", with_parameter("sequence_id", ParameterChoice::Int64Param(1)), Unimplemented, 501, "sequence_id"),
         both("the start of a sequence", with_parameter("sequence_start", ParameterChoice::BoolParam(true)), Unimplemented, 501, "sequence_start"),
     ]

@@ -243,7 +243,7 @@ async fn a_stream_ends_with_a_status_when_it_must_or_is_asked_to() {
     for index in 0..2 {
         assert_eq!(id(&next(&mut answers).await), index.to_string());
     }
-    assert_eq!(answers.message().await.unwrap_err().code(), Code::OutOfRange);
+    assert_eq!(answers.message().await.unwrap_err().code(), Code::ResourceExhausted);
 
     // Errors as statuses.
     let mut wrong = quick(1);
