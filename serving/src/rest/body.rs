@@ -74,7 +74,12 @@ pub(super) fn decode(
             body.len()
         )));
     }
-    let request: RequestJson = serde_json::from_slice(&body[..json_length]).map_err(|error| {
+    let json = &body[..json_length];
+    // Of itself a list would do as well, its elements taken for the fields in order.
+    if json.trim_ascii_start().first() == Some(&b'[') {
+        return Err(InferError::invalid("the body is a list, an object with \"inputs\" is expected"));
+    }
+    let request: RequestJson = serde_json::from_slice(json).map_err(|error| {
         InferError::invalid(format!("the body is not an inference request in JSON: {}", shortened(&error)))
     })?;
     check_request(&request.parameters)?;
