@@ -17,7 +17,8 @@
 //! - shared memory is read and written, never mapped, and an output goes there only when the whole request
 //!   has succeeded;
 //! - a device that was asked for is used or refused, never replaced;
-//! - no bytes that a client can send are answered as INTERNAL or 500, and limits hold after decompression;
+//! - a request of a wrong form is never answered as INTERNAL or 500, and limits hold after decompression;
+//! - requests run together only where trying has shown that their rows are independent;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
 //!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so
