@@ -91,13 +91,13 @@ pub(crate) fn deliver(
     deliveries: Vec<Delivery>,
 ) -> Result<Vec<Output>, InferError> {
     let mut deliveries = deliveries.into_iter();
-    let batched =
-        signature.inputs.iter().chain(&signature.outputs).all(|spec| spec.shape.first() == Some(&-1));
     outputs
         .into_iter()
         .map(|tensor| match deliveries.next().unwrap_or_default() {
             Delivery::Message => Ok(Output { tensor, span: None }),
-            Delivery::Classes(count) => Ok(Output { tensor: classify(&tensor, count, batched)?, span: None }),
+            Delivery::Classes(count) => {
+                Ok(Output { tensor: classify(&tensor, count, signature.has_rows())?, span: None })
+            }
             Delivery::Region(span) => {
                 let bytes = tensor.data.raw_len();
                 if bytes as u64 > span.byte_size() {

@@ -13,6 +13,7 @@ use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::repository::{Model, Repository};
 use crate::session::Work;
+use crate::statistics::Times;
 use crate::tensor::Tensor;
 use crate::trace::Tracer;
 
@@ -142,10 +143,12 @@ impl Inference {
     ) -> Result<R, InferError> {
         let arrived = Instant::now();
         let outcome = match decode() {
-            Ok((request, extra)) => {
-                let ran = infer_with(model, request, arrived, &self.tracer).await;
-                ran.and_then(|response| encode(response, extra))
-            }
+            Ok((request, extra)) => infer_with(model, request).await.and_then(|(response, rows, times)| {
+                let reply = encode(response, extra)?;
+                model.statistics.succeeded(rows, arrived, &times);
+                self.tracer.answered(model, arrived, &times);
+                Ok(reply)
+            }),
             Err(error) => Err(error),
         };
         match &outcome {
@@ -194,13 +197,9 @@ fn count_failure(model: &Model, error: &InferError) {
     REQUESTS.with_label_values(&[model.name(), &version, error.label()]).inc();
 }
 
-/// Checks a request against one version and runs it.
-async fn infer_with(
-    model: &Model,
-    request: Request,
-    arrived: Instant,
-    tracer: &Tracer,
-) -> Result<Response, InferError> {
+/// Checks a request against one version and runs it; tells how many inferences it was and when each step
+/// was reached.
+async fn infer_with(model: &Model, request: Request) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
     let inputs = ordered(&signature.inputs, request.inputs)?;
@@ -223,9 +222,9 @@ async fn infer_with(
         model.metrics.batch_rows.observe(inferences(rows) as f64);
         model.statistics.ran(inferences(rows), &times);
     }
-    model.statistics.succeeded(inferences(rows), arrived, &times);
-    tracer.answered(model, arrived, &times);
-    Ok(Response { model: model.name().to_owned(), version: model.version(), outputs: ran.outputs })
+    let response =
+        Response { model: model.name().to_owned(), version: model.version(), outputs: ran.outputs };
+    Ok((response, inferences(rows), times))
 }
 
 fn has_rows(input: &Tensor, rows: usize) -> bool {

@@ -21,8 +21,7 @@ const BYTES_PREFIX: usize = 4;
 /// many is bounded by what fits in a request message; an inner extent that is the caller's to choose, too,
 /// counts as 1, an element of BYTES as its length alone.
 pub(crate) fn max_batch_size(signature: &Signature, message_bytes_max: usize) -> i32 {
-    let batched = |spec: &TensorSpec| spec.shape.first() == Some(&-1);
-    if !signature.inputs.iter().chain(&signature.outputs).all(batched) {
+    if !signature.has_rows() {
         return 0;
     }
     let row_bytes = signature.inputs.iter().fold(0usize, |sum, spec| sum.saturating_add(row_bytes(spec)));

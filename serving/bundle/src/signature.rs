@@ -153,6 +153,11 @@ pub struct Signature {
 }
 
 impl Signature {
+    /// Whether the first extent of every input and output is the caller's to choose, as that of rows is.
+    pub fn has_rows(&self) -> bool {
+        self.inputs.iter().chain(&self.outputs).all(|spec| spec.shape.first() == Some(&-1))
+    }
+
     /// Reads the signature off a graph: initializers are not inputs, symbolic dimensions are -1.
     ///
     /// # Errors

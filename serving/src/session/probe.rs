@@ -22,8 +22,7 @@ const TOLERANCE: f64 = 1e-3;
 
 /// Whether rows can be put together, or why not.
 pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), String> {
-    let rows_first = |specs: &[TensorSpec]| specs.iter().all(|spec| spec.shape.first() == Some(&-1));
-    if signature.inputs.is_empty() || !rows_first(&signature.inputs) || !rows_first(&signature.outputs) {
+    if signature.inputs.is_empty() || !signature.has_rows() {
         return Err("the first extent of an input or output is fixed".into());
     }
     let mut reason = String::new();
