@@ -123,7 +123,7 @@ fn client(error: &millrace_serving::client::ClientError) -> Exit {
     use millrace_serving::client::ClientError as E;
     match error {
         E::Unreachable { .. } => Exit::Unavailable,
-        E::Address { .. } => Exit::Usage,
+        E::Address { .. } | E::Credentials { .. } => Exit::Usage,
         E::Refused { code, .. } if *code == tonic::Code::NotFound => Exit::NotFound,
         E::Refused { code, .. } if *code == tonic::Code::InvalidArgument => Exit::Usage,
         _ => Exit::Failed,

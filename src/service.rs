@@ -263,7 +263,7 @@ impl Service {
         let deps = millrace_serving::Deps { logging: Some(context.switch.clone()) };
         let stop = self.front.stop.child_token();
         let mut resolved = config.clone();
-        resolved.trace_directory = resolved.trace_directory.map(|path| context.loaded.resolve(&path));
+        resolved.resolve_files(|path| context.loaded.resolve(path));
         let serving = millrace_serving::serve_with(&resolved, source, deps, stop).await?;
         let addresses = serving.addresses();
         self.addresses.grpc = Some(addresses.grpc);

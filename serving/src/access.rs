@@ -5,6 +5,7 @@
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
@@ -35,6 +36,18 @@ struct Answered {
 pub(crate) fn note(extensions: &mut http::Extensions, model: &str, version: u64) {
     if enabled() {
         extensions.insert(Answered { model: model.to_owned(), version });
+    }
+}
+
+/// Takes the name of the token of a logged call, among the extensions of the request.
+#[derive(Debug, Clone, Default)]
+struct Signature(Arc<OnceLock<String>>);
+
+/// Notes on a request by whose token it was let in.
+pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
+    if let Some(Signature(signed)) = extensions.remove() {
+        // A request is let in once.
+        let _ = signed.set(name.to_owned());
     }
 }
 
@@ -69,12 +82,15 @@ where
         self.service.poll_ready(cx)
     }
 
-    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+    fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
         let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
         let line = enabled().then(|| {
             let connected =
                 request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+            let signature = Signature::default();
+            request.extensions_mut().insert(signature.clone());
             Box::new(Line {
+                token: signature.0,
                 method: request.method().clone(),
                 path: quote(request.uri().path()),
                 peer: connected.or(self.peer),
@@ -122,6 +138,8 @@ fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
 
 /// What is logged of one call. It is written when the body of the reply has ended, or nobody takes it.
 struct Line {
+    /// Name of the token, where the server has tokens and knows it.
+    token: Arc<OnceLock<String>>,
     method: http::Method,
     path: String,
     peer: Option<SocketAddr>,
@@ -142,6 +160,7 @@ impl Drop for Line {
             model = self.answered.as_ref().map(|answered| answered.model.as_str()),
             version = self.answered.as_ref().map(|answered| answered.version),
             request_id = self.request_id,
+            token = self.token.get().map(String::as_str),
             status = self.status,
             bytes = self.bytes,
             elapsed_ms = self.start.elapsed().as_secs_f64() * 1000.0,

@@ -1,26 +1,36 @@
 //! A gRPC client of the Open Inference Protocol, for `millrace predict` and for tests: it works with any
 //! server that speaks the protocol.
 
+mod credentials;
+
 use std::time::Duration;
 
 use millrace_bundle::{Signature, TensorSpec};
+use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Request, Status};
 
 use crate::error::InferError;
 use crate::tensor::Tensor;
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient;
 use crate::wire::{Form, read_outputs, write_request};
+pub use credentials::Credentials;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The address is not one.
-    #[error("{address:?} is not the address of a server (host:port or http://host:port)")]
+    #[error("{address:?} is not the address of a server (host:port, http://host:port or https://host:port)")]
     Address {
         /// The address as given.
         address: String,
+    },
+    /// What the client should show cannot be used.
+    #[error("{reason}")]
+    Credentials {
+        /// What, and why.
+        reason: String,
     },
     /// Nobody answers there.
     #[error(
@@ -52,7 +62,7 @@ impl ClientError {
         match self {
             ClientError::Unreachable { .. } => true,
             ClientError::Refused { code, .. } => *code == Code::Unavailable,
-            ClientError::Address { .. } | ClientError::Protocol(_) => false,
+            ClientError::Address { .. } | ClientError::Credentials { .. } | ClientError::Protocol(_) => false,
         }
     }
 }
@@ -85,27 +95,52 @@ impl Prediction {
 #[derive(Debug, Clone)]
 pub struct Client {
     inner: GrpcInferenceServiceClient<Channel>,
+    bearer: Option<MetadataValue<Ascii>>,
 }
 
 impl Client {
-    /// Connects to `host:port` or `http://host:port`.
+    /// Connects to `host:port`, `http://host:port` or `https://host:port`, with nothing to show.
     ///
     /// # Errors
-    /// [`ClientError::Address`], [`ClientError::Unreachable`].
+    /// As [`Client::connect_with`].
     pub async fn connect(address: &str) -> Result<Client, ClientError> {
-        let url = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+        Client::connect_with(address, &Credentials::default()).await
+    }
+
+    /// The same, with credentials.
+    ///
+    /// # Errors
+    /// [`ClientError::Address`], [`ClientError::Unreachable`]; [`ClientError::Credentials`] for files that
+    /// cannot be used.
+    pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
+        let scheme = if credentials.ca.is_some() { "https" } else { "http" };
+        let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
+        let secure = url.starts_with("https://");
         let endpoint = Endpoint::from_shared(url)
             .map_err(|_| ClientError::Address { address: address.to_owned() })?
             .connect_timeout(Duration::from_secs(5))
             .tcp_nodelay(true);
-        let channel = endpoint
-            .connect()
-            .await
-            .map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })?;
+        let bearer = credentials.bearer()?;
+        let connected = if secure {
+            endpoint.connect_with_connector(credentials.connector()?).await
+        } else {
+            endpoint.connect().await
+        };
+        let channel =
+            connected.map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })?;
         let inner = GrpcInferenceServiceClient::new(channel)
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX);
-        Ok(Client { inner })
+        Ok(Client { inner, bearer })
+    }
+
+    /// A call with its token.
+    fn call<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(bearer) = &self.bearer {
+            request.metadata_mut().insert("authorization", bearer.clone());
+        }
+        request
     }
 
     /// Whether the server runs.
@@ -113,7 +148,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_live(&mut self) -> Result<bool, ClientError> {
-        Ok(self.inner.server_live(pb::ServerLiveRequest {}).await?.into_inner().live)
+        Ok(self.inner.server_live(self.call(pb::ServerLiveRequest {})).await?.into_inner().live)
     }
 
     /// Whether the server takes requests.
@@ -121,7 +156,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_ready(&mut self) -> Result<bool, ClientError> {
-        Ok(self.inner.server_ready(pb::ServerReadyRequest {}).await?.into_inner().ready)
+        Ok(self.inner.server_ready(self.call(pb::ServerReadyRequest {})).await?.into_inner().ready)
     }
 
     /// Whether a model version (the latest when empty) takes requests.
@@ -130,7 +165,7 @@ impl Client {
     /// [`ClientError::Refused`].
     pub async fn model_ready(&mut self, model: &str, version: &str) -> Result<bool, ClientError> {
         let request = pb::ModelReadyRequest { name: model.to_owned(), version: version.to_owned() };
-        Ok(self.inner.model_ready(request).await?.into_inner().ready)
+        Ok(self.inner.model_ready(self.call(request)).await?.into_inner().ready)
     }
 
     /// Name, version and extensions of the server.
@@ -138,7 +173,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_metadata(&mut self) -> Result<pb::ServerMetadataResponse, ClientError> {
-        Ok(self.inner.server_metadata(pb::ServerMetadataRequest {}).await?.into_inner())
+        Ok(self.inner.server_metadata(self.call(pb::ServerMetadataRequest {})).await?.into_inner())
     }
 
     /// Versions, inputs and outputs of a model.
@@ -151,7 +186,7 @@ impl Client {
         version: &str,
     ) -> Result<pb::ModelMetadataResponse, ClientError> {
         let request = pb::ModelMetadataRequest { name: model.to_owned(), version: version.to_owned() };
-        Ok(self.inner.model_metadata(request).await?.into_inner())
+        Ok(self.inner.model_metadata(self.call(request)).await?.into_inner())
     }
 
     /// Inputs and outputs of a model as a bundle's signature has them.
@@ -200,6 +235,6 @@ impl Client {
         &mut self,
         request: pb::ModelInferRequest,
     ) -> Result<pb::ModelInferResponse, ClientError> {
-        Ok(self.inner.model_infer(request).await?.into_inner())
+        Ok(self.inner.model_infer(self.call(request)).await?.into_inner())
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use millrace_datafs::VolumeSpec;
@@ -58,9 +58,21 @@ pub struct Config {
     pub cors_origins: Vec<String>,
     /// Whether clients may register system shared memory and pass tensors there. Whoever reaches the
     /// server may then read and write every object in `/dev/shm` that its user may. When absent: only
-    /// if both `grpc` and `http` are loopback addresses, which nobody reaches from elsewhere.
+    /// if both `grpc` and `http` are loopback addresses, which nobody reaches from elsewhere, and there are
+    /// no `tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_memory: Option<bool>,
+    /// Certificates of the gRPC and the REST service, which then take connections with TLS alone. The
+    /// metrics stay without.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<Tls>,
+    /// File of the bearer tokens, one of which every call has to show; without it whoever reaches the
+    /// server may call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<PathBuf>,
+    /// How often the files of `tls` and `tokens` are looked at, in milliseconds, to read them again when
+    /// they have changed; 0 never does.
+    pub reload_ms: u64,
     /// Bounds on requests and models.
     pub limits: Limits,
     /// Topic-to-topic inference.
@@ -88,6 +100,9 @@ impl Default for Config {
             batching: Batching::default(),
             cors_origins: Vec::new(),
             shared_memory: None,
+            tls: None,
+            tokens: None,
+            reload_ms: 1_000,
             limits: Limits::default(),
             pipes: Vec::new(),
         }
@@ -104,11 +119,40 @@ impl Config {
         }
     }
 
-    /// Whether clients may use shared memory: as configured, else where all of them are local.
+    /// Whether clients may use shared memory: as configured, else where all of them are local and none is
+    /// told apart by its token.
     pub fn shares_memory(&self) -> bool {
-        let local = |address: SocketAddr| address.ip().to_canonical().is_loopback();
-        self.shared_memory.unwrap_or_else(|| local(self.grpc) && local(self.http))
+        self.shared_memory.unwrap_or_else(|| self.is_local() && self.tokens.is_none())
     }
+
+    /// Whether both services are reached from this machine alone.
+    pub(crate) fn is_local(&self) -> bool {
+        let local = |address: SocketAddr| address.ip().to_canonical().is_loopback();
+        local(self.grpc) && local(self.http)
+    }
+
+    /// Replaces the paths of what the server itself opens beside the models, such as relative ones.
+    pub fn resolve_files(&mut self, resolve: impl Fn(&Path) -> PathBuf) {
+        let tls = self.tls.iter_mut();
+        let pem =
+            tls.flat_map(|tls| [Some(&mut tls.certificate), Some(&mut tls.key), tls.client_ca.as_mut()]);
+        for path in pem.flatten().chain(&mut self.tokens).chain(&mut self.trace_directory) {
+            *path = resolve(path);
+        }
+    }
+}
+
+/// Files of certificates, in PEM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tls {
+    /// The server's certificate, then those between it and one that clients know.
+    pub certificate: PathBuf,
+    /// Its private key (PKCS #8, PKCS #1 or SEC 1), not encrypted.
+    pub key: PathBuf,
+    /// Those who may have issued the certificates of clients. With it, a client without one is refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_ca: Option<PathBuf>,
 }
 
 /// Who decides which models are served.

@@ -1,5 +1,5 @@
 //! Connections: how many may be open, and how long a client may keep one without sending or taking
-//! anything. HTTP/1.1 and HTTP/2 without TLS on one port.
+//! anything. HTTP/1.1 and HTTP/2 on one port, with TLS or without.
 
 use std::io;
 use std::pin::Pin;
@@ -23,6 +23,7 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 use crate::access::Logged;
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
+use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -47,6 +48,7 @@ pub(crate) struct Listener {
     refusing: Arc<Semaphore>,
     gauge: IntGauge,
     stalled: Duration,
+    securing: Option<Securing>,
 }
 
 impl Listener {
@@ -81,7 +83,13 @@ impl Listener {
             refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
+            securing: None,
         }
+    }
+
+    /// Takes connections with TLS alone, if there is something to secure them with.
+    pub(crate) fn secured(self, securing: Option<Securing>) -> Listener {
+        Listener { securing, ..self }
     }
 
     /// The next connection within the limit. Cancel safe.
@@ -109,6 +117,10 @@ impl Listener {
     /// Says why and closes, without holding up who comes next.
     fn refuse(&self, mut stream: TcpStream) {
         CONNECTIONS_REFUSED.with_label_values(&[self.service]).inc();
+        // A client of TLS would have to be greeted first, which is what there is no room for.
+        if self.securing.is_some() {
+            return;
+        }
         let Ok(permit) = self.refusing.clone().try_acquire_owned() else { return };
         let refusal = self.refusal.clone();
         tokio::spawn(async move {
@@ -142,11 +154,13 @@ fn is_of_connection(error: &io::Error) -> bool {
 /// An accepted connection; counts as open until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    stream: TcpStream,
+    stream: Stream,
+    ends: TcpConnectInfo,
     gauge: IntGauge,
     stalled: Duration,
-    /// Bytes of the preface that came, and when the rest is late. `None` once the bytes are those of
-    /// HTTP/1 (its own deadline for heads begins) or the preface is whole (pings begin).
+    /// Bytes of the preface that came, and when the rest is late; the handshake of TLS has to be done by
+    /// then, too. `None` once the bytes are those of HTTP/1 (its own deadline for heads begins) or the
+    /// preface is whole (pings begin).
     opening: Option<(usize, Pin<Box<Sleep>>)>,
     /// Runs while the client takes nothing of what waits for it.
     writing: Option<Pin<Box<Sleep>>>,
@@ -157,7 +171,8 @@ impl Connection {
     fn new(stream: TcpStream, permit: OwnedSemaphorePermit, listener: &Listener) -> Connection {
         listener.gauge.inc();
         Connection {
-            stream,
+            ends: stream.connect_info(),
+            stream: Stream::new(stream, listener.securing.as_ref()),
             gauge: listener.gauge.clone(),
             stalled: listener.stalled,
             opening: Some((0, Box::pin(tokio::time::sleep(listener.stalled)))),
@@ -194,7 +209,7 @@ impl Connected for Connection {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
+        self.ends.clone()
     }
 }
 
@@ -244,11 +259,14 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        // Plain bytes are the kernel's once they are written, and flushing them tells nothing.
+        if self.stream.is_buffered() { self.patient(cx, flushed) } else { flushed }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
+        self.patient(cx, shut)
     }
 }
 
@@ -277,7 +295,7 @@ pub(crate) async fn serve_http(listener: Listener, routes: Router, closed: Cance
             connection = listener.accept() => {
                 let (protocol, routes, closed) = (protocol.clone(), routes.clone(), closed.clone());
                 connections.spawn(async move {
-                    let peer = connection.stream.peer_addr().ok();
+                    let peer = connection.ends.remote_addr();
                     let service = TowerToHyperService::new(Logged::new(routes, peer));
                     let answering = protocol.serve_connection(TokioIo::new(connection), service);
                     tokio::pin!(answering);

@@ -8,6 +8,7 @@ use crate::grpc::EXTENSIONS;
 use crate::infer::{Inference, parse_version};
 use crate::logging::{Change, LogSettings, Logging, Value};
 use crate::repository::Entry;
+use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::{model_config, statistics, trace};
 
@@ -42,23 +43,33 @@ impl Controls {
     ///
     /// # Errors
     /// [`InferError::NotFound`], [`InferError::Unavailable`]; [`InferError::Invalid`] for a version that
-    /// is no number.
-    pub(crate) fn model_config(&self, model: &str, version: &str) -> Result<pb::ModelConfig, InferError> {
+    /// is no number; [`InferError::Denied`], here and below, for what the caller's token does not allow.
+    pub(crate) fn model_config(
+        &self,
+        caller: &Caller,
+        model: &str,
+        version: &str,
+    ) -> Result<pb::ModelConfig, InferError> {
+        caller.may_use(model)?;
         let repository = self.inference.repository();
         let model = repository.get(model, parse_version(version)?)?;
         Ok(model_config::describe(&model, repository.limits()))
     }
 
     /// The figures of a version, of all ready versions of a model when `version` is empty, of all models
-    /// when `model` is, too.
+    /// that the caller may use when `model` is, too.
     ///
     /// # Errors
     /// As [`Controls::model_config`].
     pub(crate) fn statistics(
         &self,
+        caller: &Caller,
         model: &str,
         version: &str,
     ) -> Result<Vec<pb::ModelStatistics>, InferError> {
+        if !model.is_empty() {
+            caller.may_use(model)?;
+        }
         let repository = self.inference.repository();
         let version = parse_version(version)?;
         let models = match (model, version) {
@@ -73,18 +84,24 @@ impl Controls {
                 repository.ready(Some(model))
             }
         };
-        Ok(models.iter().map(|model| statistics::describe(model)).collect())
+        let seen = models.iter().filter(|model| caller.sees(model.name()));
+        Ok(seen.map(|model| statistics::describe(model)).collect())
     }
 
-    /// Every version in the repository and its state, or those that are ready.
+    /// Every version in the repository that the caller may use and its state, or those that are ready.
     ///
     /// # Errors
     /// [`InferError::Unsupported`] for the name of a repository, as there is one; what
     /// [`crate::Repository::index`] says.
-    pub(crate) async fn index(&self, repository: &str, ready: bool) -> Result<Vec<Entry>, InferError> {
+    pub(crate) async fn index(
+        &self,
+        caller: &Caller,
+        repository: &str,
+        ready: bool,
+    ) -> Result<Vec<Entry>, InferError> {
         check_repository(repository)?;
         let mut entries = self.inference.repository().index().await?;
-        entries.retain(|entry| !ready || entry.is_ready());
+        entries.retain(|entry| (!ready || entry.is_ready()) && caller.sees(&entry.model));
         Ok(entries)
     }
 
@@ -94,11 +111,13 @@ impl Controls {
     /// [`InferError::Invalid`] for any parameter; what [`crate::Repository::load_model`] says.
     pub(crate) async fn load(
         &self,
+        caller: &Caller,
         repository: &str,
         model: String,
         parameters: &[&str],
     ) -> Result<(), InferError> {
         let entered = self.inference.enter()?;
+        caller.may_control(&model)?;
         check_repository(repository)?;
         if let Some(name) = parameters.first() {
             return Err(match *name {
@@ -128,11 +147,13 @@ impl Controls {
     /// [`crate::Repository::unload_model`] says.
     pub(crate) async fn unload(
         &self,
+        caller: &Caller,
         repository: &str,
         model: String,
         parameters: &[(&str, Option<bool>)],
     ) -> Result<(), InferError> {
         let entered = self.inference.enter()?;
+        caller.may_control(&model)?;
         check_repository(repository)?;
         for (name, value) in parameters {
             match (*name, value) {
@@ -165,10 +186,17 @@ impl Controls {
     /// for them; [`InferError::NotFound`], [`InferError::Unavailable`] for the model.
     pub(crate) fn trace_settings(
         &self,
+        caller: &Caller,
         model: &str,
         changes: &[(&str, Vec<&str>)],
     ) -> Result<[(&'static str, Vec<String>); 6], InferError> {
         let model = (!model.is_empty()).then_some(model);
+        match model {
+            Some(model) if changes.is_empty() => caller.may_use(model)?,
+            Some(model) => caller.may_control(model)?,
+            None if changes.is_empty() => {}
+            None => caller.may_control_all()?,
+        }
         if let Some(model) = model {
             // Settings of a name are kept, so it has to be one that is served.
             self.inference.repository().get(model, None)?;
@@ -196,8 +224,12 @@ impl Controls {
     /// settings that there are not; [`InferError::Unavailable`] when the log cannot be switched.
     pub(crate) fn log_settings<'a>(
         &self,
+        caller: &Caller,
         changes: impl ExactSizeIterator<Item = (&'a str, Value)>,
     ) -> Result<LogSettings, InferError> {
+        if changes.len() > 0 {
+            caller.may_control_all()?;
+        }
         let Some(logging) = &self.logging else {
             return Err(InferError::Unsupported {
                 reason: "this server does not switch the log of the process that it runs in".into(),

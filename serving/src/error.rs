@@ -164,6 +164,18 @@ pub enum InferError {
         /// What waits, and the limits.
         reason: String,
     },
+    /// The call shows no token, or one that is not known.
+    #[error("{reason}")]
+    Unauthenticated {
+        /// What is expected.
+        reason: String,
+    },
+    /// The call's token does not allow it.
+    #[error("{reason}")]
+    Denied {
+        /// What is not allowed.
+        reason: String,
+    },
     /// The server cannot answer now: it drains, or the version could not be loaded.
     #[error("{reason}")]
     Unavailable {
@@ -206,6 +218,8 @@ impl InferError {
             InferError::Invalid { .. } => "invalid",
             InferError::TooLarge { .. } => "too_large",
             InferError::NotRepresentable { .. } => "not_representable",
+            InferError::Unauthenticated { .. } => "unauthenticated",
+            InferError::Denied { .. } => "denied",
             InferError::Unavailable { .. } => "unavailable",
             InferError::Overloaded { .. } => "overloaded",
             InferError::Unsupported { .. } => "unsupported",

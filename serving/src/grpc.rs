@@ -2,11 +2,12 @@
 //! where errors become gRPC statuses.
 
 mod control;
-
+mod guard;
 mod messages;
 mod shared_memory;
 mod stream;
 
+pub(crate) use guard::Guarded;
 pub(crate) use messages::Messages;
 
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
@@ -21,6 +22,7 @@ use crate::infer::{self, Inference, TENSORS_MAX, parse_version};
 use crate::parameters::check_request;
 use crate::repository::Model;
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
+use crate::tokens::{Caller, Guard};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
@@ -58,6 +60,8 @@ impl From<InferError> for Status {
             InferError::Exists { .. } => Code::AlreadyExists,
             InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
             InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
+            InferError::Unauthenticated { .. } => Code::Unauthenticated,
+            InferError::Denied { .. } => Code::PermissionDenied,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
             InferError::Internal { .. } => Code::Internal,
@@ -71,16 +75,18 @@ pub(crate) fn service(
     inference: Inference,
     controls: Controls,
     memory: SharedMemory,
+    guard: Guard,
     limits: &Limits,
-) -> Logged<Messages<GrpcInferenceServiceServer<Service>>> {
-    let service = GrpcInferenceServiceServer::new(Service { inference, controls, memory })
+) -> Logged<Guarded<Messages<GrpcInferenceServiceServer<Service>>>> {
+    let service = Service { inference, controls, memory, guard: guard.clone() };
+    let service = GrpcInferenceServiceServer::new(service)
         .max_decoding_message_size(limits.message_bytes_max)
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(Gzip)
         .accept_compressed(Deflate)
         .send_compressed(Gzip)
         .send_compressed(Deflate);
-    Logged::new(Messages::new(service, *limits), None)
+    Logged::new(Guarded::new(Messages::new(service, *limits), guard), None)
 }
 
 /// The calls. Cheap to clone; all clones are one.
@@ -89,9 +95,14 @@ pub(crate) struct Service {
     inference: Inference,
     controls: Controls,
     memory: SharedMemory,
+    guard: Guard,
 }
 
 impl Service {
+    fn caller<T>(&self, request: &Request<T>) -> Caller {
+        self.guard.caller(request.extensions())
+    }
+
     fn find(&self, name: &str, version: &str) -> Result<std::sync::Arc<Model>, InferError> {
         self.inference.find(name, parse_version(version)?)
     }
@@ -99,9 +110,11 @@ impl Service {
     /// Answers one request, of a call or of a stream, and tells which version did.
     async fn infer(
         &self,
+        caller: &Caller,
         mut request: pb::ModelInferRequest,
     ) -> Result<(pb::ModelInferResponse, std::sync::Arc<Model>), InferError> {
         let _entered = self.inference.enter()?;
+        caller.may_use(&request.model_name)?;
         let id = std::mem::take(&mut request.id);
         let model = self.find(&request.model_name, &request.model_version)?;
         let decode = || decode(request, &self.memory);
@@ -135,7 +148,9 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelReadyRequest>,
     ) -> Result<Response<pb::ModelReadyResponse>, Status> {
+        let caller = self.caller(&request);
         let request = request.into_inner();
+        caller.may_use(&request.name)?;
         let version = parse_version(&request.version)?;
         let found = self.inference.repository().get(&request.name, version).is_ok();
         Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
@@ -156,7 +171,9 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelMetadataRequest>,
     ) -> Result<Response<pb::ModelMetadataResponse>, Status> {
+        let caller = self.caller(&request);
         let request = request.into_inner();
+        caller.may_use(&request.name)?;
         let model = self.find(&request.name, &request.version)?;
         let versions = self.inference.repository().versions(model.name()).unwrap_or_default();
         let tensors = |specs: &[millrace_bundle::TensorSpec]| {
@@ -182,7 +199,8 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let (message, model) = self.infer(request.into_inner()).await?;
+        let caller = self.caller(&request);
+        let (message, model) = self.infer(&caller, request.into_inner()).await?;
         let mut reply = Response::new(message);
         access::note(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
@@ -194,13 +212,15 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<Streaming<pb::ModelInferRequest>>,
     ) -> Result<Response<stream::Answers>, Status> {
-        Ok(Response::new(stream::answers(self.clone(), request)))
+        let caller = self.caller(&request);
+        Ok(Response::new(stream::answers(self.clone(), caller, request)))
     }
 
     async fn system_shared_memory_status(
         &self,
         request: Request<pb::SystemSharedMemoryStatusRequest>,
     ) -> Result<Response<pb::SystemSharedMemoryStatusResponse>, Status> {
+        self.caller(&request).may_control_all()?;
         Ok(Response::new(shared_memory::status(&self.memory, &request.into_inner())?))
     }
 
@@ -208,6 +228,7 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::SystemSharedMemoryRegisterRequest>,
     ) -> Result<Response<pb::SystemSharedMemoryRegisterResponse>, Status> {
+        self.caller(&request).may_control_all()?;
         Ok(Response::new(shared_memory::register(&self.memory, &request.into_inner())?))
     }
 
@@ -215,6 +236,7 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::SystemSharedMemoryUnregisterRequest>,
     ) -> Result<Response<pb::SystemSharedMemoryUnregisterResponse>, Status> {
+        self.caller(&request).may_control_all()?;
         Ok(Response::new(shared_memory::unregister(&self.memory, &request.into_inner())?))
     }
 
@@ -244,49 +266,60 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelConfigRequest>,
     ) -> Result<Response<pb::ModelConfigResponse>, Status> {
-        Ok(Response::new(control::model_config(&self.controls, &request.into_inner())?))
+        let caller = self.caller(&request);
+        Ok(Response::new(control::model_config(&self.controls, &caller, &request.into_inner())?))
     }
 
     async fn model_statistics(
         &self,
         request: Request<pb::ModelStatisticsRequest>,
     ) -> Result<Response<pb::ModelStatisticsResponse>, Status> {
-        Ok(Response::new(control::model_statistics(&self.controls, &request.into_inner())?))
+        let caller = self.caller(&request);
+        Ok(Response::new(control::model_statistics(&self.controls, &caller, &request.into_inner())?))
     }
 
     async fn repository_index(
         &self,
         request: Request<pb::RepositoryIndexRequest>,
     ) -> Result<Response<pb::RepositoryIndexResponse>, Status> {
-        Ok(Response::new(control::repository_index(&self.controls, &request.into_inner()).await?))
+        let caller = self.caller(&request);
+        Ok(Response::new(control::repository_index(&self.controls, &caller, &request.into_inner()).await?))
     }
 
     async fn repository_model_load(
         &self,
         request: Request<pb::RepositoryModelLoadRequest>,
     ) -> Result<Response<pb::RepositoryModelLoadResponse>, Status> {
-        Ok(Response::new(control::repository_model_load(&self.controls, request.into_inner()).await?))
+        let caller = self.caller(&request);
+        Ok(Response::new(
+            control::repository_model_load(&self.controls, &caller, request.into_inner()).await?,
+        ))
     }
 
     async fn repository_model_unload(
         &self,
         request: Request<pb::RepositoryModelUnloadRequest>,
     ) -> Result<Response<pb::RepositoryModelUnloadResponse>, Status> {
-        Ok(Response::new(control::repository_model_unload(&self.controls, request.into_inner()).await?))
+        let caller = self.caller(&request);
+        Ok(Response::new(
+            control::repository_model_unload(&self.controls, &caller, request.into_inner()).await?,
+        ))
     }
 
     async fn trace_setting(
         &self,
         request: Request<pb::TraceSettingRequest>,
     ) -> Result<Response<pb::TraceSettingResponse>, Status> {
-        Ok(Response::new(control::trace_setting(&self.controls, &request.into_inner())?))
+        let caller = self.caller(&request);
+        Ok(Response::new(control::trace_setting(&self.controls, &caller, &request.into_inner())?))
     }
 
     async fn log_settings(
         &self,
         request: Request<pb::LogSettingsRequest>,
     ) -> Result<Response<pb::LogSettingsResponse>, Status> {
-        Ok(Response::new(control::log_settings(&self.controls, request.into_inner())?))
+        let caller = self.caller(&request);
+        Ok(Response::new(control::log_settings(&self.controls, &caller, request.into_inner())?))
     }
 }
 

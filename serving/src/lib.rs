@@ -3,8 +3,8 @@
 //! What is here: the repository that loads model bundles from a volume or a directory, the inference
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
 //! it, with Triton's calls for configurations, statistics, the repository, traces and the log, with
-//! system shared memory, streams and classification; health; reflection; Prometheus metrics), a client,
-//! and the pipe that reads records from one topic and writes predictions to another.
+//! system shared memory, streams and classification; health; reflection; Prometheus metrics), with TLS and
+//! bearer tokens, a client, and the pipe that reads records from one topic and writes predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
 //! [`pipe`] knows topics), and any format but ONNX.
@@ -18,6 +18,8 @@
 //!   has succeeded;
 //! - a device that was asked for is used or refused, never replaced;
 //! - a request of a wrong form is never answered as INTERNAL or 500, and limits hold after decompression;
+//! - where the server has tokens, a call is known by its own before anything of it is read, and learns
+//!   nothing of models that it may not use;
 //! - requests run together only where trying has shown that their rows are independent;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
@@ -64,6 +66,7 @@ mod parameters;
 pub mod pipe;
 pub mod record;
 mod reflection;
+mod reload;
 pub mod repository;
 mod rest;
 pub mod runtime;
@@ -72,11 +75,14 @@ mod session;
 mod shared_memory;
 mod statistics;
 pub mod tensor;
+mod tls;
+mod tokens;
 mod trace;
 pub mod wire;
 
-pub use config::{Config, Control, Device, Limits, PipeConfig};
+pub use config::{Config, Control, Device, Limits, PipeConfig, Tls};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};
 pub use server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};
+pub use tokens::new_token;

@@ -1,11 +1,16 @@
 //! Prometheus metrics of this crate, in the default registry. Labels carry names of loaded models only:
 //! names that a request makes up never become label values.
 
+mod triton;
+
 use std::sync::LazyLock;
 
+use prometheus::proto::MetricFamily;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
 };
+
+use crate::repository::Repository;
 
 /// Registers a collector; a second registration of the same name cannot happen, as every static is
 /// made once.
@@ -95,6 +100,24 @@ pub static CONNECTIONS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
+/// Handshakes of TLS that failed: clients without TLS, or without a certificate that is trusted.
+pub static HANDSHAKES_FAILED: LazyLock<IntCounter> =
+    LazyLock::new(|| counter("millrace_serving_failed_handshakes_total", "Handshakes of TLS that failed"));
+
+/// Calls that were refused for their token, by reason: `missing`, `unknown` or `denied`.
+pub static CALLERS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec("millrace_serving_refused_callers_total", "Calls refused for their token", &["reason"])
+});
+
+/// Times that changed files were read again, by what they hold (`certificates` or `tokens`) and outcome.
+pub static RELOADS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_reloads_total",
+        "Times that changed files were read again",
+        &["what", "outcome"],
+    )
+});
+
 /// Model versions by state, `ready` or `failed`.
 pub static MODELS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"]));
@@ -141,10 +164,13 @@ impl ModelMetrics {
     }
 }
 
-/// Every metric of the process in the Prometheus text format.
-pub(crate) fn render() -> String {
+/// Every metric of the process in the Prometheus text format, and the figures of a server's models by
+/// Triton's names.
+pub(crate) fn render(repository: Option<&Repository>) -> String {
+    let mut families: Vec<MetricFamily> = prometheus::gather();
+    families.extend(repository.map(triton::gather).unwrap_or_default());
     let encoder = prometheus::TextEncoder::new();
-    encoder.encode_to_string(&prometheus::gather()).unwrap_or_else(|error| {
+    encoder.encode_to_string(&families).unwrap_or_else(|error| {
         tracing::warn!(%error, "the metrics cannot be written");
         String::new()
     })

@@ -6,6 +6,7 @@ mod compression;
 mod control;
 mod cors;
 mod elements;
+mod guard;
 mod output;
 mod shared_memory;
 
@@ -33,6 +34,7 @@ use crate::error::{InferError, Result, quote};
 use crate::grpc::{PLATFORM, SERVER_NAME, extensions};
 use crate::infer::{Inference, parse_version};
 use crate::shared_memory::SharedMemory;
+use crate::tokens::{Caller, Guard};
 
 /// Header that says how long the JSON part of a body with binary tensors is.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
@@ -42,6 +44,7 @@ struct App {
     inference: Inference,
     controls: Controls,
     memory: SharedMemory,
+    guard: Guard,
     limits: Limits,
 }
 
@@ -53,10 +56,11 @@ pub(crate) fn router(
     inference: Inference,
     controls: Controls,
     memory: SharedMemory,
+    guard: Guard,
     config: &Config,
 ) -> Result<Router> {
     let origins = cors::Origins::new(&config.cors_origins)?;
-    let app = App { inference, controls, memory, limits: config.limits };
+    let app = App { inference, controls, memory, guard: guard.clone(), limits: config.limits };
     let version = "/v2/models/{model}/versions/{version}";
     let routes = Router::new()
         .route("/v2", get(server_metadata))
@@ -75,6 +79,11 @@ pub(crate) fn router(
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(app.clone(), compression::translate))
         .with_state(app);
+    let routes = match guard.is_on() {
+        true => routes.layer(from_fn_with_state(guard, guard::admit)),
+        false => routes,
+    };
+    // Outermost, as a browser asks whether it may call before it shows a token.
     Ok(match origins {
         Some(origins) => routes.layer(from_fn_with_state(origins, cors::answer)),
         None => routes,
@@ -96,6 +105,8 @@ impl From<InferError> for Failure {
             InferError::Invalid { .. } | InferError::Exists { .. } => StatusCode::BAD_REQUEST,
             InferError::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             InferError::NotRepresentable { .. } => StatusCode::NOT_ACCEPTABLE,
+            InferError::Unauthenticated { .. } => StatusCode::UNAUTHORIZED,
+            InferError::Denied { .. } => StatusCode::FORBIDDEN,
             InferError::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             InferError::Overloaded { .. } => StatusCode::TOO_MANY_REQUESTS,
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
@@ -108,10 +119,14 @@ impl From<InferError> for Failure {
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(json!({ "error": self.reason }))).into_response();
-        if self.status == StatusCode::UNSUPPORTED_MEDIA_TYPE {
-            let known = HeaderValue::from_static("gzip, deflate, identity");
-            response.headers_mut().insert(header::ACCEPT_ENCODING, known);
-        }
+        let said = match self.status {
+            StatusCode::UNSUPPORTED_MEDIA_TYPE => (header::ACCEPT_ENCODING, "gzip, deflate, identity"),
+            // RFC 6750, section 3.
+            StatusCode::UNAUTHORIZED => (header::WWW_AUTHENTICATE, "Bearer"),
+            StatusCode::FORBIDDEN => (header::WWW_AUTHENTICATE, "Bearer error=\"insufficient_scope\""),
+            _ => return response,
+        };
+        response.headers_mut().insert(said.0, HeaderValue::from_static(said.1));
         response
     }
 }
@@ -190,7 +205,8 @@ fn status_of(ready: bool) -> StatusCode {
     if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
+async fn model_ready(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
+    caller.may_use(&target.model)?;
     let ready = app.inference.is_ready();
     let name = match app.inference.repository().get(&target.model, target.version()?) {
         Ok(model) => model.name().to_owned(),
@@ -199,7 +215,8 @@ async fn model_ready(State(app): State<App>, target: Target) -> Result<Response,
     Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
-async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
+async fn model_metadata(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
+    caller.may_use(&target.model)?;
     let model = app.inference.find(&target.model, target.version()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
@@ -216,11 +233,13 @@ async fn model_metadata(State(app): State<App>, target: Target) -> Result<Respon
 
 async fn infer(
     State(app): State<App>,
+    caller: Caller,
     target: Target,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Failure> {
     let _entered = app.inference.enter()?;
+    caller.may_use(&target.model)?;
     let version = target.version()?;
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::State;
 use axum::http::header;
 use axum::routing::get;
 use futures::stream;
@@ -14,14 +15,19 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::ServingStatus;
 
 use crate::access::Logged;
+use crate::blocking::blocking;
 use crate::config::{Config, Limits};
 use crate::connections::{HEAD_BYTES_MAX, Listener, STREAMS_MAX, serve_http};
 use crate::control::Controls;
 use crate::error::{Error, Result};
+use crate::grpc::{Guarded, Messages};
 use crate::infer::Inference;
 use crate::logging::Logging;
+use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
 use crate::shared_memory::SharedMemory;
+use crate::tls::{Certificates, Securing};
+use crate::tokens::{self, Guard, Tokens};
 use crate::{grpc, metrics, reflection, rest};
 
 /// Full name of the inference service, for health checks.
@@ -85,8 +91,9 @@ impl Serving {
 /// (at most `drain_ms_max`), then the listeners close and [`Serving::join`] returns.
 ///
 /// # Errors
-/// [`Error::Config`] for a limit of 0 and for what is no origin; [`Error::Bind`] when a port is taken;
-/// what [`Repository::open`] says. Nothing runs on afterwards.
+/// [`Error::Config`] for a limit of 0, for what is no origin, and for certificates and tokens that cannot
+/// be used; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
+/// afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
 }
@@ -113,11 +120,51 @@ pub async fn serve_with(
         let reason = format!("trace_directory {} is not a folder", directory.display());
         return Err(Error::Config { reason });
     }
+    let entrance = Entrance::open(config).await?;
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;
     let http = bind(config.http, "REST", "http").await?;
     let scrape = bind(config.metrics, "metrics", "metrics").await?;
     let repository = Repository::open(source, config).await?;
-    serve_on(config, Inference::new(repository), deps, [grpc, http, scrape], cancel)
+    serve_on(config, Inference::new(repository), deps, entrance, [grpc, http, scrape], cancel)
+}
+
+/// What a client has to pass before it is served.
+struct Entrance {
+    certificates: Option<Arc<Reloaded<Certificates>>>,
+    tokens: Option<Arc<Tokens>>,
+}
+
+impl Entrance {
+    async fn open(config: &Config) -> Result<Entrance> {
+        let (tls, tokens) = (config.tls.clone(), config.tokens.clone());
+        if tokens.is_some() && tls.is_none() && !config.is_local() {
+            tracing::warn!(
+                "tokens come over connections without TLS, where others may read them: set [serving.tls]"
+            );
+        }
+        let open = move || {
+            Ok(Entrance {
+                certificates: tls.as_ref().map(Certificates::open).transpose()?,
+                tokens: tokens.as_deref().map(tokens::open).transpose()?,
+            })
+        };
+        blocking("configuration", open).await
+    }
+
+    /// Reads changed files again until cancelled.
+    fn watch(&self, reload_ms: u64, cancel: &CancellationToken) {
+        if let Some(certificates) = &self.certificates {
+            tokio::spawn(certificates.clone().watch(reload_ms, cancel.clone()));
+        }
+        if let Some(tokens) = &self.tokens {
+            tokio::spawn(tokens.clone().watch(reload_ms, cancel.clone()));
+        }
+    }
+}
+
+/// A service beside the one for inference, for callers who are known.
+fn guarded<S>(service: S, guard: &Guard, limits: &Limits) -> Logged<Guarded<Messages<S>>> {
+    Logged::new(Guarded::new(Messages::new(service, *limits), guard.clone()), None)
 }
 
 async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
@@ -136,6 +183,7 @@ fn serve_on(
     config: &Config,
     inference: Inference,
     deps: Deps,
+    entrance: Entrance,
     [grpc, http, scrape]: [TcpListener; 3],
     cancel: CancellationToken,
 ) -> Result<Serving> {
@@ -150,7 +198,8 @@ fn serve_on(
     let controls = Controls::new(inference.clone(), deps.logging);
     let limits = &config.limits;
     let memory = SharedMemory::new(config.shares_memory(), limits.message_bytes_max);
-    let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), config)?;
+    let guard = Guard::new(entrance.tokens.clone());
+    let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), guard.clone(), config)?;
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
@@ -164,11 +213,13 @@ fn serve_on(
         .http2_max_header_list_size(Some(HEAD_BYTES_MAX))
         .http2_keepalive_interval(Some(stalled))
         .http2_keepalive_timeout(Some(stalled))
-        .add_service(Logged::new(grpc::Messages::new(health_service, *limits), None))
-        .add_service(Logged::new(grpc::Messages::new(reflection::v1()?, *limits), None))
-        .add_service(Logged::new(grpc::Messages::new(reflection::v1alpha()?, *limits), None))
-        .add_service(grpc::service(inference.clone(), controls, memory, limits));
-    let incoming = stream::unfold(Listener::grpc(grpc, "gRPC", limits), |listener| async move {
+        .add_service(Logged::new(Messages::new(health_service, *limits), None))
+        .add_service(guarded(reflection::v1()?, &guard, limits))
+        .add_service(guarded(reflection::v1alpha()?, &guard, limits))
+        .add_service(grpc::service(inference.clone(), controls, memory, guard, limits));
+    let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
+    let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc));
+    let incoming = stream::unfold(listener, |listener| async move {
         let connection = listener.accept().await;
         Some((Ok::<_, std::io::Error>(connection), listener))
     });
@@ -180,7 +231,8 @@ fn serve_on(
             .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
     transports.spawn({
-        let answering = serve_http(Listener::http(http, "REST", limits), routes, closing.clone());
+        let listener = Listener::http(http, "REST", limits).secured(securing(Securing::http));
+        let answering = serve_http(listener, routes, closing.clone());
         async {
             answering.await;
             Ok(())
@@ -188,8 +240,10 @@ fn serve_on(
     });
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);
-    scraping.spawn(serve_http(scrape, scrape_routes(), ending.clone()));
+    let models = Some(inference.repository().clone());
+    scraping.spawn(serve_http(scrape, scrape_routes(models), ending.clone()));
 
+    entrance.watch(config.reload_ms, &ending);
     let polling = tokio::spawn({
         let (repository, cancel) = (inference.repository().clone(), cancel.clone());
         async move { repository.poll(cancel).await }
@@ -232,6 +286,7 @@ fn serve_on(
     });
     tracing::info!(
         grpc = %addresses.grpc, http = %addresses.http, metrics = %addresses.metrics,
+        tls = config.tls.is_some(), tokens = config.tokens.is_some(),
         "serving models"
     );
     Ok(Serving { addresses, inference, task })
@@ -244,8 +299,9 @@ fn flatten(ended: std::result::Result<Result<()>, tokio::task::JoinError>) -> Re
     }
 }
 
-fn scrape_routes() -> Router {
-    Router::new().route("/metrics", get(scrape_metrics))
+/// The metrics of the process, and those of the models where a server has some.
+fn scrape_routes(models: Option<Repository>) -> Router {
+    Router::new().route("/metrics", get(scrape_metrics)).with_state(models)
 }
 
 /// The metrics of the process over HTTP, at `/metrics`, without a model server.
@@ -266,7 +322,7 @@ impl MetricsServer {
             .local_addr()
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
         let listener = Listener::http(listener, "metrics", &Limits::default());
-        let task = tokio::spawn(serve_http(listener, scrape_routes(), cancel));
+        let task = tokio::spawn(serve_http(listener, scrape_routes(None), cancel));
         Ok(MetricsServer { address, task })
     }
 
@@ -282,6 +338,7 @@ impl Drop for MetricsServer {
     }
 }
 
-async fn scrape_metrics() -> impl axum::response::IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics::render())
+async fn scrape_metrics(State(models): State<Option<Repository>>) -> impl axum::response::IntoResponse {
+    let text = metrics::render(models.as_ref());
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }

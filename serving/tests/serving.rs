@@ -49,5 +49,9 @@ mod statistics;
 mod stream;
 #[path = "serving/support.rs"]
 mod support;
+#[path = "serving/tls.rs"]
+mod tls;
+#[path = "serving/tokens.rs"]
+mod tokens;
 #[path = "serving/trace.rs"]
 mod trace;

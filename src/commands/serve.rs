@@ -39,7 +39,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     };
     // Two servers on one home are fine; the first one tells others its addresses.
     let mut lock = context.home.lock("serve").ok();
-    config.trace_directory = config.trace_directory.map(|path| context.loaded.resolve(&path));
+    config.resolve_files(|path| context.loaded.resolve(path));
     let deps = Deps { logging: Some(context.switch.clone()) };
     let serving = serve_with(&config, source, deps, context.stop.clone()).await?;
     let addresses = serving.addresses();

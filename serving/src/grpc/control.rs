@@ -3,29 +3,33 @@
 use crate::control::Controls;
 use crate::error::InferError;
 use crate::logging::{self, Value};
+use crate::tokens::Caller;
 use crate::wire::inference as pb;
 
 pub(super) fn model_config(
     controls: &Controls,
+    caller: &Caller,
     request: &pb::ModelConfigRequest,
 ) -> Result<pb::ModelConfigResponse, InferError> {
-    let config = controls.model_config(&request.name, &request.version)?;
+    let config = controls.model_config(caller, &request.name, &request.version)?;
     Ok(pb::ModelConfigResponse { config: Some(config) })
 }
 
 pub(super) fn model_statistics(
     controls: &Controls,
+    caller: &Caller,
     request: &pb::ModelStatisticsRequest,
 ) -> Result<pb::ModelStatisticsResponse, InferError> {
-    let model_stats = controls.statistics(&request.name, &request.version)?;
+    let model_stats = controls.statistics(caller, &request.name, &request.version)?;
     Ok(pb::ModelStatisticsResponse { model_stats })
 }
 
 pub(super) async fn repository_index(
     controls: &Controls,
+    caller: &Caller,
     request: &pb::RepositoryIndexRequest,
 ) -> Result<pb::RepositoryIndexResponse, InferError> {
-    let entries = controls.index(&request.repository_name, request.ready).await?;
+    let entries = controls.index(caller, &request.repository_name, request.ready).await?;
     let models = entries
         .into_iter()
         .map(|entry| pb::repository_index_response::ModelIndex {
@@ -40,15 +44,17 @@ pub(super) async fn repository_index(
 
 pub(super) async fn repository_model_load(
     controls: &Controls,
+    caller: &Caller,
     request: pb::RepositoryModelLoadRequest,
 ) -> Result<pb::RepositoryModelLoadResponse, InferError> {
     let parameters: Vec<&str> = request.parameters.keys().map(String::as_str).collect();
-    controls.load(&request.repository_name, request.model_name, &parameters).await?;
+    controls.load(caller, &request.repository_name, request.model_name, &parameters).await?;
     Ok(pb::RepositoryModelLoadResponse {})
 }
 
 pub(super) async fn repository_model_unload(
     controls: &Controls,
+    caller: &Caller,
     request: pb::RepositoryModelUnloadRequest,
 ) -> Result<pb::RepositoryModelUnloadResponse, InferError> {
     use pb::model_repository_parameter::ParameterChoice;
@@ -58,12 +64,13 @@ pub(super) async fn repository_model_unload(
     };
     let parameters: Vec<_> =
         request.parameters.iter().map(|(name, parameter)| (name.as_str(), value(parameter))).collect();
-    controls.unload(&request.repository_name, request.model_name, &parameters).await?;
+    controls.unload(caller, &request.repository_name, request.model_name, &parameters).await?;
     Ok(pb::RepositoryModelUnloadResponse {})
 }
 
 pub(super) fn trace_setting(
     controls: &Controls,
+    caller: &Caller,
     request: &pb::TraceSettingRequest,
 ) -> Result<pb::TraceSettingResponse, InferError> {
     let changes: Vec<(&str, Vec<&str>)> = request
@@ -71,7 +78,7 @@ pub(super) fn trace_setting(
         .iter()
         .map(|(name, setting)| (name.as_str(), setting.value.iter().map(String::as_str).collect()))
         .collect();
-    let settings = controls.trace_settings(&request.model_name, &changes)?;
+    let settings = controls.trace_settings(caller, &request.model_name, &changes)?;
     let settings = settings
         .into_iter()
         .map(|(name, value)| (name.to_owned(), pb::trace_setting_response::SettingValue { value }))
@@ -81,6 +88,7 @@ pub(super) fn trace_setting(
 
 pub(super) fn log_settings(
     controls: &Controls,
+    caller: &Caller,
     request: pb::LogSettingsRequest,
 ) -> Result<pb::LogSettingsResponse, InferError> {
     use pb::log_settings_request::setting_value::ParameterChoice as Asked;
@@ -101,7 +109,7 @@ pub(super) fn log_settings(
         Value::Text(text) => Some(Told::StringParam(text)),
         Value::Other => None,
     };
-    let settings = logging::named(controls.log_settings(changes)?)
+    let settings = logging::named(controls.log_settings(caller, changes)?)
         .into_iter()
         .map(|(name, value)| (name.to_owned(), SettingValue { parameter_choice: told(value) }))
         .collect();

@@ -13,6 +13,7 @@ use tonic::{Request, Status, Streaming};
 
 use super::Service;
 use crate::infer::stopping;
+use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::wire::inference::infer_parameter::ParameterChoice;
 
@@ -30,10 +31,15 @@ pub(super) type Answers = BoxStream<'static, Answer>;
 /// The answers to a stream of requests. They end after the requests have, with an error when the stream
 /// broke off, and with UNAVAILABLE when the server stops: requests that it has not answered by then were
 /// not run. Dropped answers abort what waits.
-pub(super) fn answers(service: Service, request: Request<Streaming<pb::ModelInferRequest>>) -> Answers {
+pub(super) fn answers(
+    service: Service,
+    caller: Caller,
+    request: Request<Streaming<pb::ModelInferRequest>>,
+) -> Answers {
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
     let conversation = Conversation {
         service,
+        caller,
         strict,
         requests: request.into_inner(),
         running: FuturesOrdered::new(),
@@ -48,6 +54,7 @@ pub(super) fn answers(service: Service, request: Request<Streaming<pb::ModelInfe
 
 struct Conversation {
     service: Service,
+    caller: Caller,
     strict: bool,
     requests: Streaming<pb::ModelInferRequest>,
     running: FuturesOrdered<AbortOnDropHandle<Answer>>,
@@ -80,7 +87,7 @@ impl Conversation {
                 };
                 let Some(request) = self.accept(arrival) else { continue };
                 match self.requests.next().now_or_never() {
-                    None => return Some(answer(self.service.clone(), request, self.strict).await),
+                    None => return Some(self.answer(request).await),
                     Some(second) => {
                         self.start(request);
                         if let Some(request) = self.accept(second) {
@@ -121,15 +128,19 @@ impl Conversation {
     }
 
     fn start(&mut self, request: pb::ModelInferRequest) {
-        let task = tokio::spawn(answer(self.service.clone(), request, self.strict));
+        let task = tokio::spawn(self.answer(request));
         self.running.push_back(AbortOnDropHandle::new(task));
+    }
+
+    fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = Answer> + use<> {
+        answer(self.service.clone(), self.caller.clone(), request, self.strict)
     }
 }
 
 /// Answers one request. Errors are answers too, unless the client wants them to end the stream.
-async fn answer(service: Service, request: pb::ModelInferRequest, strict: bool) -> Answer {
+async fn answer(service: Service, caller: Caller, request: pb::ModelInferRequest, strict: bool) -> Answer {
     let id = request.id.clone();
-    let answer = service.infer(request).await.map(|(response, _)| response);
+    let answer = service.infer(&caller, request).await.map(|(response, _)| response);
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),
         Err(error) if strict => return Err(error.into()),

@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::{App, Failure, Target};
 use crate::error::{InferError, quote};
 use crate::logging;
+use crate::tokens::Caller;
 use crate::{model_config, statistics};
 
 /// Largest body of a control call, in bytes: none needs more than a few names.
@@ -66,34 +67,38 @@ async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, F
         .map_err(|error| InferError::invalid(format!("the body is not what this call takes: {error}")).into())
 }
 
-async fn config(State(app): State<App>, target: Target) -> Result<Response, Failure> {
+async fn config(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
     target.version()?;
     let version = target.version.as_deref().unwrap_or_default();
-    let config = app.controls.model_config(&target.model, version)?;
+    let config = app.controls.model_config(&caller, &target.model, version)?;
     Ok(Json(model_config::to_json(&config)).into_response())
 }
 
-async fn all_statistics(State(app): State<App>) -> Result<Response, Failure> {
-    tell_statistics(&app, "", "")
+async fn all_statistics(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
+    tell_statistics(&app, &caller, "", "")
 }
 
-async fn model_statistics(State(app): State<App>, target: Target) -> Result<Response, Failure> {
+async fn model_statistics(
+    State(app): State<App>,
+    caller: Caller,
+    target: Target,
+) -> Result<Response, Failure> {
     target.version()?;
     if target.model.is_empty() {
         return Err(InferError::invalid("the model's name is empty").into());
     }
-    tell_statistics(&app, &target.model, target.version.as_deref().unwrap_or_default())
+    tell_statistics(&app, &caller, &target.model, target.version.as_deref().unwrap_or_default())
 }
 
-fn tell_statistics(app: &App, model: &str, version: &str) -> Result<Response, Failure> {
-    let statistics = app.controls.statistics(model, version)?;
+fn tell_statistics(app: &App, caller: &Caller, model: &str, version: &str) -> Result<Response, Failure> {
+    let statistics = app.controls.statistics(caller, model, version)?;
     let statistics: Vec<Value> = statistics.iter().map(statistics::to_json).collect();
     Ok(Json(json!({ "model_stats": statistics })).into_response())
 }
 
-async fn index(State(app): State<App>, body: Body) -> Result<Response, Failure> {
+async fn index(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
     let call: Call = read(body).await?;
-    let entries = app.controls.index("", call.ready).await?;
+    let entries = app.controls.index(&caller, "", call.ready).await?;
     let entries: Vec<Value> = entries
         .into_iter()
         .map(|entry| {
@@ -108,43 +113,63 @@ async fn index(State(app): State<App>, body: Body) -> Result<Response, Failure> 
     Ok(Json(entries).into_response())
 }
 
-async fn load(State(app): State<App>, target: Target, body: Body) -> Result<Response, Failure> {
+async fn load(
+    State(app): State<App>,
+    caller: Caller,
+    target: Target,
+    body: Body,
+) -> Result<Response, Failure> {
     let call: Call = read(body).await?;
     let parameters: Vec<&str> = call.parameters.keys().map(String::as_str).collect();
-    app.controls.load("", target.model, &parameters).await?;
+    app.controls.load(&caller, "", target.model, &parameters).await?;
     Ok(Json(json!({})).into_response())
 }
 
-async fn unload(State(app): State<App>, target: Target, body: Body) -> Result<Response, Failure> {
+async fn unload(
+    State(app): State<App>,
+    caller: Caller,
+    target: Target,
+    body: Body,
+) -> Result<Response, Failure> {
     let call: Call = read(body).await?;
     let parameters: Vec<_> =
         call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
-    app.controls.unload("", target.model, &parameters).await?;
+    app.controls.unload(&caller, "", target.model, &parameters).await?;
     Ok(Json(json!({})).into_response())
 }
 
-async fn trace_settings(State(app): State<App>) -> Result<Response, Failure> {
-    change_trace_settings(&app, "", &Map::new())
+async fn trace_settings(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
+    change_trace_settings(&app, &caller, "", &Map::new())
 }
 
-async fn set_trace_settings(State(app): State<App>, body: Body) -> Result<Response, Failure> {
-    change_trace_settings(&app, "", &read(body).await?)
+async fn set_trace_settings(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
+    change_trace_settings(&app, &caller, "", &read(body).await?)
 }
 
-async fn model_trace_settings(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    change_trace_settings(&app, &target.model, &Map::new())
+async fn model_trace_settings(
+    State(app): State<App>,
+    caller: Caller,
+    target: Target,
+) -> Result<Response, Failure> {
+    change_trace_settings(&app, &caller, &target.model, &Map::new())
 }
 
 async fn set_model_trace_settings(
     State(app): State<App>,
+    caller: Caller,
     target: Target,
     body: Body,
 ) -> Result<Response, Failure> {
-    change_trace_settings(&app, &target.model, &read(body).await?)
+    change_trace_settings(&app, &caller, &target.model, &read(body).await?)
 }
 
 /// A setting is a text, a number or a list of texts; null clears it.
-fn change_trace_settings(app: &App, model: &str, changes: &Map<String, Value>) -> Result<Response, Failure> {
+fn change_trace_settings(
+    app: &App,
+    caller: &Caller,
+    model: &str,
+    changes: &Map<String, Value>,
+) -> Result<Response, Failure> {
     let mut texts: Vec<(&str, Vec<String>)> = Vec::with_capacity(changes.len());
     for (name, value) in changes {
         let one = |value: &Value| match value {
@@ -166,7 +191,7 @@ fn change_trace_settings(app: &App, model: &str, changes: &Map<String, Value>) -
         texts.iter().map(|(name, values)| (*name, values.iter().map(String::as_str).collect())).collect();
     let settings: Map<String, Value> = app
         .controls
-        .trace_settings(model, &changes)?
+        .trace_settings(caller, model, &changes)?
         .into_iter()
         .map(|(name, mut values)| {
             // The level alone is a list, as several could be set.
@@ -177,15 +202,19 @@ fn change_trace_settings(app: &App, model: &str, changes: &Map<String, Value>) -
     Ok(Json(settings).into_response())
 }
 
-async fn log_settings(State(app): State<App>) -> Result<Response, Failure> {
-    change_log_settings(&app, &Map::new())
+async fn log_settings(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
+    change_log_settings(&app, &caller, &Map::new())
 }
 
-async fn set_log_settings(State(app): State<App>, body: Body) -> Result<Response, Failure> {
-    change_log_settings(&app, &read(body).await?)
+async fn set_log_settings(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
+    change_log_settings(&app, &caller, &read(body).await?)
 }
 
-fn change_log_settings(app: &App, changes: &Map<String, Value>) -> Result<Response, Failure> {
+fn change_log_settings(
+    app: &App,
+    caller: &Caller,
+    changes: &Map<String, Value>,
+) -> Result<Response, Failure> {
     let changes = changes.iter().map(|(name, value)| {
         let value = match value {
             Value::Bool(on) => logging::Value::Bool(*on),
@@ -195,7 +224,7 @@ fn change_log_settings(app: &App, changes: &Map<String, Value>) -> Result<Respon
         };
         (name.as_str(), value)
     });
-    let settings: Map<String, Value> = logging::named(app.controls.log_settings(changes)?)
+    let settings: Map<String, Value> = logging::named(app.controls.log_settings(caller, changes)?)
         .into_iter()
         .map(|(name, value)| {
             let value = match value {

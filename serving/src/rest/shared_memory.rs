@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::{App, Failure, read};
 use crate::error::InferError;
 use crate::shared_memory::{cuda_refused, cuda_status};
+use crate::tokens::Caller;
 
 pub(super) fn routes() -> Router<App> {
     Router::new()
@@ -35,7 +36,8 @@ struct RegisterJson {
     byte_size: u64,
 }
 
-fn list(app: &App, name: &str) -> Result<Response, Failure> {
+fn list(app: &App, caller: &Caller, name: &str) -> Result<Response, Failure> {
+    caller.may_control_all()?;
     let regions = app.memory.status(name)?.into_iter().map(|region| {
         json!({
             "name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size,
@@ -44,20 +46,26 @@ fn list(app: &App, name: &str) -> Result<Response, Failure> {
     Ok(Json(Value::from_iter(regions)).into_response())
 }
 
-async fn status_of_all(State(app): State<App>) -> Result<Response, Failure> {
-    list(&app, "")
+async fn status_of_all(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
+    list(&app, &caller, "")
 }
 
-async fn status(State(app): State<App>, Path(region): Path<String>) -> Result<Response, Failure> {
-    list(&app, named(&region)?)
+async fn status(
+    State(app): State<App>,
+    caller: Caller,
+    Path(region): Path<String>,
+) -> Result<Response, Failure> {
+    list(&app, &caller, named(&region)?)
 }
 
 async fn register(
     State(app): State<App>,
+    caller: Caller,
     Path(region): Path<String>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<StatusCode, Failure> {
+    caller.may_control_all()?;
     let body = read(body, &headers, &app.limits).await?;
     let request: RegisterJson = serde_json::from_slice(&body).map_err(|error| {
         InferError::invalid(format!(
@@ -68,12 +76,18 @@ async fn register(
     Ok(StatusCode::OK)
 }
 
-async fn unregister(State(app): State<App>, Path(region): Path<String>) -> Result<StatusCode, Failure> {
+async fn unregister(
+    State(app): State<App>,
+    caller: Caller,
+    Path(region): Path<String>,
+) -> Result<StatusCode, Failure> {
+    caller.may_control_all()?;
     app.memory.unregister(named(&region)?)?;
     Ok(StatusCode::OK)
 }
 
-async fn unregister_all(State(app): State<App>) -> Result<StatusCode, Failure> {
+async fn unregister_all(State(app): State<App>, caller: Caller) -> Result<StatusCode, Failure> {
+    caller.may_control_all()?;
     app.memory.unregister("")?;
     Ok(StatusCode::OK)
 }

@@ -114,6 +114,11 @@ impl Pool {
         self.sessions
     }
 
+    /// How many requests wait for a session.
+    pub(crate) fn waiting(&self) -> usize {
+        self.shared.state.lock().line.len()
+    }
+
     /// Most rows that run together; `None` where each request runs alone.
     pub(crate) fn batch_rows_max(&self) -> Option<usize> {
         let batches = self.shared.sizes.rows_max > 1 && self.shared.keeps_rows.load(Ordering::Relaxed);

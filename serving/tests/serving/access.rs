@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::{Arc, Mutex};
 
+use millrace_serving::Config;
+use millrace_serving::client::{Client, Credentials};
 use millrace_serving::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient;
 use serde_json::Value;
 use tracing_subscriber::EnvFilter;
@@ -30,12 +32,8 @@ impl io::Write for Lines {
     }
 }
 
-// One thread, because a subscriber of a test is that of its thread.
-#[tokio::test]
-async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
-    if !have_runtime() {
-        return;
-    }
+/// The lines of the access log of this thread, while the guard is kept.
+fn listen() -> (Lines, tracing::subscriber::DefaultGuard) {
     let lines = Lines::default();
     let writer = lines.clone();
     let subscriber = tracing_subscriber::fmt()
@@ -43,7 +41,16 @@ async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
         .with_env_filter(EnvFilter::new("off,millrace_serving::access=debug"))
         .with_writer(move || writer.clone())
         .finish();
-    let _default = tracing::subscriber::set_default(subscriber);
+    (lines, tracing::subscriber::set_default(subscriber))
+}
+
+// One thread, because a subscriber of a test is that of its thread.
+#[tokio::test]
+async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
+    if !have_runtime() {
+        return;
+    }
+    let (lines, _default) = listen();
     let server = Server::start(config(), &[]).await;
 
     // A place that is met for the first time by another test at just this moment may be taken for one that
@@ -91,4 +98,39 @@ async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
     assert_eq!(said[0]["request_id"], "\"grpc-8\"");
     assert!(said[0]["bytes"].as_u64().unwrap() > 0 && said[0]["peer"].is_string());
     assert_eq!((&said[1]["status"], said[1].get("model")), (&5.into(), None));
+}
+
+#[tokio::test]
+async fn a_line_names_the_token_and_never_shows_it() {
+    if !have_runtime() {
+        return;
+    }
+    let (lines, _default) = listen();
+    let (token, line) = millrace_serving::new_token("ci", &["mlp".into()], false).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokens");
+    std::fs::write(&path, line).unwrap();
+    let server = Server::start(Config { tokens: Some(path), ..config() }, &[]).await;
+    let bearer = format!("Bearer {token}");
+    let get = async |path: &str, bearer: &str| {
+        server.http("GET", path, &[("authorization", bearer)], b"").await.status
+    };
+    get("/v2", &bearer).await;
+    tracing::callsite::rebuild_interest_cache();
+    lines.take();
+
+    assert_eq!(get("/v2", &bearer).await, 200);
+    assert_eq!(get("/v2/models/other", &bearer).await, 403);
+    assert_eq!(get("/v2", "Bearer a-wrong-one").await, 401);
+    let credentials = Credentials { token: Some(token.clone()), ..Credentials::default() };
+    let address = server.serving.addresses().grpc.to_string();
+    Client::connect_with(&address, &credentials).await.unwrap().infer_message(good()).await.unwrap();
+    server.client().await.infer_message(good()).await.unwrap_err();
+    server.stop().await;
+    let said = lines.take();
+    let told: Vec<_> =
+        said.iter().map(|line| (line["status"].as_u64().unwrap(), line["token"].as_str())).collect();
+    assert_eq!(told, [(200, Some("ci")), (403, Some("ci")), (401, None), (0, Some("ci")), (16, None)]);
+    let text = serde_json::to_string(&said).unwrap();
+    assert!(!text.contains(&token) && !text.contains("a-wrong-one"), "{text}");
 }

@@ -189,3 +189,56 @@ async fn statistics_of_a_model_that_is_loaded_again_begin_anew() {
     assert_eq!((anew.inference_count, anew.last_inference), (0, 0));
     server.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dashboards_for_triton_find_their_names() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[("idle", 3, mlp())]).await;
+    let mut client = server.client().await;
+    for count in [1, 5] {
+        client.infer("mlp", None, rows(count), Form::Raw).await.unwrap();
+    }
+    let wrong = vec![Tensor::fp32("other", vec![1], vec![0.5]).unwrap()];
+    client.infer("mlp", None, wrong, Form::Raw).await.unwrap_err();
+    let told = statistics(&mut server.triton().await, "mlp", "").await.remove(0);
+    let steps = told.inference_stats.unwrap();
+
+    let metrics = async || {
+        let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
+        String::from_utf8(reply.body).unwrap()
+    };
+    let text = metrics().await;
+    let value = |name: &str, model: &str| -> Option<u64> {
+        let labels =
+            if model == "idle" { r#"{model="idle",version="3"} "# } else { r#"{model="mlp",version="1"} "# };
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(labels));
+        line.map(|value| value.parse().unwrap())
+    };
+    let micros = |spent: Option<pb::StatisticDuration>| spent.unwrap().ns / 1_000;
+    for (name, expected) in [
+        ("nv_inference_request_success", 2),
+        ("nv_inference_request_failure", 1),
+        ("nv_inference_count", 6),
+        ("nv_inference_exec_count", 2),
+        ("nv_inference_request_duration_us", micros(steps.success)),
+        ("nv_inference_queue_duration_us", micros(steps.queue)),
+        ("nv_inference_compute_input_duration_us", micros(steps.compute_input)),
+        ("nv_inference_compute_infer_duration_us", micros(steps.compute_infer)),
+        ("nv_inference_compute_output_duration_us", micros(steps.compute_output)),
+        ("nv_inference_pending_request_count", 0),
+    ] {
+        assert_eq!(value(name, "mlp"), Some(expected), "{name}: {text}");
+        assert_eq!(value(name, "idle"), Some(0), "{name}: {text}");
+        let kind = if name.ends_with("pending_request_count") { "gauge" } else { "counter" };
+        assert!(text.contains(&format!("# TYPE {name} {kind}")), "{name}: {text}");
+    }
+    // Nothing is told of a version that is gone.
+    std::fs::remove_dir_all(server.dir.path().join("idle")).unwrap();
+    server.serving.repository().refresh().await.unwrap();
+    let after = metrics().await;
+    assert!(!after.contains(r#"nv_inference_count{model="idle""#), "{after}");
+    assert!(after.contains(r#"nv_inference_count{model="mlp",version="1"} 6"#), "{after}");
+    server.stop().await;
+}

@@ -1,0 +1,60 @@
+//! Calls of gRPC before anything of them is read: those without a token are refused, where the server has
+//! tokens.
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::task::{Context, Poll};
+
+use futures::future::Either;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::server::NamedService;
+
+use crate::tokens::Guard;
+
+/// Calls that take no token, for those that watch whether the server is up.
+const OPEN: [&str; 2] =
+    ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
+
+/// A service whose callers are known.
+#[derive(Debug, Clone)]
+pub(crate) struct Guarded<S> {
+    service: S,
+    guard: Guard,
+}
+
+impl<S> Guarded<S> {
+    pub(crate) fn new(service: S, guard: Guard) -> Guarded<S> {
+        Guarded { service, guard }
+    }
+}
+
+impl<S: NamedService> NamedService for Guarded<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S, B> Service<http::Request<B>> for Guarded<S>
+where
+    S: Service<http::Request<B>, Response = http::Response<Body>, Error = Infallible>,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Either<S::Future, Ready<Result<http::Response<Body>, Infallible>>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
+        if self.guard.is_on() && !OPEN.contains(&request.uri().path()) {
+            let headers = std::mem::take(request.headers_mut());
+            let admitted = self.guard.admit(&headers, request.extensions_mut());
+            *request.headers_mut() = headers;
+            if let Err(error) = admitted {
+                return Either::Right(ready(Ok(Status::from(error).into_http())));
+            }
+        }
+        Either::Left(self.service.call(request))
+    }
+}

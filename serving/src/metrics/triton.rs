@@ -1,0 +1,76 @@
+//! The figures of the models under the names that dashboards for Triton ask for. They are made from the
+//! statistics when somebody asks, so that requests count nothing twice; they begin anew with each load of
+//! a version and end with it.
+
+use prometheus::core::Collector;
+use prometheus::proto::MetricFamily;
+use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
+
+use crate::repository::Repository;
+use crate::statistics;
+use crate::wire::inference as pb;
+
+const LABELS: [&str; 2] = ["model", "version"];
+
+type Figure = fn(&pb::ModelStatistics, &pb::InferStatistics) -> u64;
+
+/// Names, what they mean, and where the figure is. Times are in microseconds.
+const COUNTERS: [(&str, &str, Figure); 9] = [
+    ("nv_inference_request_success", "Number of successful inference requests", |_, of| count(of.success)),
+    ("nv_inference_request_failure", "Number of failed inference requests", |_, of| count(of.fail)),
+    ("nv_inference_count", "Number of inferences, each row of a batch counted", |of, _| of.inference_count),
+    ("nv_inference_exec_count", "Number of model executions", |of, _| of.execution_count),
+    ("nv_inference_request_duration_us", "Time of successful requests, in microseconds", |_, of| {
+        micros(of.success)
+    }),
+    ("nv_inference_queue_duration_us", "Time waiting for a session, in microseconds", |_, of| {
+        micros(of.queue)
+    }),
+    ("nv_inference_compute_input_duration_us", "Time preparing inputs, in microseconds", |_, of| {
+        micros(of.compute_input)
+    }),
+    ("nv_inference_compute_infer_duration_us", "Time executing the model, in microseconds", |_, of| {
+        micros(of.compute_infer)
+    }),
+    ("nv_inference_compute_output_duration_us", "Time taking outputs, in microseconds", |_, of| {
+        micros(of.compute_output)
+    }),
+];
+
+fn count(spent: Option<pb::StatisticDuration>) -> u64 {
+    spent.unwrap_or_default().count
+}
+
+fn micros(spent: Option<pb::StatisticDuration>) -> u64 {
+    spent.unwrap_or_default().ns / 1_000
+}
+
+/// The figures of every ready version, as they are now.
+pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
+    let models = repository.ready(None);
+    let told: Vec<_> = models.iter().map(|model| statistics::describe(model)).collect();
+    let registry = Registry::new();
+    for (name, help, figure) in COUNTERS {
+        // Names and labels are constants of this file, and a test asks for them all.
+        let counter = IntCounterVec::new(Opts::new(name, help), &LABELS).expect("a valid metric");
+        for of in &told {
+            let steps = of.inference_stats.unwrap_or_default();
+            counter.with_label_values(&[&of.name, &of.version]).inc_by(figure(of, &steps));
+        }
+        register(&registry, counter);
+    }
+    let pending = Opts::new("nv_inference_pending_request_count", "Number of requests waiting for a session");
+    let pending = IntGaugeVec::new(pending, &LABELS).expect("a valid metric");
+    for (model, of) in models.iter().zip(&told) {
+        let waiting = i64::try_from(model.pool.waiting()).unwrap_or(i64::MAX);
+        pending.with_label_values(&[&of.name, &of.version]).set(waiting);
+    }
+    register(&registry, pending);
+    registry.gather()
+}
+
+fn register(registry: &Registry, family: impl Collector + 'static) {
+    if let Err(error) = registry.register(Box::new(family)) {
+        tracing::warn!(%error, "a metric is not exported");
+    }
+}

@@ -1,0 +1,232 @@
+//! Files that are read again once they have changed: certificates and tokens. What was read stays in
+//! force until the files are whole and right again.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Mutex, RwLock};
+use tokio_util::sync::CancellationToken;
+
+use crate::blocking::blocking;
+use crate::error::{Error, Result, chain};
+use crate::metrics::RELOADS;
+
+/// Largest file of certificates or tokens, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// By what a file is known again. A change within a file, a file that takes the place of another, and a
+/// link that leads elsewhere all show in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Identity {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Identity {
+    /// `None` where there is no such file.
+    fn of(path: &Path) -> Option<Identity> {
+        let file = std::fs::metadata(path).ok()?;
+        Some(Identity {
+            device: file.dev(),
+            inode: file.ino(),
+            bytes: file.size(),
+            modified: (file.mtime(), file.mtime_nsec()),
+            changed: (file.ctime(), file.ctime_nsec()),
+        })
+    }
+}
+
+type Reader<T> = dyn Fn(Option<&T>) -> Result<T> + Send + Sync;
+
+/// What was read from files.
+pub(crate) struct Reloaded<T> {
+    /// Names it in the log and the metrics.
+    what: &'static str,
+    paths: Vec<PathBuf>,
+    read: Box<Reader<T>>,
+    current: RwLock<Arc<T>>,
+    /// The files as they were when they were read last, with or without success.
+    seen: Mutex<Vec<Option<Identity>>>,
+}
+
+impl<T: Send + Sync + 'static> Reloaded<T> {
+    /// Reads the files. `read` gets what is in force when it is called again.
+    ///
+    /// # Errors
+    /// What `read` says.
+    pub(crate) fn open(
+        what: &'static str,
+        paths: Vec<PathBuf>,
+        read: impl Fn(Option<&T>) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Reloaded<T>> {
+        // Looked at before they are read: what changes in between is read again.
+        let seen = paths.iter().map(|path| Identity::of(path)).collect();
+        let current = RwLock::new(Arc::new(read(None)?));
+        Ok(Reloaded { what, paths, read: Box::new(read), current, seen: Mutex::new(seen) })
+    }
+
+    /// What is in force.
+    pub(crate) fn get(&self) -> Arc<T> {
+        self.current.read().clone()
+    }
+
+    /// Looks at the files every `period_ms` until cancelled; returns at once when that is 0.
+    pub(crate) async fn watch(self: Arc<Self>, period_ms: u64, cancel: CancellationToken) {
+        if period_ms == 0 {
+            return;
+        }
+        let period = Duration::from_millis(period_ms);
+        while cancel.run_until_cancelled(tokio::time::sleep(period)).await.is_some() {
+            let files = self.clone();
+            let look = blocking(self.what, move || {
+                files.look();
+                Ok(())
+            });
+            if look.await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Reads the files if they are others than the ones that were read last. Files that are wrong are
+    /// told of once.
+    pub(crate) fn look(&self) {
+        let found: Vec<_> = self.paths.iter().map(|path| Identity::of(path)).collect();
+        let mut seen = self.seen.lock();
+        if *seen == found {
+            return;
+        }
+        let outcome = (self.read)(Some(&self.get()));
+        RELOADS.with_label_values(&[self.what, if outcome.is_ok() { "ok" } else { "failed" }]).inc();
+        match outcome {
+            Ok(new) => {
+                *self.current.write() = Arc::new(new);
+                tracing::info!(what = self.what, "read again, as the files have changed");
+            }
+            Err(error) => tracing::warn!(
+                what = self.what, error = %chain(&error),
+                "the files have changed and cannot be used: what was read before stays in force"
+            ),
+        }
+        *seen = found;
+    }
+}
+
+impl<T> fmt::Debug for Reloaded<T> {
+    /// Without the content, which may be secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reloaded")
+            .field("what", &self.what)
+            .field("paths", &self.paths)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Reads a whole file of a setting.
+///
+/// # Errors
+/// [`Error::Config`], which names the setting and the file.
+pub(crate) fn read_file(setting: &str, path: &Path) -> Result<Vec<u8>> {
+    let wrong = |reason: String| wrong(setting, path, &reason);
+    let cannot = |error: std::io::Error| wrong(format!("cannot be read: {error}"));
+    // Looked at first, as opening a pipe would wait for somebody to write.
+    if !std::fs::metadata(path).map_err(cannot)?.is_file() {
+        return Err(wrong("is no file".into()));
+    }
+    let mut content = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut content))
+        .map_err(cannot)?;
+    if content.len() as u64 > FILE_BYTES_MAX {
+        return Err(wrong(format!("has more than {FILE_BYTES_MAX} bytes")));
+    }
+    Ok(content)
+}
+
+/// Says what is wrong with the file of a setting.
+pub(crate) fn wrong(setting: &str, path: &Path, reason: &str) -> Error {
+    Error::Config { reason: format!("{setting} {} {reason}", path.display()) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn of_text(path: &Path) -> Reloaded<String> {
+        let file = path.to_owned();
+        let read = move |_: Option<&String>| {
+            let text = String::from_utf8(read_file("tokens", &file)?).unwrap();
+            if text.starts_with("bad") { Err(wrong("tokens", &file, "is bad")) } else { Ok(text) }
+        };
+        Reloaded::open("tokens", vec![path.to_owned()], read).unwrap()
+    }
+
+    #[test]
+    fn a_file_is_read_again_when_it_is_another_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, "first").unwrap();
+        let files = of_text(&path);
+        files.look();
+        assert_eq!(*files.get(), "first");
+        std::fs::write(&path, "second one").unwrap();
+        files.look();
+        assert_eq!(*files.get(), "second one");
+        // In its place, with the same size and times.
+        let (next, time) = (dir.path().join("next"), std::fs::metadata(&path).unwrap().modified().unwrap());
+        std::fs::write(&next, "third file").unwrap();
+        File::options().write(true).open(&next).unwrap().set_modified(time).unwrap();
+        std::fs::rename(&next, &path).unwrap();
+        files.look();
+        assert_eq!(*files.get(), "third file");
+    }
+
+    #[test]
+    fn a_file_that_is_wrong_or_gone_changes_nothing_and_is_read_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, "good").unwrap();
+        let files = of_text(&path);
+        let failed = || RELOADS.with_label_values(&["tokens", "failed"]).get();
+        let before = failed();
+        std::fs::write(&path, "bad one").unwrap();
+        files.look();
+        files.look();
+        assert_eq!((files.get().as_str(), failed()), ("good", before + 1));
+        std::fs::remove_file(&path).unwrap();
+        files.look();
+        files.look();
+        assert_eq!((files.get().as_str(), failed()), ("good", before + 2));
+        std::fs::write(&path, "good again").unwrap();
+        files.look();
+        assert_eq!(*files.get(), "good again");
+    }
+
+    #[test]
+    fn what_is_no_file_or_too_large_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let large = dir.path().join("large");
+        std::fs::write(&large, vec![b'x'; FILE_BYTES_MAX as usize + 1]).unwrap();
+        let pipe = dir.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        for (path, says) in [
+            (dir.path().join("none"), "cannot be read"),
+            (dir.path().to_owned(), "is no file"),
+            (pipe, "is no file"),
+            (large, "more than 1048576 bytes"),
+        ] {
+            let error = read_file("tls.key", &path).unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains(path.to_str().unwrap()), "{error}");
+            assert!(error.starts_with("[serving] tls.key"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The bytes of a connection, plain or through TLS. A handshake is part of what is read and written
+//! first, so nobody waits for it but the connection itself.
+
+use std::fmt;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::Accept;
+use tokio_rustls::server::TlsStream;
+
+use super::Securing;
+use crate::metrics::HANDSHAKES_FAILED;
+
+/// A stream of bytes.
+pub(crate) enum Stream {
+    /// Without TLS.
+    Plain(TcpStream),
+    /// Within its handshake.
+    Greeting(Box<Accept<TcpStream>>),
+    /// After it.
+    Secure(Box<TlsStream<TcpStream>>),
+    /// After one that failed.
+    Closed,
+}
+
+impl Stream {
+    pub(crate) fn new(stream: TcpStream, securing: Option<&Securing>) -> Stream {
+        match securing {
+            None => Stream::Plain(stream),
+            Some(securing) => Stream::Greeting(Box::new(securing.accept(stream))),
+        }
+    }
+
+    /// Whether bytes that were written may still be on the way within this process.
+    pub(crate) fn is_buffered(&self) -> bool {
+        !matches!(self, Stream::Plain(_))
+    }
+
+    /// Goes on with the handshake until it is done.
+    fn poll_greeted(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Stream::Greeting(accept) = self else { return Poll::Ready(Ok(())) };
+        match ready!(Pin::new(&mut **accept).poll(cx)) {
+            Ok(stream) => *self = Stream::Secure(Box::new(stream)),
+            Err(error) => {
+                *self = Stream::Closed;
+                HANDSHAKES_FAILED.inc();
+                return Poll::Ready(Err(error));
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Stream::Plain(_) => "Plain",
+            Stream::Greeting(_) => "Greeting",
+            Stream::Secure(_) => "Secure",
+            Stream::Closed => "Closed",
+        })
+    }
+}
+
+fn closed<T>() -> Poll<io::Result<T>> {
+    Poll::Ready(Err(io::ErrorKind::NotConnected.into()))
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        ready!(self.poll_greeted(cx))?;
+        match &mut *self {
+            Stream::Plain(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Stream::Secure(stream) => Pin::new(&mut **stream).poll_read(cx, buffer),
+            Stream::Greeting(_) | Stream::Closed => closed(),
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        ready!(self.poll_greeted(cx))?;
+        match &mut *self {
+            Stream::Plain(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Stream::Secure(stream) => Pin::new(&mut **stream).poll_write(cx, bytes),
+            Stream::Greeting(_) | Stream::Closed => closed(),
+        }
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_greeted(cx))?;
+        match &mut *self {
+            Stream::Plain(stream) => Pin::new(stream).poll_write_vectored(cx, bytes),
+            Stream::Secure(stream) => Pin::new(&mut **stream).poll_write_vectored(cx, bytes),
+            Stream::Greeting(_) | Stream::Closed => closed(),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        // Both do.
+        true
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_greeted(cx))?;
+        match &mut *self {
+            Stream::Plain(stream) => Pin::new(stream).poll_flush(cx),
+            Stream::Secure(stream) => Pin::new(&mut **stream).poll_flush(cx),
+            Stream::Greeting(_) | Stream::Closed => closed(),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut *self {
+            Stream::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            Stream::Secure(stream) => Pin::new(&mut **stream).poll_shutdown(cx),
+            Stream::Greeting(_) | Stream::Closed => {
+                *self = Stream::Closed;
+                Poll::Ready(Ok(()))
+            }
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The file of tokens: a line for each, with its name, its digest, the models and what else it may do.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use super::Token;
+use crate::error::{Result, quote};
+use crate::reload::wrong;
+
+/// Most tokens: each call is compared with all of them, which takes some 30 ns each.
+const TOKENS_MAX: usize = 1_000;
+/// Longest name of a token, and longest pattern of models, in bytes.
+const NAME_BYTES_MAX: usize = 128;
+/// Most patterns of models of a token.
+const PATTERNS_MAX: usize = 256;
+/// What a line is.
+const FORM: &str = "NAME SHA256 MODEL[,MODEL…] [control] is expected";
+
+/// The tokens of a file's content, at least one.
+///
+/// # Errors
+/// [`crate::Error::Config`].
+pub(super) fn parse(path: &Path, content: &[u8]) -> Result<Vec<Arc<Token>>> {
+    let text = std::str::from_utf8(content).map_err(|_| wrong("tokens", path, "is no text"))?;
+    let mut tokens: Vec<Arc<Token>> = Vec::new();
+    let (mut names, mut digests) = (HashSet::new(), HashSet::new());
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let at = |reason: &str| wrong("tokens", path, &format!("line {}: the token {reason}", number + 1));
+        let token = parse_line(line).map_err(|reason| at(&reason))?;
+        if !names.insert(token.name.clone()) {
+            return Err(at(&format!("{:?} is there twice", token.name)));
+        }
+        if !digests.insert(token.digest) {
+            return Err(at(&format!("{:?} is the same as that of another line", token.name)));
+        }
+        if tokens.len() == TOKENS_MAX {
+            return Err(at(&format!("is one too many, the limit is {TOKENS_MAX}")));
+        }
+        tokens.push(Arc::new(token));
+    }
+    if tokens.is_empty() {
+        return Err(wrong("tokens", path, "has no token, so nobody could call"));
+    }
+    Ok(tokens)
+}
+
+/// The token of one line. Reasons never repeat the second field: who takes it for the place of the token
+/// itself would find that in a log.
+pub(super) fn parse_line(line: &str) -> std::result::Result<Token, String> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let (name, digest, models, controls) = match fields[..] {
+        [name, digest, models] => (name, digest, models, false),
+        [name, digest, models, "control"] => (name, digest, models, true),
+        [_, _, _, other] => return Err(format!("may do {}: {FORM}", quote(other))),
+        _ => return Err(format!("has {} fields: {FORM}", fields.len())),
+    };
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if name.len() > NAME_BYTES_MAX || !name.bytes().all(plain) {
+        return Err(format!(
+            "has the name {}: at most {NAME_BYTES_MAX} letters, digits, '.', '_' and '-' are expected",
+            quote(name)
+        ));
+    }
+    let mut bytes = [0; 32];
+    if hex::decode_to_slice(digest, &mut bytes).is_err() {
+        return Err(format!(
+            "{name:?} has no digest: the 64 hexadecimal digits of its SHA-256 are expected, not the token"
+        ));
+    }
+    let patterns: Vec<String> = models.split(',').map(str::to_owned).collect();
+    if patterns.len() > PATTERNS_MAX {
+        return Err(format!("{name:?} has {} models, the limit is {PATTERNS_MAX}: use *", patterns.len()));
+    }
+    let is_pattern = |pattern: &&String| {
+        (1..=NAME_BYTES_MAX).contains(&pattern.len())
+            && pattern.bytes().all(|byte| plain(byte) || byte == b'*')
+    };
+    if let Some(pattern) = patterns.iter().find(|pattern| !is_pattern(pattern)) {
+        return Err(format!(
+            "{name:?} has the model {}: names are expected, in which * stands for any characters",
+            quote(pattern)
+        ));
+    }
+    Ok(Token {
+        name: name.to_owned(),
+        digest: bytes,
+        models: patterns,
+        controls,
+        withdrawn: AtomicBool::new(false),
+    })
+}
