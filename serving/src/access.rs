@@ -1,6 +1,7 @@
 //! The access log: a line for each call over gRPC and REST, under the target `millrace_serving::access`
 //! at level DEBUG, so `--log info,millrace_serving::access=debug` shows it. Beside it, a request's
-//! `x-request-id` comes back on its reply.
+//! `x-request-id` comes back on its reply, and the line has the trace that its `traceparent` (W3C Trace
+//! Context) is part of.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -20,6 +21,9 @@ use crate::error::quote;
 const REQUEST_ID: &str = "x-request-id";
 /// Longest id that is repeated.
 const REQUEST_ID_BYTES_MAX: usize = 256;
+
+/// Says which trace a request is part of.
+const TRACE_PARENT: &str = "traceparent";
 
 fn enabled() -> bool {
     tracing::enabled!(target: "millrace_serving::access", tracing::Level::DEBUG)
@@ -94,6 +98,7 @@ where
                 method: request.method().clone(),
                 path: quote(request.uri().path()),
                 peer: connected.or(self.peer),
+                trace_id: request.headers().get(TRACE_PARENT).and_then(trace_id),
                 request_id: id.as_ref().map(|id| quote(&String::from_utf8_lossy(id.as_bytes()))),
                 answered: None,
                 status: None,
@@ -136,6 +141,21 @@ fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
     headers.get("grpc-status")?.to_str().ok()?.parse().ok()
 }
 
+/// The trace of a `traceparent`: 32 digits behind a version of 2, before a span of 16 and flags of 2, all
+/// of them hexadecimal and small. Later versions may append more.
+fn trace_id(value: &http::HeaderValue) -> Option<String> {
+    let text = value.to_str().ok()?;
+    let mut fields = text.split('-');
+    let mut digits = |count: usize| {
+        let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        fields.next().filter(|field| field.len() == count && field.bytes().all(hex))
+    };
+    let (version, trace, span, _flags) = (digits(2)?, digits(32)?, digits(16)?, digits(2)?);
+    let nothing = |field: &str| field.bytes().all(|byte| byte == b'0');
+    let whole = version != "ff" && (version != "00" || fields.next().is_none());
+    (whole && !nothing(trace) && !nothing(span)).then(|| trace.to_owned())
+}
+
 /// What is logged of one call. It is written when the body of the reply has ended, or nobody takes it.
 struct Line {
     /// Name of the token, where the server has tokens and knows it.
@@ -144,6 +164,7 @@ struct Line {
     path: String,
     peer: Option<SocketAddr>,
     request_id: Option<String>,
+    trace_id: Option<String>,
     answered: Option<Answered>,
     /// Of gRPC, else of HTTP; absent where the caller went before there was an answer.
     status: Option<u16>,
@@ -160,6 +181,7 @@ impl Drop for Line {
             model = self.answered.as_ref().map(|answered| answered.model.as_str()),
             version = self.answered.as_ref().map(|answered| answered.version),
             request_id = self.request_id,
+            trace_id = self.trace_id,
             token = self.token.get().map(String::as_str),
             status = self.status,
             bytes = self.bytes,
@@ -201,5 +223,33 @@ impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trace_is_known_by_a_whole_traceparent_alone() {
+        let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
+        for (text, whole) in [
+            (format!("00-{trace}-00f067aa0ba902b7-01"), true),
+            (format!("00-{trace}-00f067aa0ba902b7-00"), true),
+            (format!("cc-{trace}-00f067aa0ba902b7-01-what-comes-later"), true),
+            (format!("00-{trace}-00f067aa0ba902b7-01-more"), false),
+            (format!("ff-{trace}-00f067aa0ba902b7-01"), false),
+            (format!("00-{trace}-0000000000000000-01"), false),
+            (format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)), false),
+            (format!("00-{}-00f067aa0ba902b7-01", trace.to_uppercase()), false),
+            (format!("00-{trace}-00f067aa0ba902b7"), false),
+            (format!("00-{trace}0-00f067aa0ba902b7-01"), false),
+            (String::new(), false),
+            ("-".repeat(55), false),
+        ] {
+            let value = http::HeaderValue::try_from(&text).ok();
+            let told = value.as_ref().and_then(trace_id);
+            assert_eq!(told.as_deref(), whole.then_some(trace), "{text}");
+        }
     }
 }

@@ -34,7 +34,7 @@ use crate::error::{InferError, Result, quote};
 use crate::grpc::{PLATFORM, SERVER_NAME, extensions};
 use crate::infer::{Inference, parse_version};
 use crate::shared_memory::SharedMemory;
-use crate::tokens::{Caller, Guard};
+use crate::tokens::Guard;
 
 /// Header that says how long the JSON part of a body with binary tensors is.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
@@ -131,7 +131,7 @@ impl IntoResponse for Failure {
     }
 }
 
-/// Model and version of a path; the version is absent in the short form.
+/// Model and version of a path, which the caller may use; the version is absent in the short form.
 #[derive(Debug, serde::Deserialize)]
 struct Target {
     model: String,
@@ -139,12 +139,15 @@ struct Target {
     version: Option<String>,
 }
 
-impl<S: Send + Sync> FromRequestParts<S> for Target {
+impl FromRequestParts<App> for Target {
     type Rejection = Failure;
 
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Target, Failure> {
-        match Path::<Target>::from_request_parts(parts, state).await {
-            Ok(Path(target)) => Ok(target),
+    async fn from_request_parts(parts: &mut Parts, app: &App) -> Result<Target, Failure> {
+        match Path::<Target>::from_request_parts(parts, app).await {
+            Ok(Path(target)) => {
+                app.guard.caller(&parts.extensions).may_use(&target.model)?;
+                Ok(target)
+            }
             Err(error) => Err(InferError::invalid(format!(
                 "the path {} names no model: {}",
                 quote(parts.uri.path()),
@@ -205,8 +208,7 @@ fn status_of(ready: bool) -> StatusCode {
     if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-async fn model_ready(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
-    caller.may_use(&target.model)?;
+async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
     let name = match app.inference.repository().get(&target.model, target.version()?) {
         Ok(model) => model.name().to_owned(),
@@ -215,8 +217,7 @@ async fn model_ready(State(app): State<App>, caller: Caller, target: Target) -> 
     Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
-async fn model_metadata(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
-    caller.may_use(&target.model)?;
+async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let model = app.inference.find(&target.model, target.version()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
@@ -233,13 +234,11 @@ async fn model_metadata(State(app): State<App>, caller: Caller, target: Target) 
 
 async fn infer(
     State(app): State<App>,
-    caller: Caller,
     target: Target,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Failure> {
     let _entered = app.inference.enter()?;
-    caller.may_use(&target.model)?;
     let version = target.version()?;
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;

@@ -62,6 +62,7 @@ async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
 
     let mut request = as_rest(&good());
     request.headers.push(("x-request-id", "rest-7".into()));
+    request.headers.push(("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".into()));
     let reply = ask(&server, &request).await;
     assert_eq!(reply.header("x-request-id"), Some("rest-7"));
     let said = lines.take();
@@ -70,6 +71,7 @@ async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
     assert_eq!((&line["method"], &line["path"]), (&"POST".into(), &"\"/v2/models/mlp/infer\"".into()));
     assert_eq!((&line["model"], &line["version"], &line["status"]), (&"mlp".into(), &1.into(), &200.into()));
     assert_eq!(line["request_id"], "\"rest-7\"");
+    assert_eq!(line["trace_id"], "4bf92f3577b34da6a3ce929d0e0e4736");
     assert_eq!(line["bytes"], reply.body.len());
     assert!(line["elapsed_ms"].as_f64().unwrap() > 0.0);
     assert!(line["peer"].as_str().unwrap().starts_with("127.0.0.1:"), "{line}");
