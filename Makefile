@@ -30,12 +30,16 @@ check: setup-test ## Format, lints, documentation, the CUDA build
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
+	cargo bench --locked --bench serving -- $(ARGS)
 	cargo bench --locked --bench pipeline -- $(ARGS)
 
 bench-datafs: setup-test ## Volumes and mounts against the local file system (ARGS="--help" says more)
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
 
-bench-%: setup-test ## One area: feed, ingest, trainer, serving
+bench-serving: setup-test ## The model server against servers that do less (ARGS="--help" says more)
+	cargo bench --locked --bench serving -- $(ARGS)
+
+bench-%: setup-test ## One area: feed, ingest, trainer
 	cargo bench --locked --bench pipeline -- $*
 
 install: setup-test ## Install the release binary

@@ -1,17 +1,18 @@
 //! `make bench`: figures of every area, each against a control in the same run. Those of `datafs` are a
-//! target of that crate: `make bench-datafs`.
+//! target of that crate, `make bench-datafs`, and those of the model server one of their own,
+//! `make bench-serving`.
 //!
 //! Prints `<area>/<figure> <value> <unit> control=<value> ratio=<x>`. The ratio is ours to the
 //! control for rates and the control to ours for times: more is better and 1.00 is the control.
-//! Arguments choose areas (`ingest feed trainer serving`; none means all);
+//! Arguments choose areas (`ingest feed trainer`; none means all);
 //! `--write FILE` replaces the generated table in that Markdown file.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, missing_docs)]
 
 mod feed;
+#[allow(dead_code, reason = "all figures here are rates, those of other targets are not")]
 #[path = "../figure.rs"]
 mod figure;
 mod ingest;
-mod serving;
 mod trainer;
 mod turns;
 
@@ -31,14 +32,10 @@ fn main() {
         }
     }
     type Bench = fn() -> Vec<Figure>;
-    let all: [(&str, Bench); 4] = [
-        ("ingest", ingest::figures),
-        ("feed", feed::figures),
-        ("trainer", trainer::figures),
-        ("serving", serving::figures),
-    ];
+    let all: [(&str, Bench); 3] =
+        [("ingest", ingest::figures), ("feed", feed::figures), ("trainer", trainer::figures)];
     if let Some(unknown) = areas.iter().find(|area| !all.iter().any(|(name, _)| name == area)) {
-        panic!("no area {unknown}: there are ingest, feed, trainer and serving");
+        panic!("no area {unknown}: there are ingest, feed and trainer");
     }
     if let Some(file) = &write {
         figure::parts(std::path::Path::new(file), COMMAND);

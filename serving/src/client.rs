@@ -113,21 +113,8 @@ impl Client {
     /// [`ClientError::Address`], [`ClientError::Unreachable`]; [`ClientError::Credentials`] for files that
     /// cannot be used.
     pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
-        let scheme = if credentials.ca.is_some() { "https" } else { "http" };
-        let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
-        let secure = url.starts_with("https://");
-        let endpoint = Endpoint::from_shared(url)
-            .map_err(|_| ClientError::Address { address: address.to_owned() })?
-            .connect_timeout(Duration::from_secs(5))
-            .tcp_nodelay(true);
         let bearer = credentials.bearer()?;
-        let connected = if secure {
-            endpoint.connect_with_connector(credentials.connector()?).await
-        } else {
-            endpoint.connect().await
-        };
-        let channel =
-            connected.map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })?;
+        let channel = channel(address, credentials).await?;
         let inner = GrpcInferenceServiceClient::new(channel)
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX);
@@ -237,4 +224,24 @@ impl Client {
     ) -> Result<pb::ModelInferResponse, ClientError> {
         Ok(self.inner.model_infer(self.call(request)).await?.into_inner())
     }
+}
+
+/// A connection without a token.
+///
+/// # Errors
+/// As [`Client::connect_with`].
+pub(crate) async fn channel(address: &str, credentials: &Credentials) -> Result<Channel, ClientError> {
+    let scheme = if credentials.ca.is_some() { "https" } else { "http" };
+    let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
+    let secure = url.starts_with("https://");
+    let endpoint = Endpoint::from_shared(url)
+        .map_err(|_| ClientError::Address { address: address.to_owned() })?
+        .connect_timeout(Duration::from_secs(5))
+        .tcp_nodelay(true);
+    let connected = if secure {
+        endpoint.connect_with_connector(credentials.connector()?).await
+    } else {
+        endpoint.connect().await
+    };
+    connected.map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })
 }

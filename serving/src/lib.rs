@@ -4,7 +4,8 @@
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
 //! it, with Triton's calls for configurations, statistics, the repository, traces and the log, with
 //! system shared memory, streams and classification; health; reflection; Prometheus metrics), with TLS and
-//! bearer tokens, a client, and the pipe that reads records from one topic and writes predictions to another.
+//! bearer tokens, a client, a generator of load ([`load`]), and the pipe that reads records from one topic
+//! and writes predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
 //! [`pipe`] knows topics), and any format but ONNX.
@@ -59,6 +60,7 @@ mod delivery;
 pub mod error;
 mod grpc;
 pub mod infer;
+pub mod load;
 pub mod logging;
 pub mod metrics;
 mod model_config;

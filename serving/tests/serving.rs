@@ -21,6 +21,8 @@ mod cors;
 mod fuzz;
 #[path = "serving/lifecycle.rs"]
 mod lifecycle;
+#[path = "serving/load.rs"]
+mod load;
 #[path = "serving/logging.rs"]
 mod logging;
 #[path = "serving/malformed.rs"]
@@ -31,8 +33,6 @@ mod malformed_both;
 mod malformed_grpc;
 #[path = "serving/malformed_rest.rs"]
 mod malformed_rest;
-#[path = "serving/measure.rs"]
-mod measure;
 #[path = "serving/pipe.rs"]
 mod pipe;
 #[path = "serving/protocol.rs"]

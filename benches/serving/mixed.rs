@@ -1,0 +1,68 @@
+//! A small model at a moderate load, alone and while a large one of the same server has all it can do.
+
+use std::path::Path;
+use std::time::Duration;
+
+use millrace_serving::load::{Closed, Measured, Open, closed, open};
+
+use crate::Asked;
+use crate::closed::capacity;
+use crate::figure::{Figure, Kind};
+use crate::models::{LARGE, TINY};
+use crate::served::Served;
+
+/// Part of what the server can do with the small model alone.
+const SHARE: f64 = 0.3;
+/// Clients of the large model that wait for their answers.
+const CLIENTS: usize = 16;
+const WARM_UP: Duration = Duration::from_millis(500);
+
+pub(crate) const FIGURES: &[(&str, &str)] = &[(
+    "mixed",
+    "MLP 16-64-64-4 at 30 % of its rps_c64, open loop: 99th percentile while 16 clients saturate MLP 512-2048-2048-16",
+)];
+
+pub(crate) fn run(asked: &Asked, _: &Path, ours: &Served, report: &mut dyn FnMut(Figure)) {
+    let rate = SHARE * capacity(ours, &TINY, asked.window());
+    let (mut alone, mut beside) = (f64::INFINITY, f64::INFINITY);
+    for round in 0..asked.rounds() {
+        for busy in [round % 2 == 1, round % 2 == 0] {
+            let small = measure(ours, rate, busy, asked.window(), round as u64);
+            let p99 = small.latency.quantile(0.99).as_secs_f64();
+            let best = if busy { &mut beside } else { &mut alone };
+            *best = best.min(p99);
+        }
+    }
+    report(Figure {
+        name: "serving/mixed",
+        kind: Kind::Time,
+        unit: "us",
+        value: beside * 1e6,
+        control: alone * 1e6,
+        against: "the same load with nothing beside it",
+    });
+}
+
+fn measure(ours: &Served, rate: f64, busy: bool, window: Duration, seed: u64) -> Measured {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let (small, large) = (TINY.requests(), LARGE.requests());
+    let load = Open { rate, connections: 8, deadline: None, warm_up: WARM_UP, duration: window, seed };
+    let beside = Closed { clients: CLIENTS, warm_up: WARM_UP, duration: window };
+    let small = runtime.block_on(async {
+        let small = open(ours.address(), &small, &load);
+        if busy {
+            let (small, large) = tokio::join!(small, closed(ours.address(), &large, &beside));
+            let large = large.unwrap();
+            assert!(large.failed.is_empty() && large.latency.count() > 0, "large: {:?}", large.failed);
+            small
+        } else {
+            small.await
+        }
+    });
+    let small = small.unwrap();
+    assert!(small.failed.is_empty(), "small: {:?}", small.failed);
+    for limit in small.limits() {
+        eprintln!("serving/mixed: {limit}");
+    }
+    small
+}

@@ -1,0 +1,89 @@
+//! A closed loop: so many clients, each of which sends its next request when it has its answer.
+
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use super::client::{Connection, Server, status};
+use super::requests::Requests;
+use super::{CLIENTS_MAX, LoadError, Measured, processor_time};
+
+/// How long a client waits after a failure: one that did not would only measure how quick a server fails.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// Clients that each wait for their answers.
+#[derive(Debug, Clone, Copy)]
+pub struct Closed {
+    /// How many, each with a connection of its own.
+    pub clients: usize,
+    /// How long they call before anything is counted.
+    pub warm_up: Duration,
+    /// How long is counted.
+    pub duration: Duration,
+}
+
+/// Puts the load on the server at `address`. To be dropped at any time.
+///
+/// # Errors
+/// [`LoadError::Load`] for no clients or too many; [`LoadError::Client`] when the server cannot be reached.
+/// What is answered with an error is counted.
+pub async fn closed(address: &str, requests: &Requests, load: &Closed) -> Result<Measured, LoadError> {
+    if load.clients == 0 || load.clients > CLIENTS_MAX {
+        return Err(LoadError::Load(format!("{} clients: from 1 to {CLIENTS_MAX} can call", load.clients)));
+    }
+    let mut connections = Vec::with_capacity(load.clients);
+    for _ in 0..load.clients {
+        connections.push(Connection::open(address, requests).await?);
+    }
+    let begin = Instant::now() + load.warm_up;
+    let mut clients = JoinSet::new();
+    for (index, connection) in connections.into_iter().enumerate() {
+        // Clients of different requests begin with different ones.
+        clients.spawn(client(connection, index as u64, begin, begin + load.duration));
+    }
+    tokio::time::sleep_until(begin.into()).await;
+    let processor = processor_time();
+    let mut measured = Measured { elapsed: load.duration, ..Measured::default() };
+    while let Some(client) = clients.join_next().await {
+        match client {
+            Ok(client) => measured.merge(&client),
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                // Nobody aborts one of them.
+                Err(_) => {}
+            },
+        }
+    }
+    measured.processor = processor_time().saturating_sub(processor);
+    Ok(measured)
+}
+
+/// Counts what is answered from `begin` to `end`.
+async fn client<S: Server>(mut server: S, first: u64, begin: Instant, end: Instant) -> Measured {
+    let mut measured = Measured::default();
+    let mut sent = Instant::now();
+    let mut number = first;
+    while sent < end {
+        let answer = server.call(number, None).await;
+        number += 1;
+        let answered = Instant::now();
+        let counts = answered >= begin && answered < end;
+        match answer {
+            Ok(()) if counts => {
+                measured.latency.record(answered - sent);
+                measured.in_time += 1;
+            }
+            Ok(()) => {}
+            Err(code) => {
+                if counts {
+                    *measured.failed.entry(status(code)).or_default() += 1;
+                }
+                tokio::time::sleep(PAUSE).await;
+                sent = Instant::now();
+                continue;
+            }
+        }
+        sent = answered;
+    }
+    measured
+}

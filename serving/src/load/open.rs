@@ -1,0 +1,145 @@
+//! An open loop: requests at times that do not depend on the answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+
+use super::client::{Connection, Server, status};
+use super::clock::{Clock, Monotonic};
+use super::requests::Requests;
+use super::schedule::Poisson;
+use super::{CLIENTS_MAX, LoadError, Measured, RATE_MAX, processor_time};
+
+/// Most requests that wait for their answers; further ones are counted as not sent. Each is a task of some
+/// kilobytes.
+pub(super) const UNANSWERED_MAX: usize = 20_000;
+/// How long answers are waited for once the last request was sent.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The status of requests that were not answered within it.
+const UNANSWERED: &str = "no answer";
+/// After so many requests that were due at once others get the thread.
+const TURN: u64 = 16;
+
+/// Requests as they come from many who know nothing of each other.
+#[derive(Debug, Clone, Copy)]
+pub struct Open {
+    /// How many per second.
+    pub rate: f64,
+    /// Over how many connections, in turn.
+    pub connections: usize,
+    /// When a request's answer comes too late, since the request was to be sent. The server is told.
+    pub deadline: Option<Duration>,
+    /// How long requests are sent before any is counted.
+    pub warm_up: Duration,
+    /// How long is counted.
+    pub duration: Duration,
+    /// What the times are drawn by.
+    pub seed: u64,
+}
+
+/// Puts the load on the server at `address`. To be dropped at any time.
+///
+/// # Errors
+/// [`LoadError::Load`] for a rate or a number of connections that there cannot be; [`LoadError::Client`]
+/// when the server cannot be reached; [`LoadError::Timer`]. What is answered with an error is counted.
+pub async fn open(address: &str, requests: &Requests, load: &Open) -> Result<Measured, LoadError> {
+    if !(load.rate > 0.0 && load.rate <= RATE_MAX) {
+        return Err(LoadError::Load(format!(
+            "a rate of {} requests per second: it is above 0 and at most {RATE_MAX}",
+            load.rate
+        )));
+    }
+    if load.connections == 0 || load.connections > CLIENTS_MAX {
+        return Err(LoadError::Load(format!(
+            "{} connections: from 1 to {CLIENTS_MAX} can be",
+            load.connections
+        )));
+    }
+    let mut connections = Vec::with_capacity(load.connections);
+    for _ in 0..load.connections {
+        connections.push(Connection::open(address, requests).await?);
+    }
+    let processor = processor_time();
+    let mut measured = drive(Monotonic::start()?, connections, load).await;
+    let window = load.duration.as_secs_f64() / (load.warm_up + load.duration).as_secs_f64();
+    // Warm-up and measurement are of one rate, so the share of the time is that of the work.
+    measured.processor = processor_time().saturating_sub(processor).mul_f64(window);
+    Ok(measured)
+}
+
+/// Sends as scheduled and waits for the answers.
+pub(super) async fn drive<C: Clock, S: Server>(clock: C, servers: Vec<S>, load: &Open) -> Measured {
+    let end = load.warm_up + load.duration;
+    let measured = Arc::new(Mutex::new(Measured { elapsed: load.duration, ..Measured::default() }));
+    let (mut counted, mut unsent) = (0, 0);
+    let mut requests = JoinSet::new();
+    let schedule = Poisson::new(load.rate, load.seed).take_while(|at| *at < end);
+    for ((number, at), server) in (0u64..).zip(schedule).zip(servers.iter().cycle()) {
+        clock.until(at).await;
+        while requests.try_join_next().is_some() {}
+        let counts = at >= load.warm_up;
+        counted += u64::from(counts);
+        if requests.len() >= UNANSWERED_MAX {
+            unsent += u64::from(counts);
+        } else {
+            let request = Request { number, at, counts, deadline: load.deadline };
+            requests.spawn(request.send(clock.clone(), server.clone(), Arc::clone(&measured)));
+        }
+        if number % TURN == TURN - 1 {
+            tokio::task::yield_now().await;
+        }
+    }
+    let patience = end + load.deadline.unwrap_or_default() + PATIENCE;
+    tokio::select! {
+        biased;
+        () = async { while requests.join_next().await.is_some() {} } => {}
+        () = clock.until(patience) => {}
+    }
+    drop(requests);
+    let mut measured = std::mem::take(&mut *measured.lock());
+    measured.unsent += unsent;
+    let known = measured.latency.count() + measured.failures() + measured.unsent;
+    let unanswered = counted - known.min(counted);
+    if unanswered > 0 {
+        measured.failed.insert(UNANSWERED, unanswered);
+    }
+    measured
+}
+
+/// One request of the schedule.
+struct Request {
+    number: u64,
+    /// When it is to be sent.
+    at: Duration,
+    /// Whether it is one that is counted.
+    counts: bool,
+    deadline: Option<Duration>,
+}
+
+impl Request {
+    async fn send<C: Clock, S: Server>(self, clock: C, mut server: S, measured: Arc<Mutex<Measured>>) {
+        let sent = clock.now();
+        let late = sent.saturating_sub(self.at);
+        let left = self.deadline.map(|deadline| deadline.saturating_sub(late));
+        if left.is_some_and(|left| left.is_zero()) {
+            measured.lock().unsent += u64::from(self.counts);
+            return;
+        }
+        let answer = server.call(self.number, left).await;
+        if !self.counts {
+            return;
+        }
+        let took = clock.now().saturating_sub(self.at);
+        let mut measured = measured.lock();
+        measured.late.record(late);
+        match answer {
+            Ok(()) => {
+                measured.latency.record(took);
+                measured.in_time += u64::from(self.deadline.is_none_or(|deadline| took <= deadline));
+            }
+            Err(code) => *measured.failed.entry(status(code)).or_default() += 1,
+        }
+    }
+}

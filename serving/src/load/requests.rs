@@ -1,0 +1,191 @@
+//! The requests of a load: made from what a model says it takes, or from records of a file, and encoded
+//! once.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use millrace_bundle::{Datatype, Signature, TensorSpec};
+use prost::Message as _;
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use crate::error::InferError;
+use crate::record::{Mapping, Row};
+use crate::tensor::{Data, Tensor, element_count, shown};
+use crate::wire::inference::ModelInferRequest;
+use crate::wire::{Form, write_request};
+
+/// Most bytes of the inputs of one generated request: what a message of a server's default limit holds.
+const INPUT_BYTES_MAX: usize = 64 << 20;
+/// Most requests that are made of the records of a file; further records are left out.
+const REQUESTS_MAX: usize = 1024;
+
+/// Requests that are sent in turn. Cheap to clone.
+#[derive(Clone)]
+pub struct Requests {
+    first: Arc<ModelInferRequest>,
+    messages: Arc<[Bytes]>,
+}
+
+impl fmt::Debug for Requests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Requests({} of {})", self.messages.len(), self.first.model_name)
+    }
+}
+
+impl Requests {
+    /// One request of `rows` rows, with inputs drawn by `seed`: floats from 0 to 1, whole numbers 0 or 1,
+    /// which are indices in any table, and short texts. `shapes` has the extents behind the rows of inputs
+    /// whose model leaves them open; without it such an extent is 1.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for a shape of an input that the model lacks or that does not fit, and for
+    /// inputs that no message holds.
+    pub fn generated(
+        model: &str,
+        version: Option<u64>,
+        signature: &Signature,
+        rows: usize,
+        shapes: &BTreeMap<String, Vec<i64>>,
+        seed: u64,
+    ) -> Result<Requests, InferError> {
+        if let Some(name) = shapes.keys().find(|name| signature.inputs.iter().all(|spec| spec.name != **name))
+        {
+            let inputs: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
+            return Err(InferError::invalid(format!(
+                "a shape for input {name:?}, the inputs of the model are {inputs:?}"
+            )));
+        }
+        let mut random = StdRng::seed_from_u64(seed);
+        let mut left = INPUT_BYTES_MAX;
+        let mut inputs = Vec::with_capacity(signature.inputs.len());
+        for spec in &signature.inputs {
+            let shape = extents(spec, rows, shapes.get(&spec.name))?;
+            let count = element_count(&spec.name, &shape)?;
+            let bytes = count.checked_mul(spec.datatype.element_bytes().unwrap_or(TEXT_BYTES));
+            left = bytes.and_then(|bytes| left.checked_sub(bytes)).ok_or_else(|| {
+                InferError::invalid(format!(
+                    "input {:?} with shape {} takes the request beyond {INPUT_BYTES_MAX} bytes: send fewer rows",
+                    spec.name,
+                    shown(&shape)
+                ))
+            })?;
+            inputs.push(Tensor::new(&spec.name, shape, draw(spec.datatype, count, &mut random))?);
+        }
+        Ok(Requests::of([write_request(model, version, inputs, Form::Raw)]))
+    }
+
+    /// Requests of `rows` rows each from rows of records; a last request may have fewer, and one ends
+    /// where the next row has another shape.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when there are no rows.
+    pub fn from_rows(
+        model: &str,
+        version: Option<u64>,
+        mapping: &Mapping,
+        rows: &[Row],
+        rows_max: usize,
+    ) -> Result<Requests, InferError> {
+        if rows.is_empty() {
+            return Err(InferError::invalid("there are no records to make requests of"));
+        }
+        let mut requests = Vec::new();
+        let mut rest = rows;
+        while !rest.is_empty() && requests.len() < REQUESTS_MAX {
+            let (now, later) = rest.split_at(mapping.fitting(rest, rows_max).max(1));
+            requests.push(write_request(model, version, mapping.batch(now)?, Form::Raw));
+            rest = later;
+        }
+        Ok(Requests::of(requests))
+    }
+
+    /// At least one request.
+    fn of(requests: impl IntoIterator<Item = ModelInferRequest>) -> Requests {
+        let mut first = None;
+        let messages: Arc<[Bytes]> = requests
+            .into_iter()
+            .map(|request| {
+                let message = Bytes::from(request.encode_to_vec());
+                first.get_or_insert(request);
+                message
+            })
+            .collect();
+        Requests { first: Arc::new(first.unwrap_or_default()), messages }
+    }
+
+    /// The first of them, to try it before all are sent.
+    pub fn first(&self) -> ModelInferRequest {
+        (*self.first).clone()
+    }
+
+    /// How many different ones there are.
+    pub fn distinct(&self) -> usize {
+        self.messages.len()
+    }
+
+    pub(super) fn message(&self, number: u64) -> Bytes {
+        self.messages[(number % self.messages.len() as u64) as usize].clone()
+    }
+}
+
+/// What a generated text takes in a message.
+const TEXT_BYTES: usize = 8;
+
+fn draw(datatype: Datatype, count: usize, random: &mut StdRng) -> Data {
+    macro_rules! numbers {
+        ($variant:ident, $draw:expr) => {
+            Data::$variant((0..count).map(|_| $draw).collect())
+        };
+    }
+    match datatype {
+        Datatype::Bool => numbers!(Bool, random.random()),
+        Datatype::Uint8 => numbers!(Uint8, random.random_range(0..=1)),
+        Datatype::Uint16 => numbers!(Uint16, random.random_range(0..=1)),
+        Datatype::Uint32 => numbers!(Uint32, random.random_range(0..=1)),
+        Datatype::Uint64 => numbers!(Uint64, random.random_range(0..=1)),
+        Datatype::Int8 => numbers!(Int8, random.random_range(0..=1)),
+        Datatype::Int16 => numbers!(Int16, random.random_range(0..=1)),
+        Datatype::Int32 => numbers!(Int32, random.random_range(0..=1)),
+        Datatype::Int64 => numbers!(Int64, random.random_range(0..=1)),
+        Datatype::Fp16 => numbers!(Fp16, half::f16::from_f32(random.random())),
+        Datatype::Bf16 => numbers!(Bf16, half::bf16::from_f32(random.random())),
+        Datatype::Fp32 => numbers!(Fp32, random.random()),
+        Datatype::Fp64 => numbers!(Fp64, random.random()),
+        Datatype::Bytes => numbers!(Bytes, Bytes::from(random.random_range(1000..10_000_u32).to_string())),
+    }
+}
+
+/// The shape of an input of so many rows.
+fn extents(spec: &TensorSpec, rows: usize, wanted: Option<&Vec<i64>>) -> Result<Vec<i64>, InferError> {
+    let behind = spec.shape.get(1..).unwrap_or_default();
+    if let Some(wanted) = wanted {
+        let fits = wanted.len() == behind.len()
+            && behind
+                .iter()
+                .zip(wanted)
+                .all(|(model, wanted)| *wanted >= 0 && (*model == -1 || model == wanted));
+        if !fits {
+            return Err(InferError::invalid(format!(
+                "input {:?} takes shape {} behind the rows, {} was given",
+                spec.name,
+                shown(behind),
+                shown(wanted)
+            )));
+        }
+    }
+    let behind =
+        wanted.map_or(behind, Vec::as_slice).iter().map(|extent| if *extent == -1 { 1 } else { *extent });
+    let rows = match spec.shape.first() {
+        // A scalar has no rows.
+        None => None,
+        Some(-1) => Some(i64::try_from(rows).unwrap_or(i64::MAX)),
+        Some(fixed) => Some(*fixed),
+    };
+    Ok(rows.into_iter().chain(behind).collect())
+}
+
+#[cfg(test)]
+mod tests;
