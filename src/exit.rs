@@ -21,6 +21,7 @@ fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .or_else(|| as_type(cause).map(bundle))
         .or_else(|| as_type(cause).map(serving))
         .or_else(|| as_type(cause).map(client))
+        .or_else(|| as_type(cause).map(load))
         .or_else(|| as_type(cause).map(os))
         .unwrap_or(Exit::Failed)
 }
@@ -127,6 +128,15 @@ fn client(error: &millrace_serving::client::ClientError) -> Exit {
         E::Refused { code, .. } if *code == tonic::Code::NotFound => Exit::NotFound,
         E::Refused { code, .. } if *code == tonic::Code::InvalidArgument => Exit::Usage,
         _ => Exit::Failed,
+    }
+}
+
+fn load(error: &millrace_serving::load::LoadError) -> Exit {
+    use millrace_serving::load::LoadError as E;
+    match error {
+        E::Client(error) => client(error),
+        E::Requests(_) | E::Load(_) => Exit::Usage,
+        E::Timer(error) => os(error),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
 
+mod load;
 mod models;
 mod mounts;
 mod records;
@@ -11,8 +12,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use millrace_datafs::Name;
 
+pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, TrainArgs, WeightArgs,
+    DeviceArg, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, ServeCommand, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
@@ -136,7 +138,7 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
-        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits"
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits"
     )]
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts

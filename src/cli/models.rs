@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use millrace_datafs::{Name, VolumeSpec};
 
+use super::load::BenchArgs;
+
 /// Where a model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceArg {
@@ -127,7 +129,11 @@ pub(crate) struct TrainArgs {
 
 /// `millrace serve`
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct ServeArgs {
+    /// What to do beside a server that runs
+    #[command(subcommand)]
+    pub(crate) command: Option<ServeCommand>,
     /// Volume that holds bundles under models/
     #[arg(long, conflicts_with = "models")]
     pub(crate) volume: Option<VolumeSpec>,
@@ -152,6 +158,16 @@ pub(crate) struct ServeArgs {
     /// A model to load at the start under `--control explicit`; may be repeated [default: serving.load]
     #[arg(long, value_name = "MODEL")]
     pub(crate) load: Vec<String>,
+}
+
+/// `millrace serve …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum ServeCommand {
+    /// Put load on a model server and show how long its answers take
+    #[command(
+        after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8"
+    )]
+    Bench(Box<BenchArgs>),
 }
 
 /// Who decides which models are served.

@@ -1,15 +1,22 @@
 //! `millrace serve`: the model server alone, until it is told to stop.
 
+mod bench;
+
 use anyhow::Result;
 use millrace_serving::repository::{State, VersionStatus};
 use millrace_serving::{Deps, Serving, Source, serve_with};
 
-use crate::cli::ServeArgs;
+use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
 use crate::home::Addresses;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
+    if let Some(command) = args.command {
+        return match command {
+            ServeCommand::Bench(args) => bench::run(context, *args).await,
+        };
+    }
     let mut config = context.loaded.settings.serving.clone();
     for (given, into) in
         [(args.grpc, &mut config.grpc), (args.http, &mut config.http), (args.metrics, &mut config.metrics)]

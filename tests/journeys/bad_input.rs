@@ -373,7 +373,7 @@ fn garbage_on_the_brokers_port_harms_nobody() {
 }
 
 /// A server over a bundle directory, for the requests below.
-fn serve(home: &Home, break_it: impl FnOnce(&Path)) -> (Service, String, Vec<String>) {
+pub(crate) fn serve(home: &Home, break_it: impl FnOnce(&Path)) -> (Service, String, Vec<String>) {
     let onnx = home.dir.path().join("m.onnx");
     home.ok([
         "model",

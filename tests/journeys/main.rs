@@ -8,6 +8,7 @@ mod bad_input;
 mod habits;
 mod instances;
 mod kills;
+mod load;
 mod quickstart;
 mod readme;
 mod rooms;
