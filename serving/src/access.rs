@@ -17,6 +17,10 @@ use tonic::transport::server::TcpConnectInfo;
 
 use crate::error::quote;
 
+/// Who calls, among the extensions of requests that do not say it otherwise.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Peer(pub(crate) SocketAddr);
+
 /// Names a request, for those who look for it in logs.
 const REQUEST_ID: &str = "x-request-id";
 /// Longest id that is repeated.
@@ -87,6 +91,9 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
+        if let Some(peer) = self.peer {
+            request.extensions_mut().insert(Peer(peer));
+        }
         let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
         let line = enabled().then(|| {
             let connected =

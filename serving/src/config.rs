@@ -180,11 +180,47 @@ pub struct Batching {
     /// How long a request that has waited for a session goes on waiting for others to run with, since it
     /// came, in microseconds. 0 takes along whoever waits then.
     pub delay_us_max: u64,
+    /// How long a request may wait for a session, in microseconds; one that does not run by then is
+    /// answered DEADLINE_EXCEEDED. Requests may ask for less, not for more. 0 sets no bound.
+    pub timeout_us_max: u64,
+    /// Levels of priority that requests may choose from, 64 at most; 1 is served first, and the next one
+    /// when none of it waits.
+    pub priority_levels: usize,
+    /// The level of requests that choose none.
+    pub priority_default: usize,
 }
+
+/// Most levels of priority.
+const PRIORITY_LEVELS_MAX: usize = 64;
 
 impl Default for Batching {
     fn default() -> Self {
-        Batching { rows_max: 64, preferred_rows: Vec::new(), delay_us_max: 0 }
+        Batching {
+            rows_max: 64,
+            preferred_rows: Vec::new(),
+            delay_us_max: 0,
+            timeout_us_max: 0,
+            priority_levels: 1,
+            priority_default: 1,
+        }
+    }
+}
+
+impl Batching {
+    /// Refuses levels that there cannot be.
+    pub(crate) fn check(&self) -> crate::error::Result<()> {
+        let (levels, default) = (self.priority_levels, self.priority_default);
+        if !(1..=PRIORITY_LEVELS_MAX).contains(&levels) {
+            let reason = format!("batching.priority_levels is {levels}: take 1 to {PRIORITY_LEVELS_MAX}");
+            return Err(crate::error::Error::Config { reason });
+        }
+        if !(1..=levels).contains(&default) {
+            let reason = format!(
+                "batching.priority_default is {default}: take 1 to priority_levels, which is {levels}"
+            );
+            return Err(crate::error::Error::Config { reason });
+        }
+        Ok(())
     }
 }
 

@@ -176,6 +176,12 @@ pub enum InferError {
         /// What is not allowed.
         reason: String,
     },
+    /// It could not begin to run in time.
+    #[error("{reason}")]
+    DeadlineExceeded {
+        /// How long it waited, and what its time was bounded by.
+        reason: String,
+    },
     /// The server cannot answer now: it drains, or the version could not be loaded.
     #[error("{reason}")]
     Unavailable {
@@ -207,7 +213,12 @@ impl InferError {
 
     /// True when the same request may succeed later.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, InferError::Unavailable { .. } | InferError::Overloaded { .. })
+        matches!(
+            self,
+            InferError::Unavailable { .. }
+                | InferError::Overloaded { .. }
+                | InferError::DeadlineExceeded { .. }
+        )
     }
 
     /// Name of the variant, as a metric label.
@@ -222,6 +233,7 @@ impl InferError {
             InferError::Denied { .. } => "denied",
             InferError::Unavailable { .. } => "unavailable",
             InferError::Overloaded { .. } => "overloaded",
+            InferError::DeadlineExceeded { .. } => "deadline_exceeded",
             InferError::Unsupported { .. } => "unsupported",
             InferError::Internal { .. } => "internal",
         }

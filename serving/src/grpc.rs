@@ -2,6 +2,7 @@
 //! where errors become gRPC statuses.
 
 mod control;
+mod deadline;
 mod guard;
 mod messages;
 mod shared_memory;
@@ -9,6 +10,9 @@ mod stream;
 
 pub(crate) use guard::Guarded;
 pub(crate) use messages::Messages;
+
+use std::net::SocketAddr;
+use std::time::Instant;
 
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
 use tonic::{Code, Request, Response, Status, Streaming};
@@ -19,7 +23,7 @@ use crate::control::Controls;
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
 use crate::infer::{self, Inference, TENSORS_MAX, parse_version};
-use crate::parameters::check_request;
+use crate::parameters::{Schedule, check_request};
 use crate::repository::Model;
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::tokens::{Caller, Guard};
@@ -41,6 +45,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "model_configuration",
     "model_repository",
     "model_repository(unload_dependents)",
+    "schedule_policy",
     "statistics",
 ];
 
@@ -62,6 +67,8 @@ impl From<InferError> for Status {
             InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
             InferError::Unauthenticated { .. } => Code::Unauthenticated,
             InferError::Denied { .. } => Code::PermissionDenied,
+            // Triton says UNAVAILABLE, on which clients try again that do not wait any more.
+            InferError::DeadlineExceeded { .. } => Code::DeadlineExceeded,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
             InferError::Internal { .. } => Code::Internal,
@@ -111,13 +118,14 @@ impl Service {
     async fn infer(
         &self,
         caller: &Caller,
+        origin: Origin,
         mut request: pb::ModelInferRequest,
     ) -> Result<(pb::ModelInferResponse, std::sync::Arc<Model>), InferError> {
         let _entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
         let id = std::mem::take(&mut request.id);
         let model = self.find(&request.model_name, &request.model_version)?;
-        let decode = || decode(request, &self.memory);
+        let decode = || decode(request, origin, &self.memory);
         let encode = |response: infer::Response, reply: Reply| {
             let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
             write_regions(&outputs)?;
@@ -199,8 +207,9 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
+        let origin = Origin { client: request.remote_addr(), deadline: deadline::read(&request) };
         let caller = self.caller(&request);
-        let (message, model) = self.infer(&caller, request.into_inner()).await?;
+        let (message, model) = self.infer(&caller, origin, request.into_inner()).await?;
         let mut reply = Response::new(message);
         access::note(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
@@ -323,6 +332,14 @@ impl GrpcInferenceService for Service {
     }
 }
 
+/// Where a request comes from, and until when it is waited for there.
+#[derive(Debug, Clone)]
+struct Origin {
+    client: Option<SocketAddr>,
+    /// Told once the request was let in: while the server stops, that is what callers hear.
+    deadline: Result<Option<Instant>, InferError>,
+}
+
 /// What a reply takes from its request beside the outputs.
 struct Reply {
     form: Form,
@@ -331,9 +348,11 @@ struct Reply {
 
 fn decode(
     mut request: pb::ModelInferRequest,
+    origin: Origin,
     memory: &SharedMemory,
 ) -> Result<(infer::Request, Reply), InferError> {
-    check_request(&request.parameters)?;
+    let Schedule { priority, timeout } = check_request(&request.parameters)?;
+    let deadline = origin.deadline?;
     if request.outputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!(
             "{} outputs, the limit is {TENSORS_MAX}",
@@ -344,5 +363,8 @@ fn decode(
     let deliveries = read_deliveries(wanted, memory)?;
     let (inputs, form) = read_inputs(&mut request, Inputs::of(memory))?;
     let outputs = request.outputs.into_iter().map(|output| output.name).collect();
-    Ok((infer::Request { inputs, outputs, ..Default::default() }, Reply { form, deliveries }))
+    let client = origin.client;
+    let request =
+        infer::Request { inputs, outputs, priority, timeout, deadline, client, ..Default::default() };
+    Ok((request, Reply { form, deliveries }))
 }

@@ -1,9 +1,10 @@
 //! Inference independent of any transport: a typed request is checked against the model's signature,
 //! run, and answered with typed tensors.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use millrace_bundle::TensorSpec;
 use tokio::sync::Notify;
@@ -31,6 +32,14 @@ pub struct Request {
     pub inputs: Vec<Tensor>,
     /// Names of the outputs that are wanted; all when empty.
     pub outputs: Vec<String>,
+    /// Level of priority, 1 the highest; 0, and a level that the server does not have, take its default.
+    pub priority: u64,
+    /// How long it may wait for a session, at most as long as the server allows.
+    pub timeout: Option<Duration>,
+    /// When nobody wants the answer any more: a request that does not run by then is not run at all.
+    pub deadline: Option<Instant>,
+    /// Who asks, so that clients take turns. Requests of nobody are those of one client.
+    pub client: Option<SocketAddr>,
 }
 
 /// The answer to a [`Request`].
@@ -142,6 +151,7 @@ impl Inference {
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
     ) -> Result<R, InferError> {
         let arrived = Instant::now();
+        let abandoned = Abandoned { model, arrived };
         let outcome = match decode() {
             Ok((request, extra)) => infer_with(model, request).await.and_then(|(response, rows, times)| {
                 let reply = encode(response, extra)?;
@@ -151,6 +161,8 @@ impl Inference {
             }),
             Err(error) => Err(error),
         };
+        // There is an answer.
+        std::mem::forget(abandoned);
         match &outcome {
             Ok(_) => model.metrics.ok.inc(),
             Err(error) => {
@@ -193,8 +205,25 @@ impl Drop for Entered {
 }
 
 fn count_failure(model: &Model, error: &InferError) {
+    count_outcome(model, error.label());
+}
+
+fn count_outcome(model: &Model, outcome: &str) {
     let version = model.version().to_string();
-    REQUESTS.with_label_values(&[model.name(), &version, error.label()]).inc();
+    REQUESTS.with_label_values(&[model.name(), &version, outcome]).inc();
+}
+
+/// A request whose caller goes before there is an answer: counts it as failed when dropped.
+struct Abandoned<'a> {
+    model: &'a Model,
+    arrived: Instant,
+}
+
+impl Drop for Abandoned<'_> {
+    fn drop(&mut self) {
+        self.model.statistics.failed(self.arrived);
+        count_outcome(self.model, "cancelled");
+    }
 }
 
 /// Checks a request against one version and runs it; tells how many inferences it was and when each step
@@ -210,7 +239,14 @@ async fn infer_with(model: &Model, request: Request) -> Result<(Response, u64, T
     } else {
         0
     };
-    let ran = model.pool.run(Work { inputs, outputs, rows, queued: Instant::now() }).await?;
+    let queued = Instant::now();
+    let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
+    // A time that the clock does not reach bounds nothing.
+    let expires = timeout.and_then(|timeout| queued.checked_add(timeout));
+    let deadline = request.deadline.into_iter().chain(expires).min();
+    let level = model.pool.level(request.priority);
+    let work = Work { inputs, outputs, rows, queued, deadline, level, client: request.client };
+    let ran = model.pool.run(work).await?;
     let times = ran.times;
     let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
     model.metrics.request_seconds.observe(since(times.queued));

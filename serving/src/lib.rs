@@ -22,6 +22,8 @@
 //! - where the server has tokens, a call is known by its own before anything of it is read, and learns
 //!   nothing of models that it may not use;
 //! - requests run together only where trying has shown that their rows are independent;
+//! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
+//!   clients that wait for a model take turns by the rows that they ask for;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
 //!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so

@@ -48,8 +48,8 @@ fn seconds_vec(name: &str, help: &str, labels: &[&str]) -> HistogramVec {
     )
 }
 
-/// Requests answered, by model, version and outcome (`ok` or the kind of error). Requests for unknown
-/// models count under an empty model name.
+/// Requests answered, by model, version and outcome (`ok`, the kind of error, or `cancelled` when the caller
+/// went before there was an answer). Requests for unknown models count under an empty model name.
 pub static REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_requests_total",
@@ -81,6 +81,11 @@ pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
     let options = HistogramOpts::new("millrace_serving_batch_rows", "Rows that ran together")
         .buckets((0..=12).map(|power| f64::from(1 << power)).collect());
     registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
+});
+
+/// Requests that wait for a session, by model and version.
+pub static WAITING: LazyLock<IntGaugeVec> = LazyLock::new(|| {
+    gauge_vec("millrace_serving_waiting_requests", "Requests that wait for a session", &["model", "version"])
 });
 
 /// Requests that are being answered.

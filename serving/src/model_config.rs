@@ -1,5 +1,7 @@
 //! The configuration of a model as Triton describes it: read off what is served, never off a file.
 
+use std::time::Duration;
+
 use millrace_bundle::{Datatype, MODEL_FILE, Signature, TensorSpec};
 use serde_json::{Value, json};
 
@@ -70,20 +72,32 @@ pub(crate) fn describe(model: &Model, limits: &Limits) -> pb::ModelConfig {
         output: signature.outputs.iter().map(output).collect(),
         instance_group: vec![instances(model)],
         default_model_filename: MODEL_FILE.to_owned(),
-        scheduling_choice: batching(model),
+        scheduling_choice: batching(model, limits.requests_waiting_max),
         ..Default::default()
     }
 }
 
 /// What is said where requests that wait run together.
-fn batching(model: &Model) -> Option<pb::model_config::SchedulingChoice> {
+fn batching(model: &Model, requests_waiting_max: usize) -> Option<pb::model_config::SchedulingChoice> {
     model.pool.batch_rows_max()?;
     let preferred = model.pool.preferred_rows();
     Some(pb::model_config::SchedulingChoice::DynamicBatching(pb::ModelDynamicBatching {
         preferred_batch_size: preferred.iter().filter_map(|rows| i32::try_from(*rows).ok()).collect(),
         max_queue_delay_microseconds: model.pool.delay_us(),
+        priority_levels: model.pool.priority_levels() as u64,
+        default_priority_level: model.pool.level(0) as u64,
+        default_queue_policy: Some(pb::ModelQueuePolicy {
+            timeout_action: pb::model_queue_policy::TimeoutAction::Reject.into(),
+            default_timeout_microseconds: model.pool.timeout().map_or(0, micros),
+            allow_timeout_override: true,
+            max_queue_size: u32::try_from(requests_waiting_max).unwrap_or(u32::MAX),
+        }),
         ..Default::default()
     }))
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// The sessions, which are what Triton calls instances.
@@ -163,10 +177,20 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
             "preserve_ordering": batching.preserve_ordering,
             "priority_levels": batching.priority_levels,
             "default_priority_level": batching.default_priority_level,
+            "default_queue_policy": batching.default_queue_policy.as_ref().map(queue_policy_json),
             "priority_queue_policy": {},
         });
     }
     json
+}
+
+fn queue_policy_json(policy: &pb::ModelQueuePolicy) -> Value {
+    json!({
+        "timeout_action": policy.timeout_action().as_str_name(),
+        "default_timeout_microseconds": policy.default_timeout_microseconds,
+        "allow_timeout_override": policy.allow_timeout_override,
+        "max_queue_size": policy.max_queue_size,
+    })
 }
 
 fn input_json(input: &pb::ModelInput) -> Value {

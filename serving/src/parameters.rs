@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::fmt::{self, Display};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -122,13 +123,22 @@ impl Parameters for serde_json::Map<String, Value> {
     }
 }
 
-/// Checks the parameters of a request: those of the protocol have their types, sequences are refused
+/// How a request wants to be scheduled.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Schedule {
+    /// Level of priority, 1 the highest; 0 for the default.
+    pub(crate) priority: u64,
+    /// How long it may wait for a session.
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Checks the parameters of a request and reads those about its scheduling: those of the protocol have their types, sequences are refused
 /// because they would change the answer, names that begin with `triton_` are reserved, and whatever else
 /// a client adds is accepted.
 ///
 /// # Errors
 /// [`InferError::Invalid`], [`InferError::Unsupported`].
-pub(crate) fn check_request(parameters: &impl Parameters) -> Result<(), InferError> {
+pub(crate) fn check_request(parameters: &impl Parameters) -> Result<Schedule, InferError> {
     let of = &"the request";
     let sequence = match parameters.parameter("sequence_id") {
         // What clients send that have no sequence.
@@ -150,7 +160,14 @@ pub(crate) fn check_request(parameters: &impl Parameters) -> Result<(), InferErr
             "parameter {} is reserved: of the names that begin with triton_, requests may carry {ENABLE_EMPTY_FINAL_RESPONSE} only",
             quote(name)
         ))),
-        None => Ok(()),
+        None => Ok(Schedule {
+            priority: parameters.count(of, "priority")?.unwrap_or(0),
+            timeout: match parameters.count(of, "timeout")? {
+                // As clients write that there is none.
+                None | Some(0) => None,
+                Some(micros) => Some(Duration::from_micros(micros)),
+            },
+        }),
     }
 }
 

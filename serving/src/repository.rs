@@ -133,11 +133,13 @@ impl Repository {
     /// Versions that cannot be loaded are in [`Repository::status`].
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`] and for a name in it that none is;
+    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it that none is, and for
+    /// levels of priority that there cannot be;
     /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
     /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         control::check(config)?;
+        config.batching.check()?;
         let device = config.device;
         blocking("model loading", move || crate::session::check_device(device)).await?;
         let inner = Inner {

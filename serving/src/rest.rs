@@ -14,8 +14,6 @@ pub(crate) use elements::Elements;
 
 use std::time::Duration;
 
-use axum::Json;
-use axum::Router;
 use axum::body::Body;
 use axum::extract::{FromRequestParts, Path, State};
 use axum::http::request::Parts;
@@ -23,11 +21,12 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use serde_json::json;
 
-use crate::access;
+use crate::access::{self, Peer};
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
@@ -109,6 +108,8 @@ impl From<InferError> for Failure {
             InferError::Denied { .. } => StatusCode::FORBIDDEN,
             InferError::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             InferError::Overloaded { .. } => StatusCode::TOO_MANY_REQUESTS,
+            // Triton answers 503, on which clients try again that do not wait any more.
+            InferError::DeadlineExceeded { .. } => StatusCode::GATEWAY_TIMEOUT,
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             InferError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -235,6 +236,7 @@ async fn model_metadata(State(app): State<App>, target: Target) -> Result<Respon
 async fn infer(
     State(app): State<App>,
     target: Target,
+    peer: Option<Extension<Peer>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Failure> {
@@ -243,7 +245,11 @@ async fn infer(
     let header_length = header_length(&headers)?;
     let model = app.inference.find(&target.model, version)?;
     let body = read(body, &headers, &app.limits).await?;
-    let decode = || body::decode(&body, header_length, &app.memory);
+    let decode = || {
+        let (mut request, reply) = body::decode(&body, header_length, &app.memory)?;
+        request.client = peer.map(|Extension(Peer(address))| address);
+        Ok((request, reply))
+    };
     let encode = |response, reply| body::encode(model.signature(), response, reply);
     let (json_length, body) = app.inference.answer(&model, decode, encode).await?;
     let mut response = Response::new(Body::from(body));

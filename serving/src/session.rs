@@ -1,6 +1,9 @@
 //! Sessions of one model version: how they are built and checked. [`Pool`] runs requests on them.
 
+mod background;
+mod handover;
 mod joined;
+mod lease;
 mod line;
 mod pool;
 mod probe;
@@ -18,7 +21,6 @@ use values::datatype;
 
 pub(crate) use line::Work;
 pub(crate) use pool::Pool;
-use pool::Turn;
 
 /// Models up to this size get one session per thread, each with its own copy of the weights.
 const REPLICATED_BYTES_MAX: usize = 64 << 20;
@@ -54,7 +56,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         tracing::info!(model = manifest.name, version = manifest.version, reason, "requests run one by one");
         rows_max = 0;
     }
-    Ok(Pool::new(free, &manifest.signature, config, rows_max))
+    Ok(Pool::new(free, manifest, config, rows_max))
 }
 
 /// Session options for a device; the builder can commit any number of sessions.

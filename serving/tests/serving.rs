@@ -39,6 +39,8 @@ mod pipe;
 mod protocol;
 #[path = "serving/reflection.rs"]
 mod reflection;
+#[path = "serving/scheduling.rs"]
+mod scheduling;
 #[path = "serving/shared_memory.rs"]
 mod shared_memory;
 #[path = "serving/shared_memory_refused.rs"]

@@ -15,6 +15,7 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
+use super::deadline;
 use crate::compression::Encoding;
 use crate::config::Limits;
 use crate::error::InferError;
@@ -61,6 +62,7 @@ impl<S: Service<http::Request<Body>, Error = Infallible>> Service<http::Request<
             head.headers.remove(ENCODING);
         }
         mirror(&mut head.headers, encoding);
+        deadline::note(&head.headers, &mut head.extensions);
         let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
         let body = Body::new(Frames::new(body, encoding, streaming, &self.limits));
         self.service.call(http::Request::from_parts(head, body))

@@ -11,7 +11,7 @@ use futures::stream::{BoxStream, FuturesOrdered, StreamExt, unfold};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
-use super::Service;
+use super::{Origin, Service};
 use crate::infer::stopping;
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
@@ -38,6 +38,8 @@ pub(super) fn answers(
 ) -> Answers {
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
     let conversation = Conversation {
+        // A stream has no deadline but its client's: when he goes, what waits goes too.
+        origin: Origin { client: request.remote_addr(), deadline: Ok(None) },
         service,
         caller,
         strict,
@@ -53,6 +55,7 @@ pub(super) fn answers(
 }
 
 struct Conversation {
+    origin: Origin,
     service: Service,
     caller: Caller,
     strict: bool,
@@ -133,14 +136,20 @@ impl Conversation {
     }
 
     fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = Answer> + use<> {
-        answer(self.service.clone(), self.caller.clone(), request, self.strict)
+        answer(self.service.clone(), self.caller.clone(), self.origin.clone(), request, self.strict)
     }
 }
 
 /// Answers one request. Errors are answers too, unless the client wants them to end the stream.
-async fn answer(service: Service, caller: Caller, request: pb::ModelInferRequest, strict: bool) -> Answer {
+async fn answer(
+    service: Service,
+    caller: Caller,
+    origin: Origin,
+    request: pb::ModelInferRequest,
+    strict: bool,
+) -> Answer {
     let id = request.id.clone();
-    let answer = service.infer(&caller, request).await.map(|(response, _)| response);
+    let answer = service.infer(&caller, origin, request).await.map(|(response, _)| response);
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),
         Err(error) if strict => return Err(error.into()),

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use super::{Parameters, check_request};
+use super::{Parameters, Schedule, check_request};
 use crate::error::InferError;
 use crate::wire::inference::InferParameter;
 use crate::wire::inference::infer_parameter::ParameterChoice::{
@@ -70,6 +70,10 @@ fn a_request_may_carry_what_clients_send_and_what_they_make_up() {
     for parameters in fine {
         check_request(&object(parameters)).unwrap();
     }
+    let schedule = |parameters| check_request(&object(parameters)).unwrap();
+    assert_eq!(schedule(json!({ "priority": 0, "timeout": 0 })), Schedule::default());
+    let expected = Schedule { priority: 2, timeout: Some(std::time::Duration::from_millis(3)) };
+    assert_eq!(schedule(json!({ "priority": 2, "timeout": 3000 })), expected);
     for (parameters, unsupported) in [
         (json!({ "sequence_id": 1 }), true),
         (json!({ "sequence_id": "a" }), true),
@@ -80,6 +84,9 @@ fn a_request_may_carry_what_clients_send_and_what_they_make_up() {
         (json!({ "triton_enable_empty_final_response": 1 }), false),
         (json!({ "triton_grpc_error": true }), false),
         (json!({ "triton_": 1 }), false),
+        (json!({ "priority": -1 }), false),
+        (json!({ "timeout": 1.5 }), false),
+        (json!({ "timeout": null }), false),
     ] {
         let error = check_request(&object(parameters.clone())).unwrap_err();
         assert_eq!(matches!(error, InferError::Unsupported { .. }), unsupported, "{parameters}: {error}");

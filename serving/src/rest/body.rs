@@ -11,7 +11,7 @@ use super::output::{JsonData, check_representable};
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::{InferError, quote};
 use crate::infer::{Request, Response, TENSORS_MAX};
-use crate::parameters::check_request;
+use crate::parameters::{Schedule, check_request};
 use crate::shared_memory::{Inputs, SharedMemory};
 use crate::tensor::Tensor;
 
@@ -82,7 +82,7 @@ pub(super) fn decode(
     let request: RequestJson = serde_json::from_slice(json).map_err(|error| {
         InferError::invalid(format!("the body is not an inference request in JSON: {}", shortened(&error)))
     })?;
-    check_request(&request.parameters)?;
+    let Schedule { priority, timeout } = check_request(&request.parameters)?;
     for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
         if count > TENSORS_MAX {
             return Err(InferError::invalid(format!("{count} {what}, the limit is {TENSORS_MAX}")));
@@ -107,7 +107,7 @@ pub(super) fn decode(
         outputs.push(output.name);
     }
     let reply = Reply { id: request.id, binary, chosen, deliveries };
-    Ok((Request { inputs, outputs, ..Default::default() }, reply))
+    Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
 /// What the parser says, which may repeat a string of the body whole.

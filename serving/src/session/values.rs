@@ -3,13 +3,21 @@
 use std::time::Instant;
 
 use millrace_bundle::{Datatype, TensorSpec};
+use ort::ErrorCode;
 use ort::session::{Session, SessionInputValue, SessionOutputs};
 use ort::value::{DynValue, TensorElementType, TensorRef};
 
 use super::one_line;
 use crate::error::{InferError, Result};
 use crate::statistics::Times;
-use crate::tensor::{Data, Tensor, for_numbers};
+use crate::tensor::{Data, Tensor, for_numbers, shown};
+
+/// How the runtime begins to say which node failed.
+const NODE_FAILED: &str = "while running";
+/// Words for memory and devices in what it says then.
+const DEVICE_FAILURES: [&str; 6] = ["alloc", "memory", "cuda", "cudnn", "cublas", "hip"];
+/// Inputs that are named, at most.
+const SHOWN_MAX: usize = 8;
 
 /// The protocol's datatype of an element type; `None` for those that it cannot carry.
 pub(super) fn datatype(ty: TensorElementType) -> Option<Datatype> {
@@ -40,7 +48,7 @@ pub(super) fn run(
     outputs: &[&TensorSpec],
     queued: Instant,
 ) -> Result<(Vec<Tensor>, Times), InferError> {
-    let failed = |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
+    let failed = |error: ort::Error| refused(&error, inputs);
     let computing = Instant::now();
     // At most one input and output are the rule, so the array form spares a map.
     let (values, input_end) = match inputs {
@@ -59,6 +67,27 @@ pub(super) fn run(
     let tensors = outputs.iter().map(|spec| output(&values, spec)).collect::<Result<_, _>>()?;
     let end = Instant::now();
     Ok((tensors, Times { queued, computing, input_end, output_start, end }))
+}
+
+/// What the runtime says of a request that was checked against the signature. Weights do not change, so
+/// what a node cannot work on (extents that do not belong together, an index that is out of bounds) came
+/// with the request, unless it is memory or the device that failed.
+fn refused(error: &ort::Error, inputs: &[&Tensor]) -> InferError {
+    let text = one_line(error);
+    let of_node = text.contains(NODE_FAILED);
+    let lower = text.to_ascii_lowercase();
+    let of_device = DEVICE_FAILURES.iter().any(|word| lower.contains(word));
+    match error.code() {
+        ErrorCode::InvalidArgument => {}
+        ErrorCode::GenericFailure | ErrorCode::RuntimeException if of_node && !of_device => {}
+        _ => return InferError::internal(format!("ONNX Runtime: {text}")),
+    }
+    let shapes: Vec<String> = inputs
+        .iter()
+        .take(SHOWN_MAX)
+        .map(|input| format!("{:?} of shape {}", input.name, shown(&input.shape)))
+        .collect();
+    InferError::invalid(format!("the model cannot run on input {}: {text}", shapes.join(", ")))
 }
 
 /// A view of the tensor's elements; only strings are copied.

@@ -85,7 +85,16 @@ pub(crate) fn cases() -> Vec<Case> {
         both("an id of a thousand letters", edited(|r| r.id = "é".repeat(1000)), Ok, 200, "logits"),
         both("a parameter that nobody knows", with_parameter("mood", text("good")), Ok, 200, "logits"),
         both("a priority", with_parameter("priority", ParameterChoice::Uint64Param(u64::MAX)), Ok, 200, "logits"),
+        both("a patient request", with_parameter("timeout", ParameterChoice::Uint64Param(u64::MAX)), Ok, 200, "logits"),
         both("inputs in another order", pair(&[("in_FP32", "FP32", 2), ("in_INT8", "INT8", 2)]), Ok, 200, "out_INT8"),
+
+        // Scheduling.
+        both("a priority in letters", with_parameter("priority", text("1")), InvalidArgument, 400, "\"priority\" takes an integer, it is a string"),
+        both("a negative priority", with_parameter("priority", ParameterChoice::Int64Param(-1)), InvalidArgument, 400, "\"priority\" takes an integer from 0"),
+        both("a timeout in letters", with_parameter("timeout", text("5s")), InvalidArgument, 400, "\"timeout\" takes an integer, it is a string"),
+        both("a negative timeout", with_parameter("timeout", ParameterChoice::Int64Param(i64::MIN)), InvalidArgument, 400, "\"timeout\" takes an integer from 0"),
+        both("a timeout that is a flag", with_parameter("timeout", ParameterChoice::BoolParam(true)), InvalidArgument, 400, "\"timeout\" takes an integer, it is a boolean"),
+        both("a timeout in parts", with_parameter("timeout", ParameterChoice::DoubleParam(0.5)), InvalidArgument, 400, "\"timeout\" takes an integer"),
 
         // Models and versions.
         both("unknown model", named("nosuch"), NotFound, 404, "no model \"nosuch\""),

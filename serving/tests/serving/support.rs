@@ -229,6 +229,19 @@ fn of_rows(name: &str, node: NodeProto, initializer: Vec<TensorProto>) -> Vec<u8
     })
 }
 
+/// Adds its inputs: `a` and `b` FP32 [batch, 4] to `output`.
+pub(crate) fn sum() -> Vec<u8> {
+    use tensor_proto::DataType::Float;
+    let shape = [-1, FEATURES as i64];
+    model(GraphProto {
+        name: Some("sum".into()),
+        node: vec![node("Add", &["a", "b"], "output")],
+        input: vec![value("a", Float, &shape), value("b", Float, &shape)],
+        output: vec![value("output", Float, &shape)],
+        ..Default::default()
+    })
+}
+
 /// Writes a version into a directory of models.
 pub(crate) async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>) -> Bundle {
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir).unwrap();

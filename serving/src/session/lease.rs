@@ -1,0 +1,138 @@
+//! A session that somebody runs on: one request alone, or together with those that it takes along.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use millrace_bundle::TensorSpec;
+use ort::session::Session;
+
+use super::handover::Shared;
+use super::joined::{join, split};
+use super::line::Work;
+use super::values::run;
+use crate::error::InferError;
+use crate::statistics::Times;
+use crate::tensor::Tensor;
+
+/// The answer to one request.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    /// The wanted outputs, in the order asked for.
+    pub(crate) outputs: Vec<Tensor>,
+    /// When each step was reached.
+    pub(crate) times: Times,
+    /// Rows of the run, where this request is the one to count it.
+    pub(crate) run_rows: Option<usize>,
+}
+
+/// What a request that waits is told.
+#[derive(Debug)]
+pub(super) enum Turn {
+    /// It runs now, on this session, and takes others along.
+    Lead(Lease, Work),
+    /// It was taken along, or will not run.
+    Done(Result<Ran, InferError>),
+}
+
+/// A session that somebody runs on; goes to the next one when dropped, also when the run panics.
+#[derive(Debug)]
+pub(super) struct Lease {
+    pub(super) shared: Arc<Shared>,
+    pub(super) session: Option<Session>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(session) = self.session.take() {
+            Arc::clone(&self.shared).give_back(session);
+        }
+    }
+}
+
+impl Lease {
+    pub(super) fn new(shared: &Arc<Shared>, session: Session) -> Lease {
+        Lease { shared: Arc::clone(shared), session: Some(session) }
+    }
+
+    /// Runs a request and those in the line that can run with it.
+    pub(super) fn run(mut self, work: Work) -> Result<Ran, InferError> {
+        let shared = Arc::clone(&self.shared);
+        if !shared.keeps_rows.load(Ordering::Relaxed) {
+            return self.run_alone(&work);
+        }
+        let others = shared.take_like(&work);
+        if others.is_empty() {
+            return self.run_alone(&work);
+        }
+        let all: Vec<&Work> = std::iter::once(&work).chain(others.iter().map(|job| &job.work)).collect();
+        let together = self.run_together(&all);
+        let Some((parts, times)) = together else {
+            // One of them may be the reason: the others shall not suffer from it.
+            let own = self.run_alone(&work);
+            for job in others {
+                let _ = job.reply.send(Turn::Done(self.run_alone(&job.work)));
+            }
+            return own;
+        };
+        let rows = all.iter().map(|work| work.rows).sum();
+        // The next run can begin while this one is told.
+        drop(self);
+        let mut parts = parts.into_iter();
+        let own = parts.next().unwrap_or_default();
+        for (job, outputs) in others.into_iter().zip(parts) {
+            let times = Times { queued: job.work.queued, ..times };
+            let _ = job.reply.send(Turn::Done(Ok(Ran { outputs, times, run_rows: None })));
+        }
+        let times = Times { queued: work.queued, ..times };
+        Ok(Ran { outputs: own, times, run_rows: Some(rows) })
+    }
+
+    /// Runs a request and nothing else.
+    pub(super) fn run_alone(&mut self, work: &Work) -> Result<Ran, InferError> {
+        let inputs: Vec<&Tensor> = work.inputs.iter().collect();
+        let (outputs, times) = self.run_inputs(&inputs, work)?;
+        Ok(Ran { outputs, times, run_rows: Some(work.rows) })
+    }
+
+    /// The outputs of each, which are alike; `None` when they could not be run together.
+    fn run_together(&mut self, all: &[&Work]) -> Option<(Vec<Vec<Tensor>>, Times)> {
+        let first = all.first()?;
+        let joined: Vec<Tensor> = (0..first.inputs.len())
+            .map(|place| join(all.iter().map(|work| &work.inputs[place])))
+            .collect::<Option<_>>()?;
+        let inputs: Vec<&Tensor> = joined.iter().collect();
+        let (outputs, times) = match self.run_inputs(&inputs, first) {
+            Ok(ran) => ran,
+            Err(error) => {
+                tracing::debug!(%error, requests = all.len(), "a batch failed: its requests run one by one");
+                return None;
+            }
+        };
+        let rows: Vec<usize> = all.iter().map(|work| work.rows).collect();
+        let mut parts: Vec<Vec<Tensor>> = all.iter().map(|_| Vec::with_capacity(outputs.len())).collect();
+        for output in outputs {
+            let name = output.name.clone();
+            let Some(split) = split(output, &rows) else {
+                tracing::warn!(
+                    output = name,
+                    "rows do not come out as they went in: requests run one by one"
+                );
+                self.shared.keeps_rows.store(false, Ordering::Relaxed);
+                return None;
+            };
+            for (part, output) in parts.iter_mut().zip(split) {
+                part.push(output);
+            }
+        }
+        Some((parts, times))
+    }
+
+    fn run_inputs(&mut self, inputs: &[&Tensor], work: &Work) -> Result<(Vec<Tensor>, Times), InferError> {
+        let session = self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
+        let outputs: Vec<&TensorSpec> =
+            work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
+        let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
+        self.shared.took(&times);
+        Ok((tensors, times))
+    }
+}

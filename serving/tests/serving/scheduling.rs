@@ -1,0 +1,413 @@
+//! Who runs when more comes than can run: deadlines, callers who go, priorities, clients that share a line,
+//! and several models at once.
+
+use std::time::{Duration, Instant};
+
+use millrace_serving::client::{Client, ClientError};
+use millrace_serving::infer::Request;
+use millrace_serving::tensor::Tensor;
+use millrace_serving::wire::Form;
+use millrace_serving::wire::inference as pb;
+use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
+use millrace_serving::{Config, Error, InferError, Source, serve};
+use serde_json::json;
+use tokio::io::AsyncWriteExt;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+
+use crate::support::*;
+
+/// Rows of the requests that hold a session, beside those that are waited for.
+const ROWS_MAX: usize = 8;
+/// Rows of the request that keeps the session busy at first.
+const BUSY_ROWS: usize = 64;
+
+/// One session, which a request that has waited for it holds until eight rows run together: for longer than
+/// a test may take.
+fn holding() -> Config {
+    let mut config = config();
+    config.sessions_max = 1;
+    config.batching.rows_max = ROWS_MAX;
+    config.batching.delay_us_max = 600_000_000;
+    config
+}
+
+fn rows(count: usize) -> Tensor {
+    Tensor::fp32("input", vec![count as i64, 512], vec![0.25; count * 512]).unwrap()
+}
+
+fn message(model: &str, count: usize, parameters: &[(&str, u64)]) -> pb::ModelInferRequest {
+    let input = pb::model_infer_request::InferInputTensor {
+        name: "input".into(),
+        datatype: "FP32".into(),
+        shape: vec![count as i64, 512],
+        ..Default::default()
+    };
+    let mut message = pb::ModelInferRequest {
+        model_name: model.into(),
+        inputs: vec![input],
+        raw_input_contents: vec![0.25f32.to_le_bytes().repeat(count * 512).into()],
+        ..Default::default()
+    };
+    for (name, value) in parameters {
+        let choice = Some(ParameterChoice::Uint64Param(*value));
+        message.parameters.insert((*name).to_owned(), pb::InferParameter { parameter_choice: choice });
+    }
+    message
+}
+
+fn code(answer: &Result<pb::ModelInferResponse, ClientError>) -> Code {
+    match answer {
+        Ok(_) => Code::Ok,
+        Err(ClientError::Refused { code, .. }) => *code,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Waits until something is so, which takes no longer than a test may.
+async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let begin = Instant::now();
+    while !is_so().await {
+        assert!(begin.elapsed() < Duration::from_secs(120), "it never was so: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// A server with one model of a name that no other test has, as metrics are those of the process.
+struct Line {
+    server: Server,
+    model: &'static str,
+}
+
+type Answer = JoinHandle<Result<pb::ModelInferResponse, ClientError>>;
+
+impl Line {
+    async fn start(config: Config, model: &'static str) -> Line {
+        Line { server: Server::start(config, &[(model, 1, slow(60))]).await, model }
+    }
+
+    /// A metric of the model; 0 when it is not there.
+    async fn metric(&self, name: &str) -> u64 {
+        let address = self.server.serving.addresses().metrics;
+        let text = String::from_utf8(http(address, "GET", "/metrics", &[], b"").await.body).unwrap();
+        let of_model = format!("model=\"{}\"", self.model);
+        let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(&of_model));
+        lines.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+    }
+
+    async fn outcome(&self, outcome: &str) -> u64 {
+        let name = format!("millrace_serving_requests_total{{model=\"{}\",outcome=\"{outcome}\"", self.model);
+        self.metric(&name).await
+    }
+
+    async fn waiting(&self, count: u64) {
+        let what = format!("{count} requests wait");
+        until(&what, async || self.metric("millrace_serving_waiting_requests").await == count).await;
+    }
+
+    fn send(&self, client: &Client, count: usize, parameters: &[(&str, u64)]) -> Answer {
+        let (mut client, message) = (client.clone(), message(self.model, count, parameters));
+        tokio::spawn(async move { client.infer_message(message).await })
+    }
+
+    async fn statistics(&self) -> pb::ModelStatistics {
+        let request = pb::ModelStatisticsRequest { name: self.model.into(), version: String::new() };
+        let mut client = self.server.triton().await;
+        client.model_statistics(request).await.unwrap().into_inner().model_stats.remove(0)
+    }
+
+    /// Has the session held by a request of one row; tells how many runs that took, and its answer.
+    async fn hold(&self) -> (u64, Answer) {
+        let client = self.server.client().await;
+        loop {
+            let before = self.statistics().await.execution_count;
+            let busy = self.send(&client, BUSY_ROWS, &[]);
+            until("one is there", async || self.server.serving.inference().in_flight() > 0).await;
+            let holder = self.send(&client, 1, &[]);
+            let mut waited = false;
+            until("the holder waits or was served", async || {
+                waited = self.metric("millrace_serving_waiting_requests").await == 1;
+                waited || holder.is_finished()
+            })
+            .await;
+            busy.await.unwrap().unwrap();
+            self.waiting(0).await;
+            let runs = self.statistics().await.execution_count;
+            // Unless it came too late, or too early, and has run by itself.
+            if waited && !holder.is_finished() && runs == before + 1 {
+                return (runs, holder);
+            }
+            holder.await.unwrap().unwrap();
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_goes_while_he_waits_leaves_the_line() {
+    if !have_runtime() {
+        return;
+    }
+    let line = Line::start(holding(), "line-of-leavers").await;
+    let (runs, holder) = line.hold().await;
+    // Calls of a connection that stays, and connections that close.
+    let client = line.server.client().await;
+    let calls: Vec<Answer> = (0..3).map(|_| line.send(&client, 1, &[])).collect();
+    let body = json!({
+        "inputs": [{ "name": "input", "datatype": "FP32", "shape": [1, 512], "data": vec![0.5; 512] }],
+    });
+    let body = body.to_string();
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        let address = line.server.serving.addresses().http;
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let head = format!(
+            "POST /v2/models/{}/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            line.model,
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        streams.push(stream);
+    }
+    line.waiting(6).await;
+    calls.iter().for_each(JoinHandle::abort);
+    line.waiting(3).await;
+    drop(streams);
+    line.waiting(0).await;
+    assert_eq!(line.outcome("cancelled").await, 6);
+
+    // The rest of a run of eight ends the hold; nobody else was run.
+    let filler = line.send(&client, ROWS_MAX - 1, &[]);
+    filler.await.unwrap().unwrap();
+    holder.await.unwrap().unwrap();
+    let statistics = line.statistics().await;
+    assert_eq!(statistics.execution_count, runs + 1);
+    let sizes: Vec<u64> = statistics.batch_stats.iter().map(|size| size.batch_size).collect();
+    assert!(sizes.contains(&(ROWS_MAX as u64)), "{sizes:?}");
+    assert_eq!(statistics.inference_stats.unwrap().fail.unwrap().count, 6);
+    line.server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_cannot_run_in_time_is_told_so_and_not_run() {
+    if !have_runtime() {
+        return;
+    }
+    let line = Line::start(holding(), "line-of-the-late").await;
+    let (runs, holder) = line.hold().await;
+    let client = line.server.client().await;
+    // All of these come back while the session is held.
+    let refused = line.send(&client, 1, &[("timeout", 1_000)]).await.unwrap();
+    assert_eq!(code(&refused), Code::DeadlineExceeded);
+    assert!(refused.unwrap_err().to_string().contains("timeout"));
+    let body = json!({
+        "parameters": { "timeout": 1 },
+        "inputs": [{ "name": "input", "datatype": "FP32", "shape": [1, 512], "data": vec![0.5; 512] }],
+    });
+    let path = format!("/v2/models/{}/infer", line.model);
+    let reply = line.server.http("POST", &path, &[], body.to_string().as_bytes()).await;
+    assert_eq!(reply.status, 504, "{}", reply.json());
+    let inference = line.server.serving.inference();
+    let now = Instant::now();
+    for deadline in [now, now + Duration::from_millis(3)] {
+        let request = Request {
+            model: line.model.into(),
+            inputs: vec![rows(1)],
+            deadline: Some(deadline),
+            // The earlier one counts.
+            timeout: Some(Duration::from_secs(600)),
+            ..Default::default()
+        };
+        let error = inference.infer(request).await.unwrap_err();
+        assert!(matches!(error, InferError::DeadlineExceeded { .. }), "{error}");
+        assert!(error.is_retryable());
+    }
+    assert_eq!(line.outcome("deadline_exceeded").await, 4);
+
+    // A client of tonic looks at its clock itself, and may be the first to do so.
+    let mut triton = line.server.triton().await;
+    let mut request = tonic::Request::new(message(line.model, 1, &[]));
+    request.set_timeout(Duration::from_millis(20));
+    let refused = triton.model_infer(request).await.unwrap_err();
+    assert!(matches!(refused.code(), Code::DeadlineExceeded | Code::Cancelled), "{refused}");
+    line.waiting(0).await;
+    let mut request = tonic::Request::new(message(line.model, 1, &[]));
+    request.metadata_mut().insert("grpc-timeout", "soon".parse().unwrap());
+    let refused = triton.model_infer(request).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    assert!(refused.message().contains("grpc-timeout is \"soon\""), "{refused}");
+
+    // One that has the time is served, and so is one that says that it has no bound.
+    let patient = line.send(&client, 2, &[("timeout", 600_000_000)]);
+    let unbounded = line.send(&client, ROWS_MAX - 3, &[("timeout", 0)]);
+    patient.await.unwrap().unwrap();
+    unbounded.await.unwrap().unwrap();
+    holder.await.unwrap().unwrap();
+    assert_eq!(line.statistics().await.execution_count, runs + 1);
+    line.server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_server_bounds_how_long_requests_wait() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = config();
+    config.sessions_max = 1;
+    config.batching.timeout_us_max = 1;
+    let line = Line::start(config, "line-of-the-impatient").await;
+    let described = pb::ModelConfigRequest { name: line.model.into(), version: String::new() };
+    let described = line.server.triton().await.model_config(described).await.unwrap().into_inner();
+    let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) =
+        described.config.unwrap().scheduling_choice
+    else {
+        panic!("it batches");
+    };
+    let policy = batching.default_queue_policy.unwrap();
+    assert_eq!((policy.default_timeout_microseconds, policy.allow_timeout_override), (1, true));
+    let client = line.server.client().await;
+    // A microsecond may well pass before a free session was looked at, so anybody may be refused.
+    let mut late = 0;
+    for _ in 0..1_000 {
+        let busy = line.send(&client, BUSY_ROWS, &[]);
+        // None may wait for longer than the server allows.
+        let next = line.send(&client, 1, &[("timeout", u64::MAX)]);
+        for answer in [busy.await.unwrap(), next.await.unwrap()] {
+            match code(&answer) {
+                Code::Ok => {}
+                Code::DeadlineExceeded => late += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+        if late > 0 {
+            break;
+        }
+    }
+    assert!(late > 0, "nobody was late");
+    line.server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn places_go_by_priority_and_are_shared_among_clients() {
+    if !have_runtime() {
+        return;
+    }
+    let mut config = holding();
+    config.limits.requests_waiting_max = 3;
+    config.batching.priority_levels = 2;
+    config.batching.priority_default = 2;
+    let line = Line::start(config, "line-of-the-unequal").await;
+    let (runs, holder) = line.hold().await;
+    let (flood, other) = (line.server.client().await, line.server.client().await);
+    let mut flooding = Vec::new();
+    for place in 1..=3 {
+        flooding.push(line.send(&flood, 1, &[]));
+        line.waiting(place).await;
+    }
+    let refused = async |answer: Answer| {
+        let answer = answer.await.unwrap();
+        assert_eq!(code(&answer), Code::ResourceExhausted);
+        let text = answer.unwrap_err().to_string();
+        assert!(text.contains("limits.requests_waiting_max"), "{text}");
+    };
+    refused(line.send(&flood, 1, &[])).await;
+    // Another client has a right to a place: the last of the first one's.
+    let others = line.send(&other, 1, &[]);
+    refused(flooding.pop().unwrap()).await;
+    // A higher level comes before all of a lower one.
+    let urgent = line.send(&flood, 1, &[("priority", 1)]);
+    refused(flooding.pop().unwrap()).await;
+    // A level that there is not is the default.
+    refused(line.send(&flood, 1, &[("priority", 99)])).await;
+    let filler = line.send(&other, ROWS_MAX - 3, &[("priority", 1)]);
+    refused(others).await;
+    for answer in [holder, urgent, flooding.pop().unwrap(), filler] {
+        answer.await.unwrap().unwrap();
+    }
+    assert_eq!(line.statistics().await.execution_count, runs + 1);
+    assert_eq!(line.outcome("overloaded").await, 5);
+    line.server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn levels_that_there_cannot_be_are_refused() {
+    if !have_runtime() {
+        return;
+    }
+    for (levels, default, key) in [
+        (0, 1, "priority_levels"),
+        (65, 1, "priority_levels"),
+        (2, 0, "priority_default"),
+        (2, 3, "to priority_levels"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config();
+        config.batching.priority_levels = levels;
+        config.batching.priority_default = default;
+        let source = Source::directory(dir.path()).unwrap();
+        match serve(&config, source, CancellationToken::new()).await {
+            Err(Error::Config { reason }) => assert!(reason.contains(key), "{reason}"),
+            other => panic!("{levels} {default}: {other:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn models_that_are_used_together_all_answer() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[("large", 1, slow(30)), ("larger", 1, slow(40))]).await;
+    let mut client = server.client().await;
+    let mut alone = Vec::new();
+    for model in ["large", "larger"] {
+        alone.push(client.infer(model, None, vec![rows(16)], Form::Raw).await.unwrap().outputs);
+    }
+    let mut callers = tokio::task::JoinSet::new();
+    for (model, alone) in ["large", "larger"].into_iter().zip(alone) {
+        let mut client = server.client().await;
+        callers.spawn(async move {
+            for _ in 0..12 {
+                let answer = client.infer(model, None, vec![rows(16)], Form::Raw).await.unwrap();
+                assert_eq!(answer.outputs, alone);
+            }
+        });
+    }
+    // A small model meanwhile.
+    let row = [0.1, -0.2, 0.3, 0.4];
+    let expected = mlp_logits(&row);
+    while !callers.is_empty() {
+        let input = Tensor::fp32("input", vec![1, FEATURES as i64], row.to_vec()).unwrap();
+        let answer = client.infer("mlp", None, vec![input], Form::Raw).await.unwrap();
+        let millrace_serving::tensor::Data::Fp32(logits) = &answer.outputs[0].data else { panic!() };
+        assert!(logits.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4), "{logits:?}");
+        while let Some(done) = callers.try_join_next() {
+            done.unwrap();
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn extents_that_do_not_belong_together_are_the_clients_fault() {
+    if !have_runtime() {
+        return;
+    }
+    let server = Server::start(config(), &[("sum", 1, sum())]).await;
+    let input = |name: &str, rows: i64| {
+        Tensor::fp32(name, vec![rows, FEATURES as i64], vec![1.0; rows as usize * FEATURES]).unwrap()
+    };
+    let mut client = server.client().await;
+    client.infer("sum", None, vec![input("a", 2), input("b", 2)], Form::Raw).await.unwrap();
+    match client.infer("sum", None, vec![input("a", 2), input("b", 3)], Form::Raw).await {
+        Err(ClientError::Refused { code: Code::InvalidArgument, message }) => {
+            assert!(message.contains(r#""a" of shape [2, 4], "b" of shape [3, 4]"#), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let of = |name: &str, rows: usize| json!({ "name": name, "datatype": "FP32", "shape": [rows, FEATURES], "data": vec![1.0; rows * FEATURES] });
+    let body = json!({ "inputs": [of("a", 3), of("b", 2)] }).to_string();
+    let reply = server.http("POST", "/v2/models/sum/infer", &[], body.as_bytes()).await;
+    assert_eq!(reply.status, 400, "{}", reply.json());
+    server.stop().await;
+}
