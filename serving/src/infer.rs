@@ -36,7 +36,8 @@ pub struct Request {
     pub priority: u64,
     /// How long it may wait for a session, at most as long as the server allows.
     pub timeout: Option<Duration>,
-    /// When nobody wants the answer any more: a request that does not run by then is not run at all.
+    /// When nobody wants the answer any more: a request that waits and could not be answered by then is
+    /// not run at all.
     pub deadline: Option<Instant>,
     /// Who asks, so that clients take turns. Requests of nobody are those of one client.
     pub client: Option<SocketAddr>,
@@ -243,9 +244,10 @@ async fn infer_with(model: &Model, request: Request) -> Result<(Response, u64, T
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
     // A time that the clock does not reach bounds nothing.
     let expires = timeout.and_then(|timeout| queued.checked_add(timeout));
-    let deadline = request.deadline.into_iter().chain(expires).min();
+    let answer_by = request.deadline;
+    let deadline = answer_by.into_iter().chain(expires).min();
     let level = model.pool.level(request.priority);
-    let work = Work { inputs, outputs, rows, queued, deadline, level, client: request.client };
+    let work = Work { inputs, outputs, rows, queued, deadline, answer_by, level, client: request.client };
     let ran = model.pool.run(work).await?;
     let times = ran.times;
     let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();

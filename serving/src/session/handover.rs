@@ -69,7 +69,11 @@ impl Shared {
     }
 
     /// Puts a request in the line of a state in which no session is free.
-    pub(super) fn wait(&self, state: &mut State, work: Work) -> Result<Waiting<'_>, InferError> {
+    pub(super) fn wait(&self, state: &mut State, mut work: Work) -> Result<Waiting<'_>, InferError> {
+        // One that began just before the answer is of no use would keep from running those after it, and so
+        // on: under too much load nobody would be answered in time.
+        work.allow_for(Duration::from_micros(self.run_micros() as u64));
+        let (deadline, queued) = (work.deadline, work.queued);
         let (job, turn) = Job::new(work);
         let (bytes, of_line) = (job.bytes(), (state.line.len(), state.line.bytes()));
         let admitted = state.line.admit(job, self.room);
@@ -81,7 +85,7 @@ impl Shared {
                         self.overloaded(of_line, job.bytes(), "and one came that is served before it");
                     job.refuse(error);
                 }
-                Ok(Waiting { shared: self, place: Some(place), turn })
+                Ok(Waiting { shared: self, place: Some(place), deadline, queued, turn })
             }
             Err(_) => Err(self.overloaded(of_line, bytes, "and none of them is served after it")),
         }
@@ -186,17 +190,19 @@ impl Shared {
 pub(super) struct Waiting<'a> {
     shared: &'a Shared,
     place: Option<Place>,
+    deadline: Option<Instant>,
+    queued: Instant,
     turn: oneshot::Receiver<Turn>,
 }
 
 impl Waiting<'_> {
-    /// Waits for the turn, at most until the deadline, for a request that waits since `queued`. Cancel safe.
-    pub(super) async fn turn(mut self, deadline: Option<Instant>, queued: Instant) -> Turn {
-        let told = match deadline {
+    /// Waits for the turn, at most until the deadline. Cancel safe.
+    pub(super) async fn turn(mut self) -> Turn {
+        let told = match self.deadline {
             None => (&mut self.turn).await,
             Some(deadline) => match tokio::time::timeout_at(deadline.into(), &mut self.turn).await {
                 Ok(told) => told,
-                Err(_) => return Turn::Done(Err(late(queued))),
+                Err(_) => return Turn::Done(Err(late(self.queued))),
             },
         };
         self.place = None;

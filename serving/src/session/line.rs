@@ -12,7 +12,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
@@ -35,8 +35,10 @@ pub(crate) struct Work {
     pub(crate) rows: usize,
     /// When it began to wait.
     pub(crate) queued: Instant,
-    /// When it is too late to run it.
+    /// When it is too late to begin to run it.
     pub(crate) deadline: Option<Instant>,
+    /// When nobody wants the answer any more.
+    pub(crate) answer_by: Option<Instant>,
     /// Level of priority; lower ones first.
     pub(crate) level: usize,
     /// Who asks. Requests of nobody are those of one client.
@@ -52,6 +54,12 @@ impl Work {
     /// Whether its deadline has passed. The clock is read only where there is one.
     pub(super) fn is_late(&self) -> bool {
         self.deadline.is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    /// It has to begin so long before the answer is not wanted any more.
+    pub(super) fn allow_for(&mut self, run: Duration) {
+        let begin_by = self.answer_by.map(|answer_by| answer_by.checked_sub(run).unwrap_or(self.queued));
+        self.deadline = self.deadline.into_iter().chain(begin_by).min();
     }
 
     /// What it takes of its client's share: what has no rows counts as one.
@@ -72,8 +80,8 @@ impl Work {
 pub(super) fn late(queued: Instant) -> InferError {
     InferError::DeadlineExceeded {
         reason: format!(
-            "the request waited for a session for {} us and its time is over: the least of its parameter timeout, \
-             grpc-timeout and batching.timeout_us_max",
+            "the request waited for a session for {} us and could not be answered in time: the least of its parameter \
+             timeout, grpc-timeout and batching.timeout_us_max",
             queued.elapsed().as_micros()
         ),
     }

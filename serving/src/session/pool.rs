@@ -147,7 +147,7 @@ impl Pool {
             Err(waiting) => waiting,
         };
         self.shared.notify();
-        match waiting.turn(deadline, queued).await {
+        match waiting.turn().await {
             Turn::Done(result) => result,
             Turn::Lead(lease, work) => {
                 self.shared.gather(&work).await;

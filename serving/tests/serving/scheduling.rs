@@ -387,27 +387,3 @@ async fn models_that_are_used_together_all_answer() {
     }
     server.stop().await;
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn extents_that_do_not_belong_together_are_the_clients_fault() {
-    if !have_runtime() {
-        return;
-    }
-    let server = Server::start(config(), &[("sum", 1, sum())]).await;
-    let input = |name: &str, rows: i64| {
-        Tensor::fp32(name, vec![rows, FEATURES as i64], vec![1.0; rows as usize * FEATURES]).unwrap()
-    };
-    let mut client = server.client().await;
-    client.infer("sum", None, vec![input("a", 2), input("b", 2)], Form::Raw).await.unwrap();
-    match client.infer("sum", None, vec![input("a", 2), input("b", 3)], Form::Raw).await {
-        Err(ClientError::Refused { code: Code::InvalidArgument, message }) => {
-            assert!(message.contains(r#""a" of shape [2, 4], "b" of shape [3, 4]"#), "{message}");
-        }
-        other => panic!("{other:?}"),
-    }
-    let of = |name: &str, rows: usize| json!({ "name": name, "datatype": "FP32", "shape": [rows, FEATURES], "data": vec![1.0; rows * FEATURES] });
-    let body = json!({ "inputs": [of("a", 3), of("b", 2)] }).to_string();
-    let reply = server.http("POST", "/v2/models/sum/infer", &[], body.as_bytes()).await;
-    assert_eq!(reply.status, 400, "{}", reply.json());
-    server.stop().await;
-}

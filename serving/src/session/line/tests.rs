@@ -1,10 +1,8 @@
 //! The line against its promises: who is next, who runs with whom, who gets a place.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::LazyLock;
-use std::time::Duration;
-
 use proptest::prelude::*;
+use std::sync::LazyLock;
 
 use super::*;
 
@@ -25,6 +23,7 @@ fn work(rows: usize, width: i64, outputs: &[usize], at: u64) -> Work {
         rows,
         queued: *BEGIN + Duration::from_micros(at),
         deadline: None,
+        answer_by: None,
         level: 1,
         client: client(1),
     }
@@ -144,6 +143,26 @@ fn who_is_late_is_neither_next_nor_taken_along() {
     assert!(line.next(&mut late).is_none());
     assert_eq!(all_at(&late), [0, 2, 4]);
     assert_eq!((line.len(), line.bytes(), line.backlogs.len()), (0, 0, 0));
+}
+
+#[test]
+fn a_run_has_to_begin_while_its_answer_is_wanted() {
+    let at = |millis| *BEGIN + Duration::from_millis(millis);
+    for (deadline, answer_by, run, expected) in [
+        (None, None, 5, None),
+        (Some(30), None, 5, Some(30)),
+        (None, Some(30), 5, Some(25)),
+        (Some(20), Some(30), 5, Some(20)),
+        (Some(30), Some(30), 5, Some(25)),
+    ] {
+        let (deadline, answer_by) = (deadline.map(at), answer_by.map(at));
+        let mut work = Work { deadline, answer_by, ..work(1, 4, &[0], 0) };
+        work.allow_for(Duration::from_millis(run));
+        assert_eq!(work.deadline, expected.map(at));
+    }
+    let mut work = Work { answer_by: Some(*BEGIN), ..work(1, 4, &[0], 0) };
+    work.allow_for(Duration::MAX);
+    assert!(work.is_late());
 }
 
 #[test]
