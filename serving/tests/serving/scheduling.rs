@@ -123,7 +123,8 @@ impl Line {
         loop {
             let before = self.statistics().await.execution_count;
             let busy = self.send(&client, BUSY_ROWS, &[]);
-            until("one is there", async || self.server.serving.inference().in_flight() > 0).await;
+            let inference = self.server.serving.inference();
+            until("one is there", async || inference.in_flight() > 0 || busy.is_finished()).await;
             let holder = self.send(&client, 1, &[]);
             let mut waited = false;
             until("the holder waits or was served", async || {
