@@ -83,11 +83,6 @@ pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
     registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
 });
 
-/// Requests that wait for a session, by model and version.
-pub static WAITING: LazyLock<IntGaugeVec> = LazyLock::new(|| {
-    gauge_vec("millrace_serving_waiting_requests", "Requests that wait for a session", &["model", "version"])
-});
-
 /// Requests that are being answered.
 pub static IN_FLIGHT: LazyLock<IntGauge> =
     LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));

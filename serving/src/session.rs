@@ -56,7 +56,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         tracing::info!(model = manifest.name, version = manifest.version, reason, "requests run one by one");
         rows_max = 0;
     }
-    Ok(Pool::new(free, manifest, config, rows_max))
+    Ok(Pool::new(free, &manifest.signature, config, rows_max))
 }
 
 /// Session options for a device; the builder can commit any number of sessions.

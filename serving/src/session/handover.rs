@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use millrace_bundle::TensorSpec;
 use ort::session::Session;
 use parking_lot::Mutex;
-use prometheus::IntGauge;
 use tokio::sync::{Notify, oneshot};
 
 use super::background::{Account, Mix};
@@ -28,8 +27,6 @@ pub(super) struct Shared {
     /// Somebody came, where there is a delay.
     came: Notify,
     room: Room,
-    /// How many wait.
-    waiting: IntGauge,
     /// Rows come out as they went in.
     pub(super) keeps_rows: AtomicBool,
     /// Typical duration of a run, in microseconds.
@@ -52,7 +49,6 @@ impl Shared {
         sizes: Sizes,
         delay: Duration,
         room: Room,
-        waiting: IntGauge,
     ) -> Shared {
         Shared {
             state: Mutex::new(State { free, line: Line::default() }),
@@ -61,7 +57,6 @@ impl Shared {
             delay,
             came: Notify::new(),
             room,
-            waiting,
             keeps_rows: AtomicBool::new(true),
             run_micros: AtomicUsize::new(0),
             account: Account::default(),
@@ -77,7 +72,6 @@ impl Shared {
         let (job, turn) = Job::new(work);
         let (bytes, of_line) = (job.bytes(), (state.line.len(), state.line.bytes()));
         let admitted = state.line.admit(job, self.room);
-        self.waiting.set(state.line.len() as i64);
         match admitted {
             Ok((place, leaving)) => {
                 for job in leaving {
@@ -132,12 +126,15 @@ impl Shared {
         }
     }
 
+    /// How many wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.state.lock().line.len()
+    }
+
     /// Those of the line that run together with a request.
     pub(super) fn take_like(&self, work: &Work) -> Vec<Job> {
         let mut state = self.state.lock();
-        let taken = state.line.take_like(work, &self.sizes);
-        self.waiting.set(state.line.len() as i64);
-        taken
+        state.line.take_like(work, &self.sizes)
     }
 
     /// Hands a session to the request that is next.
@@ -147,9 +144,7 @@ impl Shared {
         loop {
             let job = {
                 let mut state = self.state.lock();
-                let next = state.line.next(&mut too_late);
-                self.waiting.set(state.line.len() as i64);
-                match next {
+                match state.line.next(&mut too_late) {
                     Some(job) => job,
                     None => {
                         state.free.extend(lease.session.take());
@@ -219,7 +214,6 @@ impl Drop for Waiting<'_> {
         if let Some(place) = self.place {
             let mut state = self.shared.state.lock();
             let left = state.line.remove(place);
-            self.shared.waiting.set(state.line.len() as i64);
             drop(state);
             // Its tensors may be large: they are freed without the lock.
             drop(left);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{Manifest, Signature, TensorSpec};
+use millrace_bundle::{Signature, TensorSpec};
 use ort::session::Session;
 
 use super::background::{self, Mix};
@@ -20,7 +20,6 @@ use super::line::{Room, Sizes, Work, late};
 use super::values::run;
 use crate::config::{Config, Device};
 use crate::error::InferError;
-use crate::metrics::WAITING;
 use crate::tensor::{Data, Tensor};
 
 /// Runs that take longer give their worker thread's other tasks away first.
@@ -41,12 +40,11 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// Takes sessions of a version, up to `rows_max` rows of which may run together.
-    pub(super) fn new(free: Vec<Session>, manifest: &Manifest, config: &Config, rows_max: usize) -> Pool {
+    pub(super) fn new(free: Vec<Session>, signature: &Signature, config: &Config, rows_max: usize) -> Pool {
         let batching = &config.batching;
         let mut preferred = batching.preferred_rows.clone();
         preferred.retain(|rows| (1..=rows_max).contains(rows));
         preferred.sort_unstable();
-        let signature = &manifest.signature;
         let room = Room {
             requests_max: config.limits.requests_waiting_max,
             bytes_max: config.limits.waiting_bytes_max,
@@ -64,7 +62,6 @@ impl Pool {
                 Sizes { rows_max, preferred },
                 Duration::from_micros(batching.delay_us_max),
                 room,
-                WAITING.with_label_values(&[manifest.name.as_str(), &manifest.version.to_string()]),
             )),
         };
         pool.warm_up(signature);
@@ -83,7 +80,7 @@ impl Pool {
 
     /// How many requests wait for a session.
     pub(crate) fn waiting(&self) -> usize {
-        self.shared.state.lock().line.len()
+        self.shared.waiting()
     }
 
     /// Most rows that run together; `None` where each request runs alone.

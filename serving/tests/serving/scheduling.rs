@@ -103,7 +103,7 @@ impl Line {
 
     async fn waiting(&self, count: u64) {
         let what = format!("{count} requests wait");
-        until(&what, async || self.metric("millrace_serving_waiting_requests").await == count).await;
+        until(&what, async || self.metric("nv_inference_pending_request_count").await == count).await;
     }
 
     fn send(&self, client: &Client, count: usize, parameters: &[(&str, u64)]) -> Answer {
@@ -128,7 +128,7 @@ impl Line {
             let holder = self.send(&client, 1, &[]);
             let mut waited = false;
             until("the holder waits or was served", async || {
-                waited = self.metric("millrace_serving_waiting_requests").await == 1;
+                waited = self.metric("nv_inference_pending_request_count").await == 1;
                 waited || holder.is_finished()
             })
             .await;
