@@ -63,7 +63,9 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         return commands::mount::umount(out, path);
     }
     if let Command::Model(
-        model @ (cli::ModelCommand::Init { .. } | cli::ModelCommand::Show { volume: None, .. }),
+        model @ (cli::ModelCommand::Init { .. }
+        | cli::ModelCommand::Show { volume: None, .. }
+        | cli::ModelCommand::Import(cli::ImportArgs { volume: None, .. })),
     ) = cli.command
     {
         return commands::model::files(out, model);

@@ -14,7 +14,8 @@ use millrace_datafs::Name;
 
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, ServeCommand, TrainArgs, WeightArgs,
+    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, ServeCommand,
+    TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
@@ -127,7 +128,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
     )]
     Feed(FeedArgs),
-    /// Make and inspect models
+    /// Make, import and inspect models
     #[command(
         subcommand,
         after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx"

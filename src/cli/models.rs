@@ -39,6 +39,11 @@ pub(crate) enum ModelCommand {
         #[command(subcommand)]
         kind: ModelInit,
     },
+    /// Put an ONNX file of another program into a volume or a folder, as the next version of a model
+    #[command(
+        after_help = "The file holds its weights itself; its inputs and outputs are read off its graph. The version is one\nabove the highest that is there, and is seen once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
+    )]
+    Import(ImportArgs),
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
     #[command(
         after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
@@ -53,6 +58,22 @@ pub(crate) enum ModelCommand {
         #[arg(long, requires = "volume")]
         version: Option<u64>,
     },
+}
+
+/// `millrace model import`
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    /// The ONNX file
+    pub(crate) file: PathBuf,
+    /// Name of the model
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Volume to put it into, below models/
+    #[arg(long, conflicts_with = "models", required_unless_present = "models")]
+    pub(crate) volume: Option<Name>,
+    /// Folder to put it into
+    #[arg(long, value_name = "DIR")]
+    pub(crate) models: Option<PathBuf>,
 }
 
 /// `millrace model init …`

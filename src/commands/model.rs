@@ -1,15 +1,19 @@
-//! `millrace model init|show`.
+//! `millrace model init|import|show`.
 
+mod import;
+
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_bundle::{Bundle, TensorSpec, onnx::ModelProto};
+use millrace_bundle::onnx::{GraphProto, ModelProto};
+use millrace_bundle::{Bundle, Lineage, TensorSpec};
 use millrace_trainer::graph::Graph;
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
 use sha2::{Digest, Sha256};
 
-use crate::cli::{ModelCommand, ModelInit, WeightArgs};
+use crate::cli::{ImportArgs, ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
@@ -21,7 +25,13 @@ const MODEL_BYTES_MAX: u64 = 2 << 30;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> {
     match command {
-        ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } => files(context.out, command),
+        ModelCommand::Import(ImportArgs { file, name, volume: Some(volume), .. }) => {
+            let bundle = import::into_volume(context, file, name, &volume).await?;
+            show_bundle(context.out, &bundle)
+        }
+        ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } | ModelCommand::Import(_) => {
+            files(context.out, command)
+        }
         ModelCommand::Show { model, volume: Some(volume), version } => {
             let datafs = context.datafs()?;
             let spec = volume.clone();
@@ -50,7 +60,7 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             let bundle = millrace_bundle::load(store.as_ref(), root, &model, version)
                 .await
                 .with_context(|| format!("volume {volume}"))?;
-            show_bundle(context, &bundle)
+            show_bundle(context.out, &bundle)
         }
     }
 }
@@ -60,6 +70,11 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
     match command {
         ModelCommand::Init { kind } => init(out, kind),
         ModelCommand::Show { model, .. } => show_file(out, Path::new(&model)),
+        ModelCommand::Import(ImportArgs { file, name, models, .. }) => {
+            // Clap requires it where there is no volume.
+            let Some(models) = models else { return Ok(()) };
+            show_bundle(out, &import::into_folder(&file, &name, &models)?)
+        }
     }
 }
 
@@ -97,9 +112,10 @@ fn init(out: Output, kind: ModelInit) -> Result<()> {
     show_file(out, &file)
 }
 
-fn show_file(out: Output, file: &Path) -> Result<()> {
-    let length = match std::fs::metadata(file) {
-        Ok(metadata) => metadata.len(),
+/// Reads an ONNX file of bounded size.
+fn read(file: &Path) -> Result<(Vec<u8>, ModelProto)> {
+    let metadata = match std::fs::metadata(file) {
+        Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             return fail(
                 Exit::NotFound,
@@ -108,18 +124,36 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
         }
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", file.display())),
     };
-    if length > MODEL_BYTES_MAX {
+    if !metadata.is_file() {
+        return fail(Exit::Usage, format!("{} is not a file", file.display()));
+    }
+    let mut raw = Vec::new();
+    // One byte more than may be there shows that the file is too large, also one that grows meanwhile.
+    std::fs::File::open(file)
+        .and_then(|file| file.take(MODEL_BYTES_MAX + 1).read_to_end(&mut raw))
+        .with_context(|| format!("cannot read {}", file.display()))?;
+    if raw.len() as u64 > MODEL_BYTES_MAX {
         return fail(Exit::Usage, format!("{} is larger than {}", file.display(), bytes(MODEL_BYTES_MAX)));
     }
-    let raw = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
     let Ok(model) = ModelProto::decode(&raw[..]) else {
         return fail(Exit::Corrupt, format!("{} is not an ONNX file", file.display()));
     };
-    let Some(graph) = &model.graph else {
-        return fail(Exit::Corrupt, format!("{} holds no graph", file.display()));
-    };
+    Ok((raw, model))
+}
+
+/// The graph of a file.
+fn graph<'a>(model: &'a ModelProto, file: &Path) -> Result<&'a GraphProto> {
+    model.graph.as_ref().ok_or_else(|| failure(Exit::Corrupt, format!("{} holds no graph", file.display())))
+}
+
+fn show_file(out: Output, file: &Path) -> Result<()> {
+    let (raw, model) = read(file)?;
+    let length = raw.len() as u64;
+    let graph = graph(&model, file)?;
     let signature = millrace_bundle::Signature::of_graph(graph)?;
-    let parameters: i64 = graph.initializer.iter().map(|tensor| tensor.dims.iter().product::<i64>()).sum();
+    let parameters = graph.initializer.iter().fold(0i64, |sum, tensor| {
+        sum.saturating_add(tensor.dims.iter().fold(1i64, |count, extent| count.saturating_mul(*extent)))
+    });
     let trainable = match Graph::read(&model) {
         Ok(_) => "yes".to_owned(),
         Err(error) => format!("no: {error}"),
@@ -150,15 +184,34 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
     )
 }
 
-fn show_bundle(context: &Context, bundle: &Bundle) -> Result<()> {
+fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
     let manifest = bundle.manifest();
-    let lineage = &manifest.lineage;
-    let offsets = lineage.offsets.iter().flat_map(|(topic, partitions)| {
-        partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} up to {next}"))
-    });
     let mut rows = vec![
         vec!["inputs".into(), tensors(&manifest.signature.inputs)],
         vec!["outputs".into(), tensors(&manifest.signature.outputs)],
+    ];
+    rows.extend(origin(&manifest.lineage));
+    rows.push(vec!["sha256".into(), manifest.model_sha256().to_owned()]);
+    rows.push(vec!["created".into(), manifest.created_at.clone()]);
+    for (name, value) in &manifest.metrics {
+        let shown = if name.ends_with("_rows") { count(*value as u64) } else { format!("{value:.6}") };
+        rows.push(vec![name.clone(), shown]);
+    }
+    out.table(manifest, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
+}
+
+/// Where a model came from: a training, or another program.
+fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
+    if let Some(imported) = &lineage.imported {
+        return vec![
+            vec!["imported from".into(), imported.file.clone()],
+            vec!["written by".into(), imported.producer.clone()],
+        ];
+    }
+    let offsets = lineage.offsets.iter().flat_map(|(topic, partitions)| {
+        partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} up to {next}"))
+    });
+    vec![
         vec!["snapshot".into(), format!("{}@{}", lineage.volume, lineage.snapshot)],
         vec!["records".into(), offsets.collect::<Vec<_>>().join(", ")],
         vec!["seed".into(), lineage.seed.to_string()],
@@ -166,14 +219,7 @@ fn show_bundle(context: &Context, bundle: &Bundle) -> Result<()> {
         vec!["epochs".into(), count(lineage.epochs)],
         vec!["code".into(), lineage.code_version.clone()],
         vec!["configuration".into(), lineage.config_sha256.clone()],
-        vec!["sha256".into(), manifest.model_sha256().to_owned()],
-        vec!["created".into(), manifest.created_at.clone()],
-    ];
-    for (name, value) in &manifest.metrics {
-        let shown = if name.ends_with("_rows") { count(*value as u64) } else { format!("{value:.6}") };
-        rows.push(vec![name.clone(), shown]);
-    }
-    context.out.table(manifest, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
+    ]
 }
 
 fn tensors(specs: &[TensorSpec]) -> String {

@@ -1,4 +1,4 @@
-//! kcat, confluent-kafka, tritonclient, pyarrow and duckdb, all unmodified.
+//! kcat, confluent-kafka, tritonclient, perf_analyzer, KServe's client, PyTorch, pyarrow and duckdb, all unmodified.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -111,6 +111,14 @@ fn python_clients_use_a_running_pipeline() {
             .arg(&test),
     );
     assert!(said.contains("360 rows"), "{said}");
+    for (script, says) in
+        [("triton_async.py", "360 rows side by side"), ("kserve_client.py", "360 predictions")]
+    {
+        let said = program(
+            python(script).args([address(&report, "grpc"), address(&report, "http"), "digits"]).arg(&test),
+        );
+        assert!(said.contains(says), "{said}");
+    }
     // A second server over the same volume, which serves only what it is told to.
     let traces = home.dir.path().join("traces");
     std::fs::create_dir(&traces).unwrap();
@@ -128,6 +136,49 @@ fn python_clients_use_a_running_pipeline() {
     if fuse_permitted() {
         let said = program(python("parquet.py").arg(address(&report, "mount")).arg(records("digits.jsonl")));
         assert!(said.contains("1437 rows"), "{said}");
+    }
+    assert_eq!(service.stop(), 0);
+}
+
+/// Models that PyTorch exported come into a volume as any user brings them, are served together, and answer as
+/// PyTorch does.
+#[test]
+#[ignore = "needs PyTorch, tritonclient and perf_analyzer: run make conformance"]
+fn models_of_pytorch_answer_as_in_pytorch() {
+    let home = Home::new();
+    let exported = home.dir.path().join("exported");
+    std::fs::create_dir(&exported).unwrap();
+    // Debian's PyTorch belongs to Debian's Python.
+    let mut export = Command::new("/usr/bin/python3");
+    export.arg(project().join("tests/conformance/clients/torch_export.py")).arg(&exported);
+    let said = program(&mut export);
+    assert!(said.contains("exported by PyTorch"), "{said}");
+    let mlp = exported.join("mlp.onnx");
+    home.ok(["model", "init", "mlp", "--inputs", "64", "--classes", "10", mlp.to_str().unwrap()]);
+    home.ok(["volume", "create", "models"]);
+    for name in ["resnet18", "mobilenet_v2", "bert", "lstm", "mlp"] {
+        let file = exported.join(format!("{name}.onnx"));
+        let import = ["model", "import", file.to_str().unwrap(), "--name", name, "--volume", "models"];
+        let manifest = home.json(import);
+        assert_eq!(manifest["version"], 1, "{manifest}");
+        let producer = manifest["lineage"]["imported"]["producer"].as_str().unwrap();
+        assert!(producer.starts_with(if name == "mlp" { "millrace " } else { "pytorch " }), "{producer}");
+    }
+    let any = "127.0.0.1:0";
+    let mut service = Service::spawn(
+        home.command()
+            .args(["serve", "--volume", "models", "--json", "--grpc", any, "--http", any, "--metrics", any])
+            // One session, so that clients have to wait for each other however many processors there are.
+            .env("MILLRACE_SERVING__SESSIONS_MAX", "1"),
+    );
+    let served = service.object();
+    let (grpc, http) = (served["grpc"].as_str().unwrap(), served["http"].as_str().unwrap());
+    let said = program(python("torch_models.py").args([grpc, http]).arg(&exported));
+    assert!(said.contains("4 models answer as PyTorch does"), "{said}");
+    if cfg!(target_arch = "x86_64") {
+        let said =
+            program(python("perf.py").arg(project().join(".local/perf_analyzer")).args([grpc, http, "mlp"]));
+        assert!(said.contains("every request answered"), "{said}");
     }
     assert_eq!(service.stop(), 0);
 }

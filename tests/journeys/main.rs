@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod habits;
+mod imported;
 mod instances;
 mod kills;
 mod load;

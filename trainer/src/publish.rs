@@ -112,6 +112,7 @@ pub(crate) fn publish(
             code_version: env!("CARGO_PKG_VERSION").to_owned(),
             steps: state.step,
             epochs: state.ledger.epochs.len() as u64,
+            imported: None,
         };
         let bundle =
             Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state)).map_err(bad)?;

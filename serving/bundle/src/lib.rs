@@ -53,7 +53,7 @@ pub mod onnx {
 pub use bundle::Bundle;
 pub use error::{Error, Result};
 pub use manifest::{
-    FORMAT_VERSION, FileEntry, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
+    FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
 };
 pub use repository::{
     Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,

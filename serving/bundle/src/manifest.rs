@@ -77,6 +77,19 @@ pub struct Lineage {
     pub steps: u64,
     /// Whole passes over the data.
     pub epochs: u64,
+    /// The file that the model came in, where it was made elsewhere.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub imported: Option<Imported>,
+}
+
+/// The ONNX file that a model was imported from.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Imported {
+    /// Name of the file, without its folders.
+    pub file: String,
+    /// Program that wrote the file, with its version, as far as the file says: `pytorch 2.6.0`.
+    pub producer: String,
 }
 
 impl Manifest {

@@ -193,8 +193,16 @@ struct OutputReplyJson<'a> {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Elsewhere<'a> {
-    Body { binary_data_size: usize },
-    Region { shared_memory_region: &'a str, shared_memory_offset: u64, shared_memory_byte_size: usize },
+    Body {
+        binary_data_size: usize,
+    },
+    Region {
+        shared_memory_region: &'a str,
+        shared_memory_offset: u64,
+        shared_memory_byte_size: usize,
+        /// Always 0: Triton's C++ client takes every output that has parameters for one that says this.
+        binary_data_size: usize,
+    },
 }
 
 /// Writes a reply, and the outputs that go into shared memory; gives the length of its JSON part when
@@ -221,6 +229,7 @@ pub(super) fn encode(
                     shared_memory_region: span.region(),
                     shared_memory_offset: span.offset(),
                     shared_memory_byte_size: tensor.data.raw_len(),
+                    binary_data_size: 0,
                 }),
                 data: None,
             });

@@ -1,0 +1,166 @@
+//! Models of other programs: an ONNX file becomes a version that is served, or one clear line.
+
+use std::path::{Path, PathBuf};
+
+use millrace_bundle::onnx::{ModelProto, StringStringEntryProto, tensor_proto::DataLocation};
+use millrace_serving::client::Client;
+use millrace_serving::tensor::Tensor;
+use millrace_serving::wire::Form;
+use prost::Message;
+use serde_json::Value;
+
+use crate::support::{Home, program, project};
+
+fn onnx(home: &Home) -> PathBuf {
+    let file = home.dir.path().join("mlp.onnx");
+    home.ok(["model", "init", "mlp", "--inputs", "2", "--classes", "2", file.to_str().unwrap()]);
+    file
+}
+
+fn folder(home: &Home) -> PathBuf {
+    let folder = home.dir.path().join("models");
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn versions(model: &Path) -> Vec<u64> {
+    let entries = std::fs::read_dir(model).unwrap();
+    let mut versions: Vec<u64> =
+        entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect();
+    versions.sort_unstable();
+    versions
+}
+
+fn check(manifest: &Value, version: u64) {
+    assert_eq!((&manifest["name"], manifest["version"].as_u64()), (&"m".into(), Some(version)));
+    assert_eq!(manifest["lineage"]["imported"]["file"], "mlp.onnx", "{manifest}");
+    let producer = manifest["lineage"]["imported"]["producer"].as_str().unwrap();
+    assert!(producer.starts_with("millrace "), "{producer}");
+    assert_eq!(manifest["signature"]["inputs"][0]["shape"], serde_json::json!([-1, 2]));
+}
+
+#[test]
+fn files_become_the_next_versions_in_a_folder_and_are_served() {
+    let home = Home::new();
+    let (file, folder) = (onnx(&home), folder(&home));
+    let import = ["model", "import", text(&file), "--name", "m", "--models", text(&folder)];
+    check(&home.json(import), 1);
+    let said = home.ok(import);
+    assert!(
+        said.contains("m version 2") && said.contains("imported from") && said.contains("mlp.onnx"),
+        "{said}"
+    );
+    assert_eq!(std::fs::read(folder.join("m/2/model.onnx")).unwrap(), std::fs::read(&file).unwrap());
+    // No home is needed for it.
+    program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(import));
+    let any = "127.0.0.1:0";
+    let serve =
+        ["serve", "--json", "--models", text(&folder), "--grpc", any, "--http", any, "--metrics", any];
+    let mut service = home.start(serve);
+    let served = service.object();
+    for version in 1..=3 {
+        let line = Value::from(format!("m version {version}"));
+        assert!(served["models"].as_array().unwrap().contains(&line), "{served}");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut client = Client::connect(served["grpc"].as_str().unwrap()).await.unwrap();
+        let input = Tensor::fp32("input", vec![1, 2], vec![1.0, 2.0]).unwrap();
+        assert_eq!(client.infer("m", None, vec![input], Form::Raw).await.unwrap().version, "3");
+    });
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
+fn files_become_the_next_versions_in_a_volume() {
+    let home = Home::new();
+    let file = onnx(&home);
+    home.ok(["volume", "create", "v"]);
+    let import = ["model", "import", text(&file), "--name", "m", "--volume", "v"];
+    check(&home.json(import), 1);
+    check(&home.json(import), 2);
+    check(&home.json(["model", "show", "m", "--volume", "v", "--version", "2"]), 2);
+    let said = home.ok(["model", "show", "m", "--volume", "v"]);
+    assert!(said.contains("written by") && !said.contains("snapshot"), "{said}");
+}
+
+#[test]
+fn imports_at_the_same_time_get_versions_of_their_own() {
+    let home = Home::new();
+    let (file, folder) = (onnx(&home), folder(&home));
+    home.ok(["volume", "create", "v"]);
+    for into in [["--models", text(&folder)], ["--volume", "v"]] {
+        let children: Vec<_> = (0..6)
+            .map(|_| {
+                let mut command = home.command();
+                command.args(["model", "import", text(&file), "--name", "m", "--json"]).args(into);
+                std::thread::spawn(move || serde_json::from_str::<Value>(&program(&mut command)).unwrap())
+            })
+            .collect();
+        let mut given: Vec<u64> =
+            children.into_iter().map(|child| child.join().unwrap()["version"].as_u64().unwrap()).collect();
+        given.sort_unstable();
+        assert_eq!(given, [1, 2, 3, 4, 5, 6], "{into:?}");
+    }
+    assert_eq!(versions(&folder.join("m")), [1, 2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
+    let home = Home::new();
+    let (file, folder) = (onnx(&home), folder(&home));
+    home.ok(["volume", "create", "v"]);
+    let readme = project().join("README.md");
+    let empty = home.file("empty.onnx", "");
+    let cut = home.file("cut.onnx", &std::fs::read(&file).unwrap()[..200]);
+    let mut model = ModelProto::decode(&std::fs::read(&file).unwrap()[..]).unwrap();
+    let weights = &mut model.graph.as_mut().unwrap().initializer[0];
+    weights.data_location = Some(DataLocation::External.into());
+    weights.external_data =
+        vec![StringStringEntryProto { key: Some("location".into()), value: Some("../w".into()) }];
+    let elsewhere = home.file("elsewhere.onnx", model.encode_to_vec());
+    let cases: [(&Path, &str, i32, &str); 9] = [
+        (&readme, "m", 6, "not an ONNX file"),
+        (&cut, "m", 6, "not an ONNX file"),
+        (&empty, "m", 6, "holds no graph"),
+        (&elsewhere, "m", 2, "keeps its data in another file"),
+        (&folder, "m", 2, "not a file"),
+        (Path::new("nope.onnx"), "m", 3, "does not exist"),
+        (&file, "../m", 2, "not a model name"),
+        (&file, "", 2, "not a model name"),
+        (&file, ".m", 2, "not a model name"),
+    ];
+    for (file, name, exit, says) in cases {
+        for into in [["--models", text(&folder)], ["--volume", "v"]] {
+            let (code, line) =
+                home.fails([&["model", "import", text(file), "--name", name][..], &into].concat());
+            assert_eq!(code, exit, "{line}");
+            assert!(line.contains(says), "{line}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    // Extents whose product is no number are shown, as far as they can be.
+    let weights = &mut model.graph.as_mut().unwrap().initializer[0];
+    weights.dims = vec![i64::MAX, i64::MAX];
+    let huge = home.file("huge.onnx", model.encode_to_vec());
+    assert_eq!(home.json(["model", "show", text(&huge)])["parameters"], i64::MAX);
+    assert_eq!(home.fails(["model", "show", "m", "--volume", "v"]).0, 3);
+    let import = ["model", "import", text(&file), "--name", "m"];
+    for (into, exit, says) in [
+        (&["--models", "nowhere"][..], 3, "nowhere"),
+        (&["--models", text(&file)], 3, "mlp.onnx"),
+        (&["--volume", "nope"], 3, "nope"),
+    ] {
+        let (code, line) = home.fails([&import[..], into].concat());
+        assert_eq!(code, exit, "{line}");
+        assert!(line.contains(says), "{line}");
+    }
+    // Neither place, or both: Clap says how it is used.
+    for into in [&[][..], &["--models", text(&folder), "--volume", "v"]] {
+        assert_eq!(home.run([&import[..], into].concat()).status.code(), Some(2));
+    }
+}
