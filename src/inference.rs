@@ -1,156 +1,286 @@
 //! Records in, predictions out: what `predict` and `quickstart` share as clients of a model server.
 
-use anyhow::Result;
-use millrace_serving::client::Client;
-use millrace_serving::tensor::{Data, Tensor};
-use millrace_serving::wire::Form;
-use serde::Serialize;
+use std::collections::BTreeMap;
+use std::pin::pin;
 
+use anyhow::{Context as _, Result};
+use futures::{Stream, StreamExt, stream};
+use millrace_bundle::{Signature, TensorSpec};
+use millrace_serving::InferError;
+use millrace_serving::client::{Client, ClientError, Prediction};
+use millrace_serving::record::{Mapping, Row, row_outputs};
+use millrace_serving::wire::Form;
+use serde_json::{Map, Value};
+
+use crate::context::Context;
 use crate::failure::{Exit, fail};
 
-/// One record that is to be predicted.
+/// Most bytes of a request's inputs, as far as their size is known: what servers usually take.
+const REQUEST_BYTES_MAX: usize = 16 << 20;
+
+/// The address of the model server that a command means: the one it names, that of this home, or the
+/// configured one.
+pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
+    let running = || context.home.running().and_then(|running| running.grpc);
+    match named {
+        Some(address) => address.to_owned(),
+        None => running().unwrap_or(context.loaded.settings.serving.grpc).to_string(),
+    }
+}
+
+/// Records that go into one request, or wait to.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Example {
-    /// The features, flat.
-    pub(crate) features: Vec<f32>,
-    /// The true class, where it is known.
-    pub(crate) label: Option<i64>,
+pub(crate) struct Batch {
+    /// Number of the first record among all, from 1.
+    first: u64,
+    rows: Vec<Row>,
+    /// The true classes, where they are known.
+    labels: Vec<Option<i64>>,
 }
 
-/// What the model said of one record.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct Predicted {
-    /// Index of the largest output.
-    pub(crate) class: usize,
-    /// Its softmax, so the model's own confidence if the outputs are logits.
-    pub(crate) confidence: f64,
-    /// The true class, where it is known.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) label: Option<i64>,
+impl Batch {
+    /// No records yet, of all that will come.
+    pub(crate) fn new() -> Batch {
+        Batch { first: 1, rows: Vec::new(), labels: Vec::new() }
+    }
+
+    /// Adds a record.
+    pub(crate) fn push(&mut self, row: Row, label: Option<i64>) {
+        self.rows.push(row);
+        self.labels.push(label);
+    }
+
+    /// Takes the first `count` records out.
+    fn take(&mut self, count: usize) -> Batch {
+        let rest = Batch {
+            first: self.first + count as u64,
+            rows: self.rows.split_off(count),
+            labels: self.labels.split_off(count),
+        };
+        std::mem::replace(self, rest)
+    }
 }
 
-/// Predictions of a model version.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Predictions {
+/// What the model says of a batch.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    /// The true classes, where they are known.
+    pub(crate) labels: Vec<Option<i64>>,
+    /// The version that answered, and its outputs.
+    pub(crate) prediction: Prediction,
+}
+
+impl Answer {
+    /// The class that the model gives a record: the largest element of its first output of scores.
+    pub(crate) fn class(&self, argmax: &BTreeMap<String, usize>) -> Option<usize> {
+        self.prediction.outputs.iter().find_map(|output| argmax.get(&output.name)).copied()
+    }
+}
+
+/// A model of a server, with which field of a record feeds which of its inputs.
+#[derive(Debug, Clone)]
+pub(crate) struct Predictor {
+    client: Client,
+    model: String,
+    version: Option<u64>,
+    mapping: Mapping,
+    rows_max: usize,
+}
+
+impl Predictor {
+    /// Asks the server what the model takes. `fields` says `INPUT=FIELD`, or `FIELD` for a model with one
+    /// input; an input that is not named takes the field of its own name.
+    pub(crate) async fn new(
+        mut client: Client,
+        model: &str,
+        version: Option<u64>,
+        fields: &[String],
+        rows_max: usize,
+    ) -> Result<Predictor> {
+        let asked = version.map(|version| version.to_string()).unwrap_or_default();
+        let signature = client.signature(model, &asked).await?;
+        let mapping = Mapping::new(&signature, &columns(&signature, fields)?)?;
+        let batch_max = match client.model_config(model, &asked).await {
+            Ok(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
+            // Not every server that speaks the protocol has Triton's calls.
+            Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => usize::MAX,
+            Err(error) => return Err(error.into()),
+        };
+        let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
+        let rows_max = rows_max.min(batch_max).min(REQUEST_BYTES_MAX / bytes.max(1)).max(1);
+        Ok(Predictor { client, model: model.to_owned(), version, mapping, rows_max })
+    }
+
+    /// What the model takes, each input with the field of a record that feeds it.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
+        self.mapping.inputs()
+    }
+
+    /// The inputs of one record.
+    pub(crate) fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
+        self.mapping.row(record)
+    }
+
+    /// Takes the batches out that are complete: of rows of one shape, no larger than the server takes. With
+    /// `all` what is left over goes as well.
+    pub(crate) fn batches(&self, pending: &mut Batch, all: bool) -> Vec<Batch> {
+        let mut batches = Vec::new();
+        while pending.rows.len() >= self.rows_max || (all && !pending.rows.is_empty()) {
+            batches.push(pending.take(self.mapping.fitting(&pending.rows, self.rows_max).max(1)));
+        }
+        batches
+    }
+
+    /// Sends batches, `in_flight` at a time, and gives the answers in their order.
+    pub(crate) fn answers(
+        self,
+        batches: impl Stream<Item = Result<Batch>>,
+        in_flight: usize,
+    ) -> impl Stream<Item = Result<Answer>> {
+        batches.map(move |batch| self.clone().answer(batch)).buffered(in_flight.max(1))
+    }
+
+    /// The classes that the model gives records whose true ones are known.
+    pub(crate) async fn classify<'a>(
+        self,
+        records: impl Iterator<Item = (&'a Map<String, Value>, i64)>,
+    ) -> Result<Classes> {
+        let mut pending = Batch::new();
+        for (record, label) in records {
+            pending.push(self.row(record)?, Some(label));
+        }
+        let batches = stream::iter(self.batches(&mut pending, true)).map(Ok);
+        let mut given = Classes::default();
+        let mut answers = pin!(self.answers(batches, 1));
+        while let Some(answer) = answers.next().await.transpose()? {
+            let rows = answer.labels.len();
+            for (row, label) in answer.labels.iter().enumerate() {
+                let class = answer.class(&row_outputs(&answer.prediction.outputs, row, rows)?.argmax);
+                given.accuracy.count(class, *label);
+                given.classes.push(class);
+            }
+            given.version = answer.prediction.version;
+        }
+        Ok(given)
+    }
+
+    async fn answer(mut self, batch: Result<Batch>) -> Result<Answer> {
+        let Batch { first, rows, labels } = batch?;
+        let inputs = self.mapping.batch(&rows)?;
+        let asked = self.client.infer(&self.model, self.version, inputs, Form::Raw).await;
+        let prediction = asked.with_context(|| match rows.len() {
+            1 => format!("record {first}"),
+            more => format!("records {first} to {}", first + more as u64 - 1),
+        })?;
+        Ok(Answer { labels, prediction })
+    }
+}
+
+/// Which field each named input takes.
+fn columns(signature: &Signature, fields: &[String]) -> Result<BTreeMap<String, String>> {
+    let mut columns = BTreeMap::new();
+    for text in fields {
+        let names: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
+        let (input, field) = match (text.split_once('='), names.as_slice()) {
+            (Some((input, field)), _) if names.contains(&input) => (input, field),
+            (_, [only]) => (*only, text.as_str()),
+            _ => {
+                let message =
+                    format!("--input {text}: the model has the inputs {}; say INPUT=FIELD", names.join(", "));
+                return fail(Exit::Usage, message);
+            }
+        };
+        if columns.insert(input.to_owned(), field.to_owned()).is_some() {
+            return fail(Exit::Usage, format!("--input is there twice for input {input}"));
+        }
+    }
+    Ok(columns)
+}
+
+/// Bytes of one row of an input, as far as its shape tells: what varies counts as one.
+fn row_bytes(spec: &TensorSpec) -> usize {
+    let extents = spec.shape.iter().skip(1).map(|extent| usize::try_from(*extent).unwrap_or(1));
+    extents.fold(spec.datatype.element_bytes().unwrap_or(1), usize::saturating_mul)
+}
+
+/// The classes of records, in their order.
+#[derive(Debug, Default)]
+pub(crate) struct Classes {
     /// The version that answered.
     pub(crate) version: String,
-    /// One entry per record, in order.
-    pub(crate) rows: Vec<Predicted>,
+    /// The class of each record; None where the model gives none.
+    pub(crate) classes: Vec<Option<usize>>,
+    /// How many are the true ones.
+    pub(crate) accuracy: Accuracy,
 }
 
-impl Predictions {
-    /// Part of the labelled records that were predicted right; None without labels.
-    pub(crate) fn accuracy(&self) -> Option<f64> {
-        let labelled: Vec<_> = self.rows.iter().filter(|row| row.label.is_some()).collect();
-        let right = labelled.iter().filter(|row| row.label == i64::try_from(row.class).ok()).count();
-        (!labelled.is_empty()).then(|| right as f64 / labelled.len() as f64)
-    }
+/// Part of the labelled records that were predicted right.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Accuracy {
+    labelled: u64,
+    right: u64,
 }
 
-/// Sends `examples` to a model with one input and one class output, in requests of `batch_rows`.
-pub(crate) async fn predict(
-    client: &mut Client,
-    model: &str,
-    version: Option<u64>,
-    examples: &[Example],
-    batch_rows: usize,
-    mut progress: impl FnMut(u64),
-) -> Result<Predictions> {
-    let asked = version.map(|v| v.to_string()).unwrap_or_default();
-    let metadata = client.model_metadata(model, &asked).await?;
-    let [input] = &metadata.inputs[..] else {
-        return fail(
-            Exit::Usage,
-            format!("model {model} has {} inputs, predict feeds models with one", metadata.inputs.len()),
-        );
-    };
-    if input.datatype != "FP32" {
-        return fail(
-            Exit::Usage,
-            format!("input {} of model {model} takes {}, predict sends FP32", input.name, input.datatype),
-        );
+impl Accuracy {
+    /// Counts a record; one without a label does not count.
+    pub(crate) fn count(&mut self, class: Option<usize>, label: Option<i64>) {
+        let Some(label) = label else { return };
+        self.labelled += 1;
+        self.right += u64::from(class.and_then(|class| i64::try_from(class).ok()) == Some(label));
     }
-    let mut predictions = Predictions::default();
-    for (index, batch) in examples.chunks(batch_rows.max(1)).enumerate() {
-        let width = batch[0].features.len();
-        if let Some(at) = batch.iter().position(|example| example.features.len() != width) {
-            return fail(
-                Exit::Usage,
-                format!(
-                    "record {} has {} values, the one before it {width}",
-                    index * batch_rows + at + 1,
-                    batch[at].features.len()
-                ),
-            );
-        }
-        let values: Vec<f32> = batch.iter().flat_map(|example| example.features.iter().copied()).collect();
-        let shape = shape(&input.shape, batch.len(), width);
-        let tensor = Tensor::fp32(&input.name, shape, values)?;
-        let answer = client.infer(model, version, vec![tensor], Form::Raw).await?;
-        let Some(Tensor { data: Data::Fp32(outputs), .. }) = answer.outputs.first() else {
-            return fail(Exit::Usage, format!("model {model} does not answer with FP32 classes"));
-        };
-        let classes = outputs.len() / batch.len();
-        if classes == 0 || outputs.len() % batch.len() != 0 {
-            return fail(
-                Exit::Failed,
-                format!("model {model} gave {} values for {} records", outputs.len(), batch.len()),
-            );
-        }
-        for (example, scores) in batch.iter().zip(outputs.chunks(classes)) {
-            predictions.rows.push(best(scores, example.label));
-        }
-        predictions.version = answer.version;
-        progress(batch.len() as u64);
-    }
-    Ok(predictions)
-}
 
-/// The model's own shape where it fits the values, with the batch as its first dimension.
-fn shape(model: &[i64], rows: usize, width: usize) -> Vec<i64> {
-    let fixed = model.iter().skip(1).try_fold(1_i64, |product, d| product.checked_mul(*d));
-    let mut shape = vec![rows as i64];
-    match fixed {
-        Some(fixed) if fixed == width as i64 && !model.is_empty() => shape.extend(&model[1..]),
-        _ => shape.push(width as i64),
+    /// From 0 to 1; None without labels.
+    pub(crate) fn value(self) -> Option<f64> {
+        (self.labelled > 0).then(|| self.right as f64 / self.labelled as f64)
     }
-    shape
-}
-
-fn best(scores: &[f32], label: Option<i64>) -> Predicted {
-    let (class, top) = scores
-        .iter()
-        .enumerate()
-        .fold((0, f32::NEG_INFINITY), |best, (i, s)| if *s > best.1 { (i, *s) } else { best });
-    let total: f64 = scores.iter().map(|s| f64::from(s - top).exp()).sum();
-    Predicted { class, confidence: 1.0 / total, label }
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use millrace_bundle::Datatype;
 
-    #[test]
-    fn the_best_class_has_the_softmax_of_its_score() {
-        let predicted = best(&[0.0, 2.0_f32.ln(), 0.0], Some(1));
-        assert_eq!(predicted.class, 1);
-        assert!((predicted.confidence - 0.5).abs() < 1e-6);
+    fn signature(names: &[&str]) -> Signature {
+        let spec =
+            |name: &&str| TensorSpec { name: (*name).into(), datatype: Datatype::Fp32, shape: vec![-1, 2] };
+        Signature { inputs: names.iter().map(spec).collect(), outputs: Vec::new() }
     }
 
     #[test]
-    fn shapes_follow_the_model_where_the_values_fit() {
-        assert_eq!(shape(&[-1, 64], 3, 64), [3, 64]);
-        assert_eq!(shape(&[-1, 1, 8, 8], 3, 64), [3, 1, 8, 8]);
-        assert_eq!(shape(&[-1, 64], 3, 63), [3, 63]);
+    fn fields_are_named_for_inputs() {
+        let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(input, field)| ((*input).to_owned(), (*field).to_owned())).collect()
+        };
+        let (one, two) = (signature(&["a"]), signature(&["a", "b"]));
+        assert_eq!(columns(&one, &[]).unwrap(), map(&[]));
+        assert_eq!(columns(&one, &["pixels".into()]).unwrap(), map(&[("a", "pixels")]));
+        assert_eq!(columns(&one, &["x=y".into()]).unwrap(), map(&[("a", "x=y")]));
+        assert_eq!(columns(&two, &["b=x".into(), "a=y=z".into()]).unwrap(), map(&[("a", "y=z"), ("b", "x")]));
+        let refused = columns(&two, &["pixels".into()]).unwrap_err().to_string();
+        assert!(refused.contains("a, b") && refused.contains("INPUT=FIELD"), "{refused}");
+        assert!(columns(&two, &["a=x".into(), "a=y".into()]).unwrap_err().to_string().contains("twice"));
+    }
+
+    #[test]
+    fn the_size_of_a_row_does_not_overflow() {
+        let spec =
+            |shape: &[i64]| TensorSpec { name: "a".into(), datatype: Datatype::Fp64, shape: shape.into() };
+        assert_eq!(row_bytes(&spec(&[-1, 3, 4])), 96);
+        assert_eq!(row_bytes(&spec(&[-1, -1, 4])), 32);
+        assert_eq!(row_bytes(&spec(&[-1, i64::MAX, i64::MAX])), usize::MAX);
     }
 
     #[test]
     fn accuracy_counts_labelled_records_only() {
-        let row = |class, label| Predicted { class, confidence: 1.0, label };
-        let predictions =
-            Predictions { version: "1".into(), rows: vec![row(1, Some(1)), row(2, Some(1)), row(3, None)] };
-        assert_eq!(predictions.accuracy(), Some(0.5));
-        assert_eq!(Predictions::default().accuracy(), None);
+        let mut accuracy = Accuracy::default();
+        assert_eq!(accuracy.value(), None);
+        for (class, label) in [(Some(1), Some(1)), (Some(2), Some(1)), (Some(3), None)] {
+            accuracy.count(class, label);
+        }
+        assert_eq!(accuracy.value(), Some(0.5));
+        accuracy.count(None, Some(-1));
+        accuracy.count(Some(4), Some(4));
+        assert_eq!(accuracy.value(), Some(0.5));
     }
 }

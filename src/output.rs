@@ -59,9 +59,25 @@ impl Output {
         write_line(text.trim_end_matches('\n'))
     }
 
+    /// What a command that watches saw: an object with the time for programs; for people a text, in the place
+    /// of the one before when there are several. False once the reader went away.
+    pub(crate) fn look(
+        self,
+        mut value: serde_json::Value,
+        text: impl FnOnce() -> String,
+        again: bool,
+    ) -> anyhow::Result<bool> {
+        if self.json {
+            let now = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Millis, true);
+            value["time"] = now.into();
+            return write_line(&value.to_string());
+        }
+        if again { self.screen(&text()) } else { self.piece(&text()) }
+    }
+
     /// Text that takes the place of what was there before, on a terminal; elsewhere it follows it. False
     /// once the reader went away.
-    pub(crate) fn screen(self, text: &str) -> anyhow::Result<bool> {
+    fn screen(self, text: &str) -> anyhow::Result<bool> {
         if std::io::stdout().is_terminal() {
             // Home, the text with the rest of each line cleared, then all that is below.
             let lines: String = text.lines().map(|line| format!("{line}\x1b[K\n")).collect();

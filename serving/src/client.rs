@@ -176,6 +176,36 @@ impl Client {
         Ok(self.inner.model_metadata(self.call(request)).await?.into_inner())
     }
 
+    /// How a model is served; a call that Triton adds to the protocol.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`], as Unimplemented by servers that do not have it.
+    pub async fn model_config(&mut self, model: &str, version: &str) -> Result<pb::ModelConfig, ClientError> {
+        let request = pb::ModelConfigRequest { name: model.to_owned(), version: version.to_owned() };
+        let config = self.inner.model_config(self.call(request)).await?.into_inner().config;
+        config.ok_or_else(|| ClientError::Protocol(InferError::invalid("there is no configuration in it")))
+    }
+
+    /// Every version in the repository and its state; a call that Triton adds to the protocol.
+    ///
+    /// # Errors
+    /// As [`Client::model_config`].
+    pub async fn repository_index(
+        &mut self,
+    ) -> Result<Vec<pb::repository_index_response::ModelIndex>, ClientError> {
+        let request = pb::RepositoryIndexRequest { repository_name: String::new(), ready: false };
+        Ok(self.inner.repository_index(self.call(request)).await?.into_inner().models)
+    }
+
+    /// The figures of all versions that are ready, each since it was loaded; a call that Triton adds.
+    ///
+    /// # Errors
+    /// As [`Client::model_config`].
+    pub async fn statistics(&mut self) -> Result<Vec<pb::ModelStatistics>, ClientError> {
+        let request = pb::ModelStatisticsRequest { name: String::new(), version: String::new() };
+        Ok(self.inner.model_statistics(self.call(request)).await?.into_inner().model_stats)
+    }
+
     /// Inputs and outputs of a model as a bundle's signature has them.
     ///
     /// # Errors

@@ -54,6 +54,11 @@ impl Mapping {
         Ok(Mapping { inputs, batched })
     }
 
+    /// The inputs, each with the field that feeds it.
+    pub fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
+        self.inputs.iter().map(|(spec, column)| (spec, column.as_str()))
+    }
+
     /// Reads the inputs of one record.
     ///
     /// # Errors
@@ -123,7 +128,8 @@ fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, D
     } else {
         declared.to_vec()
     };
-    let data = elements.into_data(&spec.name, spec.datatype, &shape)?;
+    let data =
+        elements.into_data(&spec.name, spec.datatype, &shape).map_err(|error| invalid(error.to_string()))?;
     Ok((shape, data))
 }
 

@@ -1,5 +1,5 @@
-//! The REST face: Open Inference Protocol version 2 in JSON, with the binary tensor extension, and the
-//! one place where errors become HTTP statuses.
+//! The REST face: Open Inference Protocol version 2 in JSON, with the binary tensor extension, the page
+//! for people, and the one place where errors become HTTP statuses.
 
 mod body;
 mod compression;
@@ -7,7 +7,9 @@ mod control;
 mod cors;
 mod elements;
 mod guard;
+mod lineage;
 mod output;
+mod page;
 mod shared_memory;
 
 pub(crate) use elements::Elements;
@@ -73,6 +75,8 @@ pub(crate) fn router(
         .route("/v2/models/{model}/infer", post(infer))
         .route(&format!("{version}/infer"), post(infer))
         .merge(control::routes())
+        .merge(lineage::routes())
+        .merge(page::routes())
         .merge(shared_memory::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
@@ -172,7 +176,7 @@ impl Target {
 
 async fn unknown_path(uri: Uri) -> Failure {
     let reason = format!(
-        "there is nothing at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…",
+        "there is nothing at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…; the page for people is at /",
         quote(uri.path())
     );
     Failure { status: StatusCode::NOT_FOUND, reason }

@@ -33,6 +33,8 @@ mod malformed_both;
 mod malformed_grpc;
 #[path = "serving/malformed_rest.rs"]
 mod malformed_rest;
+#[path = "serving/page.rs"]
+mod page;
 #[path = "serving/pipe.rs"]
 mod pipe;
 #[path = "serving/protocol.rs"]

@@ -14,8 +14,8 @@ use millrace_datafs::Name;
 
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, ServeArgs, ServeCommand,
-    TrainArgs, WeightArgs,
+    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, RecordFormat, ServeArgs,
+    ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
@@ -139,12 +139,12 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
-        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits"
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top"
     )]
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts
     #[command(
-        after_help = "Example:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label"
+        after_help = "Values become what the model says that it takes: numbers must fit, lists must have the shape of the\ninput without its first extent, or be flat. A record that does not fit is named with its file and place,\nand no file is written. People see the first records; --json gives all as one object, --output writes\nthem in the model's own types, in the order of the records.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
     )]
     Predict(PredictArgs),
     /// Predict from topic to topic (at least once)

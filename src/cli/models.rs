@@ -7,6 +7,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use millrace_datafs::{Name, VolumeSpec};
 
 use super::load::BenchArgs;
+use super::mounts::seconds;
 
 /// Where a model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -189,6 +190,31 @@ pub(crate) enum ServeCommand {
         after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8"
     )]
     Bench(Box<BenchArgs>),
+    /// Show what a running model server does: rates, queues, batch sizes, latencies
+    #[command(
+        after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json"
+    )]
+    Top(TopArgs),
+}
+
+/// `millrace serve top`
+#[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Only this model
+    pub(crate) model: Option<String>,
+    /// The model server, HOST:PORT [default: the one of this home, else serving.grpc]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) grpc: Option<String>,
+    /// Its metrics, HOST:PORT [default: those of this home, else serving.metrics; with --grpc, that host
+    /// and the port of serving.metrics]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<String>,
+    /// Seconds from one look to the next
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = seconds)]
+    pub(crate) interval: f64,
+    /// End after so many intervals
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
 }
 
 /// Who decides which models are served.
@@ -209,28 +235,49 @@ impl From<ControlArg> for millrace_serving::Control {
     }
 }
 
+/// How a file holds its records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RecordFormat {
+    /// One JSON object per line
+    Jsonl,
+    /// A list of objects, or an object whose fields are lists with an entry for each record
+    Json,
+    /// A row is a record
+    Parquet,
+}
+
 /// `millrace predict`
 #[derive(Debug, Args)]
 pub(crate) struct PredictArgs {
     /// The model
     pub(crate) model: String,
-    /// A file with one JSON record per line [default: standard input]
-    pub(crate) file: Option<PathBuf>,
-    /// The record's field that holds the input
-    #[arg(long, default_value = "input", value_name = "FIELD")]
-    pub(crate) input: String,
-    /// The record's field that holds the true class, to report accuracy
+    /// Files of records [default: standard input]
+    pub(crate) files: Vec<PathBuf>,
+    /// How the files hold their records [default: by their names: .json, .parquet, else JSON lines]
+    #[arg(long, value_enum)]
+    pub(crate) format: Option<RecordFormat>,
+    /// The field or column that feeds an input; just FIELD for a model with one input [default: the
+    /// input's own name]
+    #[arg(long, value_name = "INPUT=FIELD")]
+    pub(crate) input: Vec<String>,
+    /// The field that holds the true class, to report accuracy
     #[arg(long, value_name = "FIELD")]
     pub(crate) label: Option<String>,
-    /// The model server [default: the one of this home, else serving.grpc]
-    #[arg(long)]
-    pub(crate) grpc: Option<SocketAddr>,
+    /// Where all predictions go: FILE.parquet, FILE.jsonl, or - for JSON lines on standard output
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// The model server, HOST:PORT [default: the one of this home, else serving.grpc]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) grpc: Option<String>,
     /// Which version [default: the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
-    /// Records of a request
+    /// Most records of a request; fewer where the model takes fewer
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) batch_rows: u32,
+    /// Requests that are on their way at the same time
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) in_flight: u32,
 }
 
 /// `millrace pipe`

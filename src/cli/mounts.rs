@@ -50,7 +50,7 @@ pub(crate) struct StatsArgs {
 }
 
 /// From a tenth of a second to a day.
-fn seconds(text: &str) -> Result<f64, String> {
+pub(super) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
         _ => Err("takes seconds from 0.1 to 86400".to_owned()),

@@ -1,6 +1,8 @@
-//! `millrace serve`: the model server alone, until it is told to stop.
+//! `millrace serve`: the model server alone, until it is told to stop, and what watches one.
 
 mod bench;
+mod scrape;
+mod top;
 
 use anyhow::Result;
 use millrace_serving::repository::{State, VersionStatus};
@@ -15,6 +17,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     if let Some(command) = args.command {
         return match command {
             ServeCommand::Bench(args) => bench::run(context, *args).await,
+            ServeCommand::Top(args) => top::run(context, args).await,
         };
     }
     let mut config = context.loaded.settings.serving.clone();

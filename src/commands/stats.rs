@@ -261,16 +261,11 @@ impl<'a> Shown<'a> {
 
 /// False once the reader has gone away.
 fn show(context: &Context, shown: &[Shown<'_>], again: bool) -> Result<bool> {
-    if context.out.is_json() {
-        let time = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Millis, true);
-        let value = serde_json::json!({ "time": time, "mounts": shown });
-        return context.out.piece(&value.to_string());
-    }
-    let text = match shown {
+    let text = || match shown {
         [] => "what was mounted has ended, or was mounted just now".to_owned(),
         _ => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n\n"),
     };
-    if again { context.out.screen(&text) } else { context.out.piece(&text) }
+    context.out.look(serde_json::json!({ "mounts": shown }), text, again)
 }
 
 /// Runs `millrace trace`.

@@ -13,7 +13,7 @@ use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{Feed, FeedOptions, PlanOptions};
 use millrace_streams::topic::{self, Consumer, OutRecord, Producer, Records};
 use millrace_trainer::job::JobFile;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::report::Figures;
 use super::scaffold;
@@ -21,7 +21,7 @@ use crate::commands::train;
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail};
 use crate::home::Addresses;
-use crate::inference::{Example, Predictions, predict};
+use crate::inference::{Classes, Predictor};
 use crate::output::bytes;
 use crate::service::Service;
 
@@ -41,7 +41,8 @@ type Place = (i32, i64);
 /// A held-out record, with its place in its topic.
 struct HeldOut {
     place: Place,
-    example: Example,
+    record: Map<String, Value>,
+    label: i64,
 }
 
 /// A running quickstart.
@@ -87,8 +88,8 @@ impl Steps {
         figures.mount_note = self.mount().await?;
         self.train(job, &mut figures).await?;
         let predictions = self.predict_grpc(figures.version, &held_out).await?;
-        figures.predicted_grpc = predictions.rows.len() as u64;
-        figures.accuracy = predictions.accuracy().unwrap_or(0.0);
+        figures.predicted_grpc = predictions.classes.len() as u64;
+        figures.accuracy = predictions.accuracy.value().unwrap_or(0.0);
         self.predict_topic(&held_out, &predictions, &mut figures).await?;
         Ok(figures)
     }
@@ -229,9 +230,11 @@ impl Steps {
             let partitions = batch.column(2).as_primitive::<Int32Type>();
             let offsets = batch.column(3).as_primitive::<Int64Type>();
             for row in 0..batch.num_rows() {
-                let features = pixels.value(row).as_primitive::<Float32Type>().values().to_vec();
-                let example = Example { features, label: Some(labels.value(row)) };
-                records.push(HeldOut { place: (partitions.value(row), offsets.value(row)), example });
+                let pixels = pixels.value(row);
+                let features = Value::from(pixels.as_primitive::<Float32Type>().values().to_vec());
+                let record = Map::from_iter([("pixels".to_owned(), features)]);
+                let place = (partitions.value(row), offsets.value(row));
+                records.push(HeldOut { place, record, label: labels.value(row) });
             }
         }
         let distinct: BTreeSet<Place> = records.iter().map(|record| record.place).collect();
@@ -317,15 +320,14 @@ impl Steps {
         Ok(())
     }
 
-    async fn predict_grpc(&mut self, version: u64, held_out: &[HeldOut]) -> Result<Predictions> {
+    async fn predict_grpc(&mut self, version: u64, held_out: &[HeldOut]) -> Result<Classes> {
         let Some(serving) = self.service.serving() else {
             return fail(Exit::Failed, "the scaffold declares no model server");
         };
         serving.repository().refresh().await?;
-        let address = serving.addresses().grpc;
-        let examples: Vec<Example> = held_out.iter().map(|record| record.example.clone()).collect();
-        let mut client = Client::connect(&address.to_string()).await?;
-        let work = predict(&mut client, VOLUME, Some(version), &examples, 64, |_| {});
+        let client = Client::connect(&serving.addresses().grpc.to_string()).await?;
+        let predictor = Predictor::new(client, VOLUME, Some(version), &["pixels".to_owned()], 64).await?;
+        let work = predictor.classify(held_out.iter().map(|held_out| (&held_out.record, held_out.label)));
         Self::with_service(&mut self.service, work).await
     }
 
@@ -333,7 +335,7 @@ impl Steps {
     async fn predict_topic(
         &mut self,
         held_out: &[HeldOut],
-        grpc: &Predictions,
+        grpc: &Classes,
         figures: &mut Figures,
     ) -> Result<()> {
         let kafka = self.service.kafka.clone();
@@ -388,9 +390,9 @@ impl Steps {
         figures.predicted_topic = seen.keys().filter(|place| wanted.contains(place)).count() as u64;
         figures.repeated_topic = total - seen.len() as u64;
         // An earlier version may have answered in the topic; only answers of the same one compare.
-        figures.ways_agree = held_out.iter().zip(&grpc.rows).all(|(record, over_grpc)| {
+        figures.ways_agree = held_out.iter().zip(&grpc.classes).all(|(record, over_grpc)| {
             seen.get(&record.place)
-                .is_none_or(|(version, class)| *version != grpc.version || *class == over_grpc.class)
+                .is_none_or(|(version, class)| *version != grpc.version || Some(*class) == *over_grpc)
         });
         Ok(())
     }

@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod browser;
 mod clients;
 mod kafka;
 mod posix;

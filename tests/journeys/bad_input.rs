@@ -15,7 +15,7 @@ use millrace_serving::wire::Form;
 use object_store::local::LocalFileSystem;
 use tonic::Code;
 
-use crate::support::{Home, Service, failure, files_below, project};
+use crate::support::{Home, Service, failure, files_below};
 
 const RECORDS: &str = r#"{"id":1,"x":[0.5,1.5],"label":0}
 {"id":2,"x":[2.5,3.5],"label":1}
@@ -467,26 +467,4 @@ fn wrong_names_types_and_shapes_have_their_status() {
         }
     });
     assert_eq!(service.stop(), 0);
-}
-
-#[test]
-fn predict_says_what_is_wrong_with_a_record() {
-    let home = Home::new();
-    for (text, says) in [
-        ("", "no records"),
-        ("{\"x\":1}\nnot json\n", "line 1"),
-        ("{\"input\":[1]}\nnot json\n", "line 2: not JSON"),
-        ("{\"input\":\"text\"}\n", "holds text"),
-        ("{\"input\":[[1,null]]}\n", "holds null"),
-    ] {
-        let file = home.file("r.jsonl", text);
-        let (code, line) = home.fails(["predict", "m", file.to_str().unwrap(), "--grpc", "127.0.0.1:1"]);
-        assert_eq!(code, 2, "{line}");
-        assert!(line.contains(says), "{line}");
-    }
-    let records = project().join("examples/digits/digits-test.jsonl");
-    let (code, line) =
-        home.fails(["predict", "m", records.to_str().unwrap(), "--input", "pixels", "--grpc", "127.0.0.1:1"]);
-    assert_eq!(code, 5, "{line}");
-    assert!(line.contains("127.0.0.1:1"), "{line}");
 }

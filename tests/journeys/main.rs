@@ -10,6 +10,7 @@ mod imported;
 mod instances;
 mod kills;
 mod load;
+mod predicting;
 mod quickstart;
 mod readme;
 mod rooms;

@@ -15,6 +15,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use millrace_bundle::onnx::{
+    GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TypeProto, ValueInfoProto,
+    tensor_proto::DataType, tensor_shape_proto, type_proto,
+};
+use prost::Message;
 use serde_json::Value;
 
 /// Longest that any condition may take; generous since two cores run many tests at once.
@@ -266,4 +271,36 @@ pub fn files_below(folder: &Path, extension: &str) -> Vec<PathBuf> {
         }
     }
     found
+}
+
+/// A model that gives each of its inputs back as `NAME_out`. Extents of -1 are the caller's to choose.
+pub fn echo(values: &[(&str, DataType, &[i64])]) -> Vec<u8> {
+    let value = |name: &str, elem_type: DataType, shape: &[i64]| {
+        use tensor_shape_proto::dimension::Value as Extent;
+        let extent = |extent: &i64| match extent {
+            -1 => Extent::DimParam("any".into()),
+            extent => Extent::DimValue(*extent),
+        };
+        let dimension =
+            |given| tensor_shape_proto::Dimension { value: Some(extent(given)), ..Default::default() };
+        let shape = TensorShapeProto { dim: shape.iter().map(dimension).collect() };
+        let tensor = type_proto::Tensor { elem_type: Some(elem_type as i32), shape: Some(shape) };
+        let of = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(of), ..Default::default() }
+    };
+    let mut graph = GraphProto { name: Some("echo".into()), ..Default::default() };
+    for (name, elem_type, shape) in values {
+        let out = format!("{name}_out");
+        graph.input.push(value(name, *elem_type, shape));
+        graph.output.push(value(&out, *elem_type, shape));
+        graph.node.push(NodeProto {
+            op_type: Some("Identity".into()),
+            input: vec![(*name).to_owned()],
+            output: vec![out],
+            ..Default::default()
+        });
+    }
+    let opset = OperatorSetIdProto { domain: Some(String::new()), version: Some(17) };
+    ModelProto { ir_version: Some(8), opset_import: vec![opset], graph: Some(graph), ..Default::default() }
+        .encode_to_vec()
 }

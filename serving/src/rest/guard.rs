@@ -10,8 +10,9 @@ use axum::response::{IntoResponse, Response};
 use super::{App, Failure};
 use crate::tokens::{Caller, Guard};
 
-/// Paths that take no token, for those that watch whether the server is up.
-const OPEN: [&str; 2] = ["/v2/health/live", "/v2/health/ready"];
+/// Paths that take no token, for those that watch whether the server is up, and for the page, which has
+/// nothing of the server's in it and asks for one.
+const OPEN: [&str; 3] = ["/", "/v2/health/live", "/v2/health/ready"];
 
 /// Refuses requests without a token before their bodies are read.
 pub(super) async fn admit(State(guard): State<Guard>, request: Request, next: Next) -> Response {

@@ -129,7 +129,7 @@ pub(crate) fn cases() -> Vec<Case> {
     vec![
         // Paths and methods.
         row("unknown path", at("/v2/models/mlp/predict"), 404, "nothing at \"/v2/models/mlp/predict\""),
-        row("root", with_method("GET", "/"), 404, "nothing at \"/\""),
+        row("index", with_method("GET", "/index.html"), 404, "nothing at \"/index.html\""),
         row("version 1 of the protocol", at("/v1/models/mlp:predict"), 404, "nothing at"),
         row("empty model in a path", at("/v2/models//infer"), 404, "no model \"\""),
         row("empty version in a path", at("/v2/models/mlp/versions//infer"), 400, "the version is empty"),
@@ -138,6 +138,14 @@ pub(crate) fn cases() -> Vec<Case> {
         row("a query", at("/v2/models/mlp/infer?x=1"), 200, "logits"),
         row("GET where POST is due", with_method("GET", MLP), 405, "does not take \"GET\""),
         row("DELETE of the server", with_method("DELETE", "/v2"), 405, "does not take \"DELETE\""),
+        row("POST to the page", at("/"), 405, "\"/\" does not take \"POST\""),
+        row("a part of the page", with_method("GET", "/page.js"), 404, "nothing at \"/page.js\""),
+        row("out of the page's folder", with_method("GET", "/../page/page.html"), 404, "nothing at"),
+        row("lineage of an unknown model", with_method("GET", "/v2/models/nosuch/lineage"), 404, "no model \"nosuch\""),
+        row("lineage of no number", with_method("GET", "/v2/models/mlp/versions/x/lineage"), 400, "version"),
+        row("lineage of a version that is not there", with_method("GET", "/v2/models/mlp/versions/9/lineage"), 404, "no version 9"),
+        row("lineage of a corrupt model", with_method("GET", "/v2/models/corrupt/lineage"), 503, "cannot be served"),
+        row("POST to lineage", at("/v2/models/mlp/lineage"), 405, "does not take \"POST\""),
         row("POST to health", at("/v2/health/live"), 405, "does not take \"POST\""),
         row("a method that nobody knows", with_method("BREW", MLP), 405, "does not take \"BREW\""),
         row("metadata of an unknown model", with_method("GET", "/v2/models/nosuch"), 404, "no model \"nosuch\""),

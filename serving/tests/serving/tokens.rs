@@ -192,6 +192,8 @@ async fn a_token_may_the_same_over_rest() {
     for (method, path, [of_none, of_reader, of_keeper, of_root]) in [
         ("GET", "/v2/health/live", [200, 200, 200, 200]),
         ("GET", "/v2/health/ready", [200, 200, 200, 200]),
+        ("GET", "/", [200, 200, 200, 200]),
+        ("GET", "//", [401, 404, 404, 404]),
         ("GET", "/v2", [401, 200, 200, 200]),
         ("GET", "/v2/nosuch", [401, 404, 404, 404]),
         ("POST", infer.path.as_str(), [401, 200, 403, 200]),
@@ -199,6 +201,8 @@ async fn a_token_may_the_same_over_rest() {
         ("GET", "/v2/models/mlp/ready", [401, 200, 403, 200]),
         ("GET", "/v2/models/mlp/config", [401, 200, 403, 200]),
         ("GET", "/v2/models/mlp/stats", [401, 200, 403, 200]),
+        ("GET", "/v2/models/mlp/lineage", [401, 200, 403, 200]),
+        ("GET", "/v2/models/mlp/versions/1/lineage", [401, 200, 403, 200]),
         ("GET", "/v2/models/nosuch", [401, 403, 403, 404]),
         // The name is what counts, not how a path spells it.
         ("GET", "/v2/models/%6dlp", [401, 200, 403, 200]),

@@ -1,0 +1,353 @@
+//! Where `millrace predict` takes its records from: JSON lines, JSON documents, Parquet. Every error names
+//! the file and the place in it.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use arrow::array::RecordBatch;
+use arrow::datatypes::DataType;
+use arrow::json::WriterBuilder;
+use arrow::json::writer::LineDelimited;
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use serde_json::{Map, Value};
+
+use crate::cli::RecordFormat;
+use crate::failure::{Exit, fail};
+use crate::inference::{Batch, Predictor};
+
+/// Longest line of JSON, in bytes.
+const LINE_BYTES_MAX: u64 = 16 << 20;
+/// Largest JSON document, in bytes: it is held in memory.
+const DOCUMENT_BYTES_MAX: u64 = 1 << 30;
+/// Rows of a Parquet file that are decoded at a time.
+const PARQUET_ROWS: usize = 1024;
+
+/// What records become.
+pub(super) struct Wanted {
+    /// The inputs of this model.
+    pub(super) predictor: Predictor,
+    /// With the class of this field.
+    pub(super) label: Option<String>,
+}
+
+/// Opens files, standard input when there are none; the format of each follows from its name unless it is
+/// given.
+pub(super) fn open(paths: &[PathBuf], format: Option<RecordFormat>) -> Result<Vec<Source>> {
+    if paths.is_empty() {
+        return Ok(vec![Source::open(None, format)?]);
+    }
+    paths.iter().map(|path| Source::open(Some(path), format)).collect()
+}
+
+/// Number of records, where the files say it beforehand.
+pub(super) fn records(sources: &[Source]) -> Option<u64> {
+    sources.iter().map(Source::records).sum()
+}
+
+/// Reads all records as what the model takes. `send` gets them in batches, and says whether there is still
+/// somebody who wants more.
+pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch) -> bool) -> Result<()> {
+    let mut records = Records { wanted, send, pending: Batch::new(), read: 0, gone: false };
+    for source in sources {
+        match source.format {
+            RecordFormat::Jsonl => source.lines(&mut records)?,
+            RecordFormat::Json => source.document(&mut records)?,
+            RecordFormat::Parquet => source.parquet(&mut records)?,
+        }
+        if records.gone {
+            break;
+        }
+    }
+    if records.read == 0 {
+        return fail(Exit::Usage, "there are no records to predict");
+    }
+    records.flush(true);
+    Ok(())
+}
+
+/// A file, or standard input, that was found.
+pub(super) struct Source {
+    name: String,
+    format: RecordFormat,
+    file: Option<File>,
+}
+
+impl Source {
+    /// Opens a file; the format follows from its name unless it is given.
+    fn open(path: Option<&Path>, format: Option<RecordFormat>) -> Result<Source> {
+        let extension = path.and_then(Path::extension).and_then(|extension| extension.to_str());
+        let format = format.unwrap_or(match extension {
+            Some("json") => RecordFormat::Json,
+            Some("parquet") => RecordFormat::Parquet,
+            _ => RecordFormat::Jsonl,
+        });
+        let Some(path) = path else {
+            return Ok(Source { name: "standard input".into(), format, file: None });
+        };
+        let name = path.display().to_string();
+        match File::open(path) {
+            Ok(file) => Ok(Source { name, format, file: Some(file) }),
+            Err(error) => {
+                let missing = error.kind() == std::io::ErrorKind::NotFound;
+                let exit = if missing { Exit::NotFound } else { Exit::Failed };
+                fail(exit, format!("cannot read {name}: {error}"))
+            }
+        }
+    }
+
+    fn records(&self) -> Option<u64> {
+        let file = match (self.format, &self.file) {
+            (RecordFormat::Parquet, Some(file)) => file,
+            _ => return None,
+        };
+        let reader = ParquetRecordBatchReaderBuilder::try_new(file.try_clone().ok()?).ok()?;
+        u64::try_from(reader.metadata().file_metadata().num_rows()).ok()
+    }
+
+    fn reader(&mut self) -> Box<dyn BufRead> {
+        match self.file.take() {
+            Some(file) => Box::new(BufReader::new(file)),
+            None => Box::new(BufReader::new(std::io::stdin())),
+        }
+    }
+
+    fn lines<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
+        let mut source = self.reader();
+        let mut line = Vec::new();
+        for number in 1_u64.. {
+            line.clear();
+            let read = (&mut source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
+            if read.with_context(|| format!("cannot read {}", self.name))? == 0 || records.gone {
+                break;
+            }
+            let place = || format!("{} line {number}", self.name);
+            if line.len() as u64 > LINE_BYTES_MAX {
+                return fail(Exit::Usage, format!("{} is longer than {LINE_BYTES_MAX} bytes", place()));
+            }
+            if line.iter().all(u8::is_ascii_whitespace) {
+                continue;
+            }
+            match serde_json::from_slice(&line) {
+                Ok(value) => records.take(value, place)?,
+                Err(error) => return fail(Exit::Usage, format!("{}: not JSON: {error}", place())),
+            }
+        }
+        Ok(())
+    }
+
+    fn document<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
+        let mut text = Vec::new();
+        let read = self.reader().take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
+        if read.with_context(|| format!("cannot read {}", self.name))? as u64 > DOCUMENT_BYTES_MAX {
+            let message = format!(
+                "{} is larger than {DOCUMENT_BYTES_MAX} bytes: write one record per line (JSON lines)",
+                self.name
+            );
+            return fail(Exit::Usage, message);
+        }
+        let name = &self.name;
+        match serde_json::from_slice(&text) {
+            Ok(Value::Array(rows)) => {
+                for (row, value) in rows.into_iter().enumerate() {
+                    records.take(value, || format!("{name} record {}", row + 1))?;
+                }
+                Ok(())
+            }
+            Ok(Value::Object(columns)) => {
+                for (row, record) in rows_of(name, columns, &records.fields())?.into_iter().enumerate() {
+                    records
+                        .take(Value::Object(record), || format!("{name} entry {} of each column", row + 1))?;
+                }
+                Ok(())
+            }
+            Ok(_) => {
+                fail(Exit::Usage, format!("{name}: a list of records, or an object of columns is expected"))
+            }
+            Err(error) => fail(Exit::Usage, format!("{name}: not JSON: {error}")),
+        }
+    }
+
+    fn parquet<S: FnMut(Batch) -> bool>(self, records: &mut Records<'_, S>) -> Result<()> {
+        let name = &self.name;
+        let Some(file) = self.file else {
+            return fail(Exit::Usage, "Parquet cannot be read from standard input: name a file");
+        };
+        let unreadable = |error: &dyn std::fmt::Display| format!("{name} cannot be read as Parquet: {error}");
+        let builder = match ParquetRecordBatchReaderBuilder::try_new(file) {
+            Ok(builder) => builder,
+            Err(error) => return fail(Exit::Corrupt, unreadable(&error)),
+        };
+        let schema = builder.schema().clone();
+        let mut roots = Vec::new();
+        for field in records.fields() {
+            let Some((index, found)) = schema.column_with_name(field) else {
+                let names: Vec<&str> = schema.fields().iter().map(|field| field.name().as_str()).collect();
+                let message =
+                    format!("{name} has no column {field:?} (--input names it); it has {}", names.join(", "));
+                return fail(Exit::Usage, message);
+            };
+            if !is_readable(found.data_type()) {
+                let message = format!(
+                    "{name}: column {field:?} holds {}, numbers, booleans, texts or lists of them are expected",
+                    found.data_type()
+                );
+                return fail(Exit::Usage, message);
+            }
+            roots.push(index);
+        }
+        let wanted = ProjectionMask::roots(builder.parquet_schema(), roots);
+        let batches = builder.with_projection(wanted).with_batch_size(PARQUET_ROWS).build();
+        let mut row = 0;
+        for batch in batches.with_context(|| format!("cannot read {name}"))? {
+            let batch = match batch {
+                Ok(batch) => batch,
+                Err(error) => return fail(Exit::Corrupt, unreadable(&error)),
+            };
+            for record in json(&batch)? {
+                row += 1;
+                records.take(record, || format!("{name} row {row}"))?;
+            }
+            if records.gone {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The records that were read, on their way to the model.
+struct Records<'a, S> {
+    wanted: &'a Wanted,
+    send: S,
+    pending: Batch,
+    read: u64,
+    /// Nobody wants more.
+    gone: bool,
+}
+
+impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
+    /// The fields that are needed.
+    fn fields(&self) -> Vec<&'a str> {
+        let mut fields: Vec<&str> = self
+            .wanted
+            .predictor
+            .inputs()
+            .map(|(_, field)| field)
+            .chain(self.wanted.label.as_deref())
+            .collect();
+        fields.sort_unstable();
+        fields.dedup();
+        fields
+    }
+
+    fn take(&mut self, record: Value, place: impl Fn() -> String) -> Result<()> {
+        let wrong = |reason: &dyn std::fmt::Display| fail(Exit::Usage, format!("{}: {reason}", place()));
+        let Value::Object(record) = record else {
+            return wrong(&"an object is expected, with a field for each input");
+        };
+        let row = match self.wanted.predictor.row(&record) {
+            Ok(row) => row,
+            Err(error) => return wrong(&format!("{error} (--input names the field of an input)")),
+        };
+        let label = match &self.wanted.label {
+            None => None,
+            Some(field) => match record.get(field).and_then(Value::as_i64) {
+                Some(label) => Some(label),
+                None => {
+                    return wrong(&format!("field {field:?} holds no class number (--label names it)"));
+                }
+            },
+        };
+        self.pending.push(row, label);
+        self.read += 1;
+        self.flush(false);
+        Ok(())
+    }
+
+    fn flush(&mut self, all: bool) {
+        for batch in self.wanted.predictor.batches(&mut self.pending, all) {
+            self.gone = self.gone || !(self.send)(batch);
+        }
+    }
+}
+
+/// Columns as records: each column a list with one entry for each of them.
+fn rows_of(name: &str, mut columns: Map<String, Value>, fields: &[&str]) -> Result<Vec<Map<String, Value>>> {
+    let mut rows: Vec<Map<String, Value>> = Vec::new();
+    let mut first: Option<(&str, usize)> = None;
+    for &field in fields {
+        let entries = match columns.remove(field) {
+            Some(Value::Array(entries)) => entries,
+            Some(_) => {
+                let message = format!("{name}: column {field:?} is no list with an entry for each record");
+                return fail(Exit::Usage, message);
+            }
+            None => {
+                let names: Vec<String> = columns.keys().take(20).cloned().collect();
+                let message =
+                    format!("{name} has no column {field:?} (--input names it); it has {}", names.join(", "));
+                return fail(Exit::Usage, message);
+            }
+        };
+        let (other, expected) = *first.get_or_insert((field, entries.len()));
+        if entries.len() != expected {
+            let message = format!(
+                "{name}: column {field:?} has {} entries, column {other:?} has {expected}",
+                entries.len()
+            );
+            return fail(Exit::Usage, message);
+        }
+        rows.resize_with(entries.len(), Map::new);
+        for (row, entry) in rows.iter_mut().zip(entries) {
+            row.insert(field.to_owned(), entry);
+        }
+    }
+    Ok(rows)
+}
+
+/// Whether values of a column mean the same as JSON.
+fn is_readable(column: &DataType) -> bool {
+    match column {
+        DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
+            is_readable(item.data_type())
+        }
+        DataType::Boolean | DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
+        other => other.is_integer() || other.is_floating(),
+    }
+}
+
+/// Rows as JSON objects; what is null stays there as null.
+fn json(batch: &RecordBatch) -> Result<Vec<Value>> {
+    let mut writer = WriterBuilder::new().with_explicit_nulls(true).build::<_, LineDelimited>(Vec::new());
+    writer.write(batch)?;
+    writer.finish()?;
+    let text = writer.into_inner();
+    let rows = serde_json::Deserializer::from_slice(&text).into_iter();
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn columns_become_records() {
+        let columns = |value: Value| value.as_object().unwrap().clone();
+        let given = columns(json!({ "a": [[1, 2], [3, 4]], "b": ["x", "y"], "unused": 7 }));
+        let rows = rows_of("f", given, &["a", "b"]).unwrap();
+        assert_eq!(json!(rows), json!([{ "a": [1, 2], "b": "x" }, { "a": [3, 4], "b": "y" }]));
+        for (value, says) in [
+            (json!({ "a": [1], "b": [] }), "column \"b\" has 0 entries, column \"a\" has 1"),
+            (json!({ "a": [1], "b": 2 }), "column \"b\" is no list"),
+            (json!({ "a": [1], "c": [2] }), "no column \"b\" (--input names it); it has c"),
+        ] {
+            let refused = rows_of("f", columns(value), &["a", "b"]).unwrap_err().to_string();
+            assert!(refused.contains(says), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Where `millrace predict` puts what a model says: a table for people, one JSON object, JSON lines, Parquet.
+
+use std::fs::{File, Permissions};
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use millrace_serving::record::{RowOutputs, row_outputs};
+use millrace_serving::tensor::Tensor;
+use serde_json::{Map, Value, json};
+use tempfile::TempPath;
+
+use super::columns::Columns;
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::inference::{Accuracy, Answer};
+use crate::output::count;
+
+/// Predictions shown to people; programs get all.
+const SHOWN: usize = 10;
+/// Elements of an output that are shown to people.
+const ELEMENTS_SHOWN: usize = 4;
+/// Most predictions of one JSON object: it is made whole before it is printed.
+const OBJECT_MAX: usize = 1_000_000;
+
+/// What was predicted, so far.
+pub(super) struct Predictions {
+    out: Out,
+    accuracy: Accuracy,
+    labelled: bool,
+    predicted: u64,
+    version: String,
+}
+
+enum Out {
+    /// The first ones, for people.
+    Table(Vec<Vec<String>>),
+    /// All of them, for programs.
+    Object(Vec<Value>),
+    /// One JSON object per line, to standard output.
+    Lines,
+    /// The same, to a file.
+    LinesFile(BufWriter<File>, Whole),
+    Parquet(Box<Columns>, Whole),
+}
+
+/// A file that gets its name once it is complete.
+struct Whole {
+    written: TempPath,
+    name: PathBuf,
+}
+
+impl Predictions {
+    /// To a file, `-` for standard output, or without one as the caller talks. A file's name says its format.
+    pub(super) fn new(context: &Context, output: Option<&Path>, labelled: bool) -> Result<Predictions> {
+        let extension = output.and_then(Path::extension).and_then(|extension| extension.to_str());
+        let out = match (output, extension) {
+            (None, _) if context.out.is_json() => Out::Object(Vec::new()),
+            (None, _) => Out::Table(Vec::new()),
+            (Some(path), _) if path == Path::new("-") => Out::Lines,
+            (Some(path), Some("parquet")) => {
+                let (file, whole) = Whole::create(path)?;
+                Out::Parquet(Box::new(Columns::new(file, labelled)), whole)
+            }
+            (Some(path), Some("jsonl" | "ndjson")) => {
+                let (file, whole) = Whole::create(path)?;
+                Out::LinesFile(BufWriter::new(file), whole)
+            }
+            (Some(path), _) => {
+                let message = format!(
+                    "--output {}: the name ends in .parquet or .jsonl, or is - for JSON lines on standard output",
+                    path.display()
+                );
+                return fail(Exit::Usage, message);
+            }
+        };
+        let (accuracy, version) = (Accuracy::default(), String::new());
+        Ok(Predictions { out, accuracy, labelled, predicted: 0, version })
+    }
+
+    /// Takes the next answer; false once the reader of standard output has gone away.
+    pub(super) fn add(&mut self, context: &Context, answer: &Answer) -> Result<bool> {
+        let outputs = &answer.prediction.outputs;
+        let rows = answer.labels.len();
+        if let Out::Parquet(columns, _) = &mut self.out {
+            columns.write(answer)?;
+        }
+        for (row, label) in answer.labels.iter().enumerate() {
+            let number = self.predicted + row as u64 + 1;
+            let shown = matches!(&self.out, Out::Table(shown) if shown.len() < SHOWN);
+            let whole = matches!(self.out, Out::Object(_) | Out::Lines | Out::LinesFile(..));
+            if !shown && !whole && label.is_none() {
+                continue;
+            }
+            let one = row_outputs(outputs, row, rows)?;
+            self.accuracy.count(answer.class(&one.argmax), *label);
+            match &mut self.out {
+                Out::Table(lines) if shown => lines.push(self::line(number, outputs, &one, *label)),
+                Out::Object(predictions) if predictions.len() == OBJECT_MAX => {
+                    let message = format!(
+                        "more than {} predictions for one JSON object: write them with --output FILE.parquet, FILE.jsonl or -",
+                        count(OBJECT_MAX as u64)
+                    );
+                    return fail(Exit::Usage, message);
+                }
+                Out::Object(predictions) => predictions.push(object(one, *label)),
+                Out::Lines => {
+                    if !context.out.piece(&object(one, *label).to_string())? {
+                        return Ok(false);
+                    }
+                }
+                Out::LinesFile(file, whole) => {
+                    writeln!(file, "{}", object(one, *label)).with_context(|| whole.unwritable())?;
+                }
+                Out::Table(_) | Out::Parquet(..) => {}
+            }
+        }
+        self.predicted += rows as u64;
+        self.version.clone_from(&answer.prediction.version);
+        Ok(true)
+    }
+
+    /// Completes the file, or shows what was kept.
+    pub(super) fn finish(self, context: &Context, model: &str, seconds: f64) -> Result<()> {
+        let mut summary = json!({
+            "model": model, "version": self.version, "predicted": self.predicted,
+            "accuracy": self.accuracy.value(), "seconds": seconds,
+        });
+        let right =
+            self.accuracy.value().map_or(String::new(), |accuracy| format!(", accuracy {accuracy:.4}"));
+        let said = |more: &str| {
+            let records = count(self.predicted);
+            format!("{records} predicted by {model} version {} in {seconds:.2} s{right}{more}", self.version)
+        };
+        match self.out {
+            Out::Object(predictions) => {
+                summary["predictions"] = Value::Array(predictions);
+                context.out.object(&summary)
+            }
+            Out::Table(lines) => {
+                let more = if self.predicted > lines.len() as u64 {
+                    format!(" (the first {SHOWN} are shown, --json and --output give all)")
+                } else {
+                    String::new()
+                };
+                let headers: &[&str] = if self.labelled {
+                    &["record", "output", "largest", "label"]
+                } else {
+                    &["record", "output", "largest"]
+                };
+                context.out.table(&(), headers, lines)?;
+                context.out.text(&said(&more))
+            }
+            // Standard output is the predictions' own.
+            Out::Lines => Ok(()),
+            Out::LinesFile(mut file, whole) => {
+                file.flush().with_context(|| whole.unwritable())?;
+                drop(file);
+                let name = whole.keep()?;
+                context.out.table(&summary, &[], [vec![said(&format!(", written to {name}"))]])
+            }
+            Out::Parquet(columns, whole) => {
+                columns.finish()?;
+                let name = whole.keep()?;
+                context.out.table(&summary, &[], [vec![said(&format!(", written to {name}"))]])
+            }
+        }
+    }
+}
+
+impl Whole {
+    /// A file beside the one of that name, which it becomes with [`Whole::keep`], and else never.
+    fn create(name: &Path) -> Result<(File, Whole)> {
+        let folder = name.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let made = tempfile::Builder::new()
+            .prefix(".predict-")
+            // As any other new file; files of this kind are their owner's alone otherwise.
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(folder)
+            .with_context(|| format!("cannot write {}", name.display()))?;
+        let (file, written) = made.into_parts();
+        Ok((file, Whole { written, name: name.to_owned() }))
+    }
+
+    fn unwritable(&self) -> String {
+        format!("cannot write {}", self.name.display())
+    }
+
+    /// Gives the file its name; says which.
+    fn keep(self) -> Result<String> {
+        let unwritable = self.unwritable();
+        self.written.persist(&self.name).with_context(|| unwritable)?;
+        Ok(self.name.display().to_string())
+    }
+}
+
+/// A prediction for programs.
+fn object(one: RowOutputs, label: Option<i64>) -> Value {
+    let mut object = Map::from_iter([
+        ("outputs".to_owned(), Value::Object(one.outputs)),
+        ("argmax".to_owned(), json!(one.argmax)),
+    ]);
+    if let Some(label) = label {
+        object.insert("label".to_owned(), label.into());
+    }
+    Value::Object(object)
+}
+
+/// A prediction for people: each output with its first elements, and where its largest one is.
+fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, label: Option<i64>) -> Vec<String> {
+    let elements = |values: &[Value]| {
+        let first: Vec<String> = values.iter().take(ELEMENTS_SHOWN).map(element).collect();
+        let more = values.len().saturating_sub(ELEMENTS_SHOWN);
+        if more > 0 { format!("{}, … {more} more", first.join(", ")) } else { first.join(", ") }
+    };
+    let shown = outputs.iter().filter_map(|output| {
+        let values = one.outputs.get(&output.name)?.as_array()?;
+        Some(format!("{}: {}", output.name, elements(values)))
+    });
+    let largest = outputs.iter().filter_map(|output| {
+        let at = *one.argmax.get(&output.name)?;
+        let value = one.outputs.get(&output.name)?.get(at).map(element)?;
+        Some(format!("{at} ({value})"))
+    });
+    let mut cells = vec![
+        number.to_string(),
+        shown.collect::<Vec<_>>().join("\n"),
+        largest.collect::<Vec<_>>().join("\n"),
+    ];
+    cells.extend(label.map(|label| label.to_string()));
+    cells
+}
+
+/// Texts in their quotes and cut short, floats with four digits after the point.
+fn element(value: &Value) -> String {
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let value = number.as_f64().unwrap_or(f64::NAN);
+            let far = value != 0.0 && (value.abs() < 1e-3 || value.abs() >= 1e9);
+            if far { format!("{value:.4e}") } else { format!("{value:.4}") }
+        }
+        Value::String(text) if text.chars().count() > 40 => {
+            format!("{:?}…", text.chars().take(40).collect::<String>())
+        }
+        other => other.to_string(),
+    }
+}

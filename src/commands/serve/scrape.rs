@@ -1,0 +1,207 @@
+//! The metrics of a model server, as far as `millrace serve top` shows them: latencies and waiting requests
+//! by version, out of the Prometheus text format.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use anyhow::Result;
+
+/// Longest wait for the metrics.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Largest text that is read.
+const BYTES_MAX: usize = 64 << 20;
+/// Seconds of requests; the buckets of the histogram.
+const LATENCY: &str = "millrace_serving_request_seconds_bucket";
+/// Requests that wait for a session, as Millrace and as Triton call them.
+const WAITING: [&str; 2] = ["millrace_serving_waiting_requests", "nv_inference_pending_request_count"];
+
+/// Asks for metrics.
+pub(super) struct Scraper {
+    client: reqwest::Client,
+    address: String,
+}
+
+impl Scraper {
+    pub(super) fn new(address: &str) -> Result<Scraper> {
+        let client = reqwest::Client::builder().timeout(PATIENCE).no_proxy().build()?;
+        Ok(Scraper { client, address: address.to_owned() })
+    }
+
+    /// The metrics as they are now; why not, when there are none.
+    pub(super) async fn scrape(&self) -> Result<Scrape, String> {
+        let url = format!("http://{}/metrics", self.address);
+        let failed = |error: reqwest::Error| {
+            // The last cause says it: those above speak of the library's own steps.
+            let causes = std::iter::successors(Some(&error as &(dyn std::error::Error + 'static)), |error| {
+                error.source()
+            });
+            let cause = causes.last().map_or(String::new(), |cause| format!(": {cause}"));
+            format!("{url} cannot be read{cause}")
+        };
+        let mut response = self.client.get(&url).send().await.map_err(failed)?;
+        if !response.status().is_success() {
+            return Err(format!("{url} answers {}", response.status()));
+        }
+        let mut text = Vec::new();
+        while let Some(piece) = response.chunk().await.map_err(failed)? {
+            if text.len().saturating_add(piece.len()) > BYTES_MAX {
+                return Err(format!("{url} gives more than {BYTES_MAX} bytes"));
+            }
+            text.extend_from_slice(&piece);
+        }
+        Ok(Scrape::read(&String::from_utf8_lossy(&text)))
+    }
+}
+
+/// Metrics by model and version.
+#[derive(Debug, Default)]
+pub(super) struct Scrape {
+    latencies: HashMap<(String, String), Latencies>,
+    waiting: HashMap<(String, String), u64>,
+}
+
+/// How many requests took at most so many seconds, by rising bounds; the last one has no bound.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Latencies(Vec<(f64, u64)>);
+
+impl Scrape {
+    fn read(text: &str) -> Scrape {
+        let mut scrape = Scrape::default();
+        let wanted = |name: &str| name == LATENCY || WAITING.contains(&name);
+        for line in text.lines().filter(|line| line.split_once('{').is_some_and(|(name, _)| wanted(name))) {
+            let Some((name, labels, value)) = sample(line) else { continue };
+            let label = |wanted: &str| labels.iter().find(|(name, _)| name == wanted).map(|(_, value)| value);
+            let (Some(model), Some(version)) = (label("model"), label("version")) else { continue };
+            let key = (model.clone(), version.clone());
+            match (name, label("le").and_then(|bound| bound.parse().ok())) {
+                (LATENCY, Some(bound)) => {
+                    scrape.latencies.entry(key).or_default().0.push((bound, value as u64));
+                }
+                (LATENCY, None) => {}
+                _ => {
+                    scrape.waiting.insert(key, value as u64);
+                }
+            }
+        }
+        for latencies in scrape.latencies.values_mut() {
+            latencies.0.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        }
+        scrape
+    }
+
+    pub(super) fn latencies(&self, key: &(String, String)) -> Option<&Latencies> {
+        self.latencies.get(key)
+    }
+
+    pub(super) fn waiting(&self, key: &(String, String)) -> Option<u64> {
+        self.waiting.get(key).copied()
+    }
+}
+
+impl Latencies {
+    /// What was added; all of it when there was nothing, or more than there is.
+    pub(super) fn since(&self, old: Option<&Latencies>) -> Latencies {
+        let same = old.filter(|old| {
+            old.0.len() == self.0.len()
+                && self.0.iter().zip(&old.0).all(|(new, old)| new.0 == old.0 && new.1 >= old.1)
+        });
+        let before = |at: usize| same.map_or(0, |old| old.0[at].1);
+        Latencies(
+            self.0.iter().enumerate().map(|(at, (bound, count))| (*bound, count - before(at))).collect(),
+        )
+    }
+
+    /// Seconds that a share of the requests took at most, as if those of a bucket lay evenly in it; the
+    /// lower bound of the last bucket, which has no upper one. None without requests.
+    pub(super) fn quantile(&self, share: f64) -> Option<f64> {
+        let total = self.0.last()?.1;
+        let rank = share * total as f64;
+        let mut lower = (0.0, 0);
+        for (bound, count) in &self.0 {
+            if *count > lower.1 && *count as f64 >= rank {
+                if bound.is_infinite() {
+                    return Some(lower.0);
+                }
+                let part = (rank - lower.1 as f64) / (count - lower.1) as f64;
+                return Some(lower.0 + (bound - lower.0) * part.clamp(0.0, 1.0));
+            }
+            lower = (*bound, *count);
+        }
+        None
+    }
+}
+
+/// Name, labels and value of a line; `None` for one that is malformed.
+fn sample(line: &str) -> Option<(&str, Vec<(String, String)>, f64)> {
+    let (name, mut rest) = line.split_once('{')?;
+    let mut labels = Vec::new();
+    while !rest.starts_with('}') {
+        let (label, after) = rest.split_once("=\"")?;
+        let mut value = String::new();
+        let mut characters = after.char_indices();
+        let end = loop {
+            match characters.next()? {
+                (at, '"') => break at + 1,
+                (_, '\\') => value.push(match characters.next()?.1 {
+                    'n' => '\n',
+                    other => other,
+                }),
+                (_, character) => value.push(character),
+            }
+        };
+        labels.push((label.trim_start_matches(',').trim().to_owned(), value));
+        rest = &after[end..];
+    }
+    let value = rest.get(1..)?.split_whitespace().next()?.parse().ok()?;
+    Some((name, labels, value))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn lines_are_read_as_the_format_has_them() {
+        let (name, labels, value) = sample(r#"a{b="c",d="e\"}\\\n, f"} 1.5 1700000000"#).unwrap();
+        assert_eq!((name, value), ("a", 1.5));
+        assert_eq!(labels, [("b".into(), "c".into()), ("d".into(), "e\"}\\\n, f".into())]);
+        assert!(sample("a{} +Inf").unwrap().2.is_infinite());
+        for malformed in ["a 1", "a{b=\"c\"", "a{b=\"c} 1", "a{b} 1", "a{b=\"c\"} x", "a{b=\"\\", "a{}"] {
+            assert!(sample(malformed).is_none(), "{malformed}");
+        }
+    }
+
+    #[test]
+    fn latencies_and_waiting_requests_are_told_by_version() {
+        let text = "# TYPE x histogram\n\
+            millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"+Inf\"} 10\n\
+            millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"0.001\"} 4\n\
+            millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"0.002\"} 8\n\
+            nv_inference_pending_request_count{model=\"m\",version=\"1\"} 3\n\
+            nv_inference_pending_request_count{model=\"m\"} 7\n";
+        let scrape = Scrape::read(text);
+        let key = ("m".to_owned(), "1".to_owned());
+        assert_eq!(scrape.waiting(&key), Some(3));
+        let latencies = scrape.latencies(&key).unwrap();
+        assert_eq!(latencies.0, [(0.001, 4), (0.002, 8), (f64::INFINITY, 10)]);
+        assert_eq!(scrape.latencies(&("m".into(), "2".into())), None);
+    }
+
+    #[test]
+    fn quantiles_lie_in_their_buckets() {
+        let latencies = |counts: [u64; 3]| {
+            Latencies(vec![(1.0, counts[0]), (2.0, counts[1]), (f64::INFINITY, counts[2])])
+        };
+        let all = latencies([4, 8, 8]);
+        assert_eq!([0.0, 0.25, 0.5, 0.75, 1.0].map(|q| all.quantile(q).unwrap()), [0.0, 0.5, 1.0, 1.5, 2.0]);
+        // Beyond the last bound it is at least that.
+        assert_eq!(latencies([4, 8, 10]).quantile(0.99), Some(2.0));
+        // Only what came since counts, unless the counts began anew.
+        assert_eq!(latencies([4, 9, 9]).since(Some(&all)).quantile(0.5), Some(1.5));
+        assert_eq!(latencies([1, 1, 1]).since(Some(&all)), latencies([1, 1, 1]));
+        assert_eq!(all.since(None), all);
+        assert_eq!(all.since(Some(&all)).quantile(0.5), None);
+        assert_eq!(Latencies::default().quantile(0.5), None);
+    }
+}
