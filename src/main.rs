@@ -62,6 +62,10 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     if let Command::Umount { path } = &cli.command {
         return commands::mount::umount(out, path);
     }
+    if let Command::Model(cli::ModelCommand::Label(args @ cli::LabelArgs { volume: None, .. })) = &cli.command
+    {
+        return commands::model::label::in_folder(out, args).await;
+    }
     if let Command::Model(
         model @ (cli::ModelCommand::Init { .. }
         | cli::ModelCommand::Show { volume: None, .. }

@@ -10,6 +10,8 @@ use std::str::FromStr;
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
+use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
+
 /// Root path of the models inside a volume.
 pub const VOLUME_ROOT: &str = "models";
 
@@ -43,6 +45,9 @@ pub struct Config {
     /// Models that are loaded at the start under `control = "explicit"`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub load: Vec<String>,
+    /// What is said of single models, by name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub models: BTreeMap<String, ModelOptions>,
     /// How often the repository is looked through for new versions, in milliseconds; 0 never does, and
     /// neither does `control = "explicit"`.
     pub poll_ms: u64,
@@ -94,6 +99,7 @@ impl Default for Config {
             sessions_max: 0,
             control: Control::Poll,
             load: Vec::new(),
+            models: BTreeMap::new(),
             poll_ms: 1_000,
             trace_directory: None,
             drain_ms_max: 10_000,
@@ -153,6 +159,34 @@ pub struct Tls {
     /// Those who may have issued the certificates of clients. With it, a client without one is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_ca: Option<PathBuf>,
+}
+
+/// The `[serving.models.NAME]` table: which versions of a model are served, and which answer whom.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelOptions {
+    /// Which versions are served: `"latest:2"`, `"all"` or `[1, 4]`. When absent as the model's
+    /// `config.pbtxt` says, else the newest `limits.versions_max`, which also bounds `"all"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub versions: Option<VersionPolicy>,
+    /// Versions by label, until a `rollout.json` beside the versions says otherwise.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, u64>,
+    /// Weights of the versions or labels between which requests that name no version are split, until a
+    /// `rollout.json` says otherwise. The newest version answers all of them when empty.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub split: BTreeMap<Target, f64>,
+    /// The version that runs copies of requests once they are answered, to compare, until a
+    /// `rollout.json` says otherwise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shadow: Option<ShadowTarget>,
+}
+
+impl ModelOptions {
+    /// Labels and shares as a `rollout.json` has them.
+    pub(crate) fn rollout(&self) -> Rollout {
+        Rollout { labels: self.labels.clone(), split: self.split.clone(), shadow: self.shadow.clone() }
+    }
 }
 
 /// Who decides which models are served.

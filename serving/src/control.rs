@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::error::{InferError, quote};
 use crate::grpc::EXTENSIONS;
-use crate::infer::{Inference, parse_version};
+use crate::infer::Inference;
 use crate::logging::{Change, LogSettings, Logging, Value};
-use crate::repository::Entry;
+use crate::repository::{Asked, Entry, VersionPolicy};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::{model_config, statistics, trace};
@@ -43,7 +43,8 @@ impl Controls {
     ///
     /// # Errors
     /// [`InferError::NotFound`], [`InferError::Unavailable`]; [`InferError::Invalid`] for a version that
-    /// is no number; [`InferError::Denied`], here and below, for what the caller's token does not allow.
+    /// is neither a number nor a label of the model; [`InferError::Denied`], here and below, for what the
+    /// caller's token does not allow.
     pub(crate) fn model_config(
         &self,
         caller: &Caller,
@@ -52,8 +53,9 @@ impl Controls {
     ) -> Result<pb::ModelConfig, InferError> {
         caller.may_use(model)?;
         let repository = self.inference.repository();
-        let model = repository.get(model, parse_version(version)?)?;
-        Ok(model_config::describe(&model, repository.limits()))
+        let model = repository.find(model, Asked::parse(version)?)?;
+        let policy = repository.policy(model.name()).unwrap_or(VersionPolicy::All);
+        Ok(model_config::describe(&model, &policy))
     }
 
     /// The figures of a version, of all ready versions of a model when `version` is empty, of all models
@@ -71,14 +73,16 @@ impl Controls {
             caller.may_use(model)?;
         }
         let repository = self.inference.repository();
-        let version = parse_version(version)?;
-        let models = match (model, version) {
-            ("", None) => repository.ready(None),
-            ("", Some(version)) => {
-                return Err(InferError::invalid(format!("version {version} of no model: name the model")));
+        let models = match (model, Asked::parse(version)?) {
+            ("", Asked::Any) => repository.ready(None),
+            ("", _) => {
+                return Err(InferError::invalid(format!(
+                    "version {} of no model: name the model",
+                    quote(version)
+                )));
             }
-            (model, Some(version)) => vec![repository.get(model, Some(version))?],
-            (model, None) => {
+            (model, asked @ (Asked::Version(_) | Asked::Label(_))) => vec![repository.find(model, asked)?],
+            (model, Asked::Any) => {
                 // Says why when there is nothing to tell.
                 repository.get(model, None)?;
                 repository.ready(Some(model))

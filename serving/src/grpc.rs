@@ -22,9 +22,9 @@ use crate::config::Limits;
 use crate::control::Controls;
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
-use crate::infer::{self, Inference, TENSORS_MAX, parse_version};
+use crate::infer::{self, Inference, TENSORS_MAX};
 use crate::parameters::{Schedule, check_request};
-use crate::repository::Model;
+use crate::repository::{Asked, Model};
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::tokens::{Caller, Guard};
 use crate::wire::inference as pb;
@@ -111,7 +111,7 @@ impl Service {
     }
 
     fn find(&self, name: &str, version: &str) -> Result<std::sync::Arc<Model>, InferError> {
-        self.inference.find(name, parse_version(version)?)
+        self.inference.find_asked(name, Asked::parse(version)?)
     }
 
     /// Answers one request, of a call or of a stream, and tells which version did.
@@ -124,7 +124,8 @@ impl Service {
         let _entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
         let id = std::mem::take(&mut request.id);
-        let model = self.find(&request.model_name, &request.model_version)?;
+        let asked = Asked::parse(&request.model_version)?;
+        let model = self.inference.route(&request.model_name, asked, &id)?;
         let decode = || decode(request, origin, &self.memory);
         let encode = |response: infer::Response, reply: Reply| {
             let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
@@ -159,8 +160,8 @@ impl GrpcInferenceService for Service {
         let caller = self.caller(&request);
         let request = request.into_inner();
         caller.may_use(&request.name)?;
-        let version = parse_version(&request.version)?;
-        let found = self.inference.repository().get(&request.name, version).is_ok();
+        let asked = Asked::parse(&request.version)?;
+        let found = self.inference.repository().find(&request.name, asked).is_ok();
         Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
     }
 

@@ -12,8 +12,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
-use crate::repository::{Model, Repository};
+use crate::repository::{Asked, Model, Repository};
 use crate::session::Work;
+use crate::shadow::Copied;
 use crate::statistics::Times;
 use crate::tensor::Tensor;
 use crate::trace::Tracer;
@@ -154,12 +155,19 @@ impl Inference {
         let arrived = Instant::now();
         let abandoned = Abandoned { model, arrived };
         let outcome = match decode() {
-            Ok((request, extra)) => infer_with(model, request).await.and_then(|(response, rows, times)| {
-                let reply = encode(response, extra)?;
-                model.statistics.succeeded(rows, arrived, &times);
-                self.tracer.answered(model, arrived, &times);
-                Ok(reply)
-            }),
+            Ok((request, extra)) => {
+                let copied = if model.is_shadowed() { self.copied(model, &request) } else { None };
+                infer_with(model, request).await.and_then(|(response, rows, times)| {
+                    let copied = copied.map(|copied| copied.answered(&response.outputs));
+                    let reply = encode(response, extra)?;
+                    model.statistics.succeeded(rows, arrived, &times);
+                    self.tracer.answered(model, arrived, &times);
+                    if let Some(copied) = copied {
+                        copied.run();
+                    }
+                    Ok(reply)
+                })
+            }
             Err(error) => Err(error),
         };
         // There is an answer.
@@ -174,14 +182,41 @@ impl Inference {
         outcome
     }
 
+    /// A copy of a request for the version that runs such, where it is this request's turn.
+    fn copied(&self, model: &Model, request: &Request) -> Option<Copied> {
+        self.repository.shadow(model.name())?.copy(request)
+    }
+
     /// A ready version; counts the failure when there is none.
     ///
     /// # Errors
     /// As [`Repository::get`].
     pub fn find(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
-        self.repository.get(model, version).inspect_err(|error| {
-            REQUESTS.with_label_values(&["", "", error.label()]).inc();
-        })
+        self.repository.get(model, version).inspect_err(count_unknown)
+    }
+
+    /// The same for a version that may be a label.
+    ///
+    /// # Errors
+    /// As [`Repository::find`].
+    pub(crate) fn find_asked(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
+        self.repository.find(model, asked).inspect_err(count_unknown)
+    }
+
+    /// The same, and whether the id of the request decides after all, see [`Inference::route`].
+    ///
+    /// # Errors
+    /// As [`Repository::find`].
+    pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
+        self.repository.find_split(model, asked).inspect_err(count_unknown)
+    }
+
+    /// The version that answers a request with that id; counts the failure when there is none.
+    ///
+    /// # Errors
+    /// As [`Repository::find`].
+    pub(crate) fn route(&self, model: &str, asked: Asked<'_>, id: &str) -> Result<Arc<Model>, InferError> {
+        self.repository.route(model, asked, id).inspect_err(count_unknown)
     }
 }
 
@@ -203,6 +238,10 @@ impl Drop for Entered {
             self.gate.idle.notify_waiters();
         }
     }
+}
+
+fn count_unknown(error: &InferError) {
+    REQUESTS.with_label_values(&["", "", error.label()]).inc();
 }
 
 fn count_failure(model: &Model, error: &InferError) {
@@ -229,7 +268,10 @@ impl Drop for Abandoned<'_> {
 
 /// Checks a request against one version and runs it; tells how many inferences it was and when each step
 /// was reached.
-async fn infer_with(model: &Model, request: Request) -> Result<(Response, u64, Times), InferError> {
+pub(crate) async fn infer_with(
+    model: &Model,
+    request: Request,
+) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
     let outputs = wanted(&signature.outputs, &request.outputs)?;
     let inputs = ordered(&signature.inputs, request.inputs)?;
@@ -240,6 +282,13 @@ async fn infer_with(model: &Model, request: Request) -> Result<(Response, u64, T
     } else {
         0
     };
+    if let Some(rows_max) = model.rows_max()
+        && rows > rows_max
+    {
+        return Err(InferError::invalid(format!(
+            "the request has {rows} rows, the model takes at most {rows_max} (max_batch_size of its config.pbtxt)"
+        )));
+    }
     let queued = Instant::now();
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
     // A time that the clock does not reach bounds nothing.

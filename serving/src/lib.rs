@@ -8,11 +8,13 @@
 //! and writes predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
-//! [`pipe`] knows topics), and any format but ONNX.
+//! [`pipe`] knows topics), and any format of models but ONNX (Triton's
+//! `config.pbtxt` is read for those).
 //!
 //! Invariants:
 //! - a version is served only when its manifest is complete, its digests match and ONNX Runtime agrees
-//!   with its signature; a bad version never takes another one down;
+//!   with its signature; in Triton's layout, which has no manifest, when its graph stays as it is and agrees
+//!   with its configuration; a bad version never takes another one down;
 //! - a request is checked against the signature before ONNX Runtime sees it, with checked arithmetic, so
 //!   no request can make it read beyond a buffer;
 //! - shared memory is read and written, never mapped, and an output goes there only when the whole request
@@ -67,6 +69,7 @@ pub mod logging;
 pub mod metrics;
 mod model_config;
 mod parameters;
+mod pbtxt;
 pub mod pipe;
 pub mod record;
 mod reflection;
@@ -76,6 +79,7 @@ mod rest;
 pub mod runtime;
 mod server;
 mod session;
+mod shadow;
 mod shared_memory;
 mod statistics;
 pub mod tensor;
@@ -84,7 +88,7 @@ mod tokens;
 mod trace;
 pub mod wire;
 
-pub use config::{Config, Control, Device, Limits, PipeConfig, Tls};
+pub use config::{Config, Control, Device, Limits, ModelOptions, PipeConfig, Tls};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};

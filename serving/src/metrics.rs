@@ -131,6 +131,36 @@ pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
+/// Copies of requests for a shadow version, by outcome: `compared` with the reply, `unlike` it in form,
+/// `failed`, or `dropped` because enough others ran.
+pub static SHADOW_REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_shadow_requests_total",
+        "Copies of requests for a shadow version",
+        &["model", "version", "outcome"],
+    )
+});
+
+/// The largest distance between a number of a reply and that of the shadow version.
+pub static SHADOW_DIFFERENCE: LazyLock<HistogramVec> = LazyLock::new(|| {
+    let buckets = std::iter::once(0.0).chain((-7..=3).map(|power| 10f64.powi(power))).collect();
+    let options = HistogramOpts::new(
+        "millrace_serving_shadow_difference",
+        "Largest distance between the numbers of a reply and of the shadow version",
+    )
+    .buckets(buckets);
+    registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
+});
+
+/// Rows to which the shadow version gives the `same` label as the reply, or an `other`.
+pub static SHADOW_ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_shadow_rows_total",
+        "Rows by whether the shadow version gives them the same label",
+        &["model", "version", "label"],
+    )
+});
+
 /// Records of a pipe, by outcome: `predicted` or `dead_letter`.
 pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec("millrace_serving_pipe_records_total", "Records of a pipe", &["pipe", "outcome"])

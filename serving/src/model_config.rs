@@ -1,17 +1,17 @@
-//! The configuration of a model as Triton describes it: read off what is served, never off a file.
+//! The configuration of a model as Triton describes it: read off what is served, never off a file alone.
 
 use std::time::Duration;
 
-use millrace_bundle::{Datatype, MODEL_FILE, Signature, TensorSpec};
+use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::{Value, json};
 
-use crate::config::{Device, Limits};
+use crate::config::Device;
 use crate::grpc::PLATFORM;
-use crate::repository::Model;
+use crate::repository::{Model, VersionPolicy};
 use crate::wire::inference as pb;
 
 /// Backend of every model, as Triton names it.
-const BACKEND: &str = "onnxruntime";
+pub(crate) const BACKEND: &str = "onnxruntime";
 /// Most rows that a configuration promises, however large a message may be.
 const BATCH_ROWS_MAX: usize = 65_536;
 /// Bytes of the length before each element of BYTES.
@@ -42,11 +42,8 @@ fn row_bytes(spec: &TensorSpec) -> usize {
 }
 
 /// What is served under a name and version, and how.
-pub(crate) fn describe(model: &Model, limits: &Limits) -> pb::ModelConfig {
+pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig {
     let max_batch_size = model.max_batch_size();
-    let latest = pb::model_version_policy::Latest {
-        num_versions: u32::try_from(limits.versions_max.max(1)).unwrap_or(u32::MAX),
-    };
     let signature = model.signature();
     let input = |spec: &TensorSpec| pb::ModelInput {
         name: spec.name.clone(),
@@ -64,21 +61,31 @@ pub(crate) fn describe(model: &Model, limits: &Limits) -> pb::ModelConfig {
         name: model.name().to_owned(),
         platform: PLATFORM.to_owned(),
         backend: BACKEND.to_owned(),
-        version_policy: Some(pb::ModelVersionPolicy {
-            policy_choice: Some(pb::model_version_policy::PolicyChoice::Latest(latest)),
-        }),
+        version_policy: Some(pb::ModelVersionPolicy { policy_choice: Some(policy_choice(policy)) }),
         max_batch_size,
         input: signature.inputs.iter().map(input).collect(),
         output: signature.outputs.iter().map(output).collect(),
         instance_group: vec![instances(model)],
-        default_model_filename: MODEL_FILE.to_owned(),
-        scheduling_choice: batching(model, limits.requests_waiting_max),
+        default_model_filename: model.file().to_owned(),
+        scheduling_choice: batching(model),
         ..Default::default()
     }
 }
 
+fn policy_choice(policy: &VersionPolicy) -> pb::model_version_policy::PolicyChoice {
+    use pb::model_version_policy::{All, Latest, PolicyChoice, Specific};
+    match policy {
+        VersionPolicy::Latest(count) => PolicyChoice::Latest(Latest { num_versions: count.get() }),
+        VersionPolicy::All => PolicyChoice::All(All {}),
+        VersionPolicy::Specific(versions) => {
+            let versions = versions.iter().map(|version| i64::try_from(*version).unwrap_or(i64::MAX));
+            PolicyChoice::Specific(Specific { versions: versions.collect() })
+        }
+    }
+}
+
 /// What is said where requests that wait run together.
-fn batching(model: &Model, requests_waiting_max: usize) -> Option<pb::model_config::SchedulingChoice> {
+fn batching(model: &Model) -> Option<pb::model_config::SchedulingChoice> {
     model.pool.batch_rows_max()?;
     let preferred = model.pool.preferred_rows();
     Some(pb::model_config::SchedulingChoice::DynamicBatching(pb::ModelDynamicBatching {
@@ -90,7 +97,7 @@ fn batching(model: &Model, requests_waiting_max: usize) -> Option<pb::model_conf
             timeout_action: pb::model_queue_policy::TimeoutAction::Reject.into(),
             default_timeout_microseconds: model.pool.timeout().map_or(0, micros),
             allow_timeout_override: true,
-            max_queue_size: u32::try_from(requests_waiting_max).unwrap_or(u32::MAX),
+            max_queue_size: u32::try_from(model.pool.requests_waiting_max()).unwrap_or(u32::MAX),
         }),
         ..Default::default()
     }))

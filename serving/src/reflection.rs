@@ -5,7 +5,7 @@ use tonic_reflection::server::{Builder, v1, v1alpha};
 use crate::error::{Error, Result};
 
 /// The inference service and its messages, as the build compiled them.
-const INFERENCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inference.bin"));
+pub(crate) const INFERENCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inference.bin"));
 
 fn builder() -> Builder<'static> {
     Builder::configure()

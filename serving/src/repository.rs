@@ -1,35 +1,53 @@
 //! The models that are served: found in a volume or a directory, loaded, looked through again for new
 //! versions. A bad version is named and left out; it never takes the others down.
 
+mod beside;
 mod control;
+mod declared;
+mod load;
+mod policy;
 mod refresh;
+mod rollout;
 mod source;
+mod split;
+mod versions;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use millrace_bundle::{Manifest, Signature};
+use millrace_bundle::{MODEL_FILE, Manifest, Signature};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::blocking::blocking;
-use crate::config::{Config, Control, Limits};
+use crate::config::{Config, Control};
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
 use crate::session::Pool;
+use crate::shadow::Shadow;
 use crate::statistics::Statistics;
 
 pub(crate) use control::Entry;
+pub use policy::{UnknownPolicy, VersionPolicy};
+pub use rollout::{Rollout, ShadowTarget, Target, check_label};
 pub use source::Source;
+pub(crate) use versions::Asked;
+use versions::{Origin, Versions};
 
 /// One model version that is ready. Requests hold it, so it outlives its removal from the repository.
 #[derive(Debug)]
 pub struct Model {
     manifest: Manifest,
     max_batch_size: i32,
+    /// Most rows of a request, where the model's configuration bounds them.
+    rows_max: Option<usize>,
+    origin: Arc<Origin>,
+    /// Whether another version runs copies of requests, so that others pay no look-up.
+    shadowed: AtomicBool,
     pub(crate) pool: Pool,
     pub(crate) metrics: ModelMetrics,
     pub(crate) statistics: Statistics,
@@ -64,6 +82,21 @@ impl Model {
     pub(crate) fn max_batch_size(&self) -> i32 {
         self.max_batch_size
     }
+
+    /// Most rows of a request, where the model's configuration bounds them.
+    pub(crate) fn rows_max(&self) -> Option<usize> {
+        self.rows_max
+    }
+
+    /// Whether another version runs copies of requests.
+    pub(crate) fn is_shadowed(&self) -> bool {
+        self.shadowed.load(Ordering::Relaxed)
+    }
+
+    /// File of the graph.
+    pub(crate) fn file(&self) -> &str {
+        self.origin.loading.as_ref().map_or(MODEL_FILE, |loading| &loading.file)
+    }
 }
 
 /// What became of a version.
@@ -80,23 +113,10 @@ pub enum State {
 pub struct VersionStatus {
     /// Model name; for a directory that is no version, its path.
     pub model: String,
-    /// Version; `None` for a directory that is none.
+    /// Version; `None` for a directory that is none, and for what concerns all versions of a model.
     pub version: Option<u64>,
     /// What became of it.
     pub state: State,
-}
-
-#[derive(Debug, Clone)]
-struct Failure {
-    manifest: Option<Manifest>,
-    reason: String,
-    at: Instant,
-}
-
-#[derive(Debug, Clone, Default)]
-struct Versions {
-    ready: BTreeMap<u64, Arc<Model>>,
-    failed: BTreeMap<u64, Failure>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -130,7 +150,8 @@ pub struct Repository {
 
 impl Repository {
     /// Loads every complete version once; under [`Control::Explicit`] those of the models in `load`.
-    /// Versions that cannot be loaded are in [`Repository::status`].
+    /// Versions that cannot be loaded are in [`Repository::status`]. Where a graph without a manifest was
+    /// written just now, waits a second for it to be whole.
     ///
     /// # Errors
     /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it that none is, and for
@@ -153,7 +174,13 @@ impl Repository {
         };
         let repository = Repository { inner: Arc::new(inner) };
         match config.control {
-            Control::Poll => repository.refresh().await?,
+            Control::Poll => {
+                repository.refresh().await?;
+                if repository.is_settling(None) {
+                    tokio::time::sleep(beside::SETTLE).await;
+                    repository.refresh().await?;
+                }
+            }
             Control::Explicit => repository.load_configured().await?,
         }
         Ok(repository)
@@ -196,30 +223,62 @@ impl Repository {
     /// # Errors
     /// [`InferError::NotFound`]; [`InferError::Unavailable`] when it is there and failed to load.
     pub fn get(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
+        self.find(model, version.map_or(Asked::Any, Asked::Version))
+    }
+
+    /// A ready version; the latest ready one when none is asked for.
+    ///
+    /// # Errors
+    /// As [`Repository::get`]; [`InferError::Invalid`] for what is no label of the model.
+    pub(crate) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read().clone();
-        let Some(versions) = models.models.get(model) else {
-            return Err(InferError::NotFound { reason: format!("there is no model {}", quote(model)) });
-        };
-        let found = match version {
-            Some(version) => versions.ready.get(&version),
-            None => versions.ready.values().next_back(),
-        };
-        if let Some(model) = found {
-            return Ok(model.clone());
+        match models.models.get(model) {
+            Some(versions) => versions.find(model, asked),
+            None => Err(unknown(model)),
         }
-        let failed = match version {
-            Some(version) => versions.failed.get_key_value(&version),
-            None => versions.failed.iter().next_back(),
-        };
-        match (failed, version) {
-            (Some((version, failure)), _) => Err(InferError::Unavailable {
-                reason: format!("model {model:?} version {version} cannot be served: {}", failure.reason),
-            }),
-            (None, Some(version)) => {
-                Err(InferError::NotFound { reason: format!("model {model:?} has no version {version}") })
-            }
-            (None, None) => Err(InferError::NotFound { reason: format!("model {model:?} has no version") }),
+    }
+
+    /// The same, and whether inference that names no version is split between several.
+    pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
+        let models = self.inner.models.read().clone();
+        let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
+        Ok((versions.find(model, asked)?, asked == Asked::Any && versions.split.is_some()))
+    }
+
+    /// The version that answers a request with that id, which may be empty.
+    ///
+    /// # Errors
+    /// As [`Repository::find`].
+    pub(crate) fn route(&self, model: &str, asked: Asked<'_>, id: &str) -> Result<Arc<Model>, InferError> {
+        let models = self.inner.models.read().clone();
+        let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
+        match asked {
+            Asked::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),
+            asked => versions.find(model, asked),
         }
+    }
+
+    /// Which versions of a model are served.
+    pub(crate) fn policy(&self, model: &str) -> Option<VersionPolicy> {
+        self.inner.models.read().models.get(model).map(|versions| versions.policy.clone())
+    }
+
+    /// The version that runs copies of what a model is asked.
+    pub(crate) fn shadow(&self, model: &str) -> Option<Arc<Shadow>> {
+        self.inner.models.read().models.get(model)?.shadow.clone()
+    }
+
+    /// Labels of a model that are in force, with their versions.
+    pub fn labels(&self, model: &str) -> BTreeMap<String, u64> {
+        let models = self.inner.models.read().clone();
+        models.models.get(model).map(|versions| versions.labels.clone()).unwrap_or_default()
+    }
+
+    /// Whether a version of that model, or of any, may still be being written.
+    fn is_settling(&self, model: Option<&str>) -> bool {
+        let models = self.inner.models.read().clone();
+        let mut named = models.models.iter().filter(|(name, _)| model.is_none_or(|model| model == *name));
+        named.any(|(_, versions)| versions.failed.values().any(|failure| failure.settling))
     }
 
     /// Ready versions of a model, ascending; `None` when there is no such model.
@@ -242,11 +301,6 @@ impl Repository {
         self.inner.config.trace_directory.clone()
     }
 
-    /// The bounds that it loads within.
-    pub(crate) fn limits(&self) -> &Limits {
-        &self.inner.config.limits
-    }
-
     /// Every version that was found and what became of it, by name and version.
     pub fn status(&self) -> Vec<VersionStatus> {
         let models = self.inner.models.read().clone();
@@ -256,11 +310,17 @@ impl Repository {
             let failed = versions
                 .failed
                 .iter()
+                .filter(|(version, _)| !versions.ready.contains_key(version))
                 .map(|(version, failure)| (*version, State::Failed(failure.reason.clone())));
             status.extend(ready.chain(failed).map(|(version, state)| VersionStatus {
                 model: model.clone(),
                 version: Some(version),
                 state,
+            }));
+            status.extend(versions.problems.iter().map(|problem| VersionStatus {
+                model: model.clone(),
+                version: None,
+                state: State::Failed(problem.clone()),
             }));
         }
         status.extend(models.other.iter().map(|(path, reason)| VersionStatus {
@@ -271,4 +331,8 @@ impl Repository {
         status.sort_by(|a, b| (&a.model, a.version).cmp(&(&b.model, b.version)));
         status
     }
+}
+
+fn unknown(model: &str) -> InferError {
+    InferError::NotFound { reason: format!("there is no model {}", quote(model)) }
 }

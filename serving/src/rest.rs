@@ -33,7 +33,8 @@ use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
 use crate::grpc::{PLATFORM, SERVER_NAME, extensions};
-use crate::infer::{Inference, parse_version};
+use crate::infer::Inference;
+use crate::repository::Asked;
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;
 
@@ -164,12 +165,12 @@ impl FromRequestParts<App> for Target {
 }
 
 impl Target {
-    fn version(&self) -> Result<Option<u64>, InferError> {
+    fn asked(&self) -> Result<Asked<'_>, InferError> {
         match &self.version {
             // An empty version in a path is a broken path, not the latest version.
             Some(version) if version.is_empty() => Err(InferError::invalid("the version is empty")),
-            Some(version) => parse_version(version),
-            None => Ok(None),
+            Some(version) => Asked::parse(version),
+            None => Ok(Asked::Any),
         }
     }
 }
@@ -215,7 +216,7 @@ fn status_of(ready: bool) -> StatusCode {
 
 async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
-    let name = match app.inference.repository().get(&target.model, target.version()?) {
+    let name = match app.inference.repository().find(&target.model, target.asked()?) {
         Ok(model) => model.name().to_owned(),
         Err(error) => return Err(error.into()),
     };
@@ -223,7 +224,7 @@ async fn model_ready(State(app): State<App>, target: Target) -> Result<Response,
 }
 
 async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    let model = app.inference.find(&target.model, target.version()?)?;
+    let model = app.inference.find_asked(&target.model, target.asked()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     // The specs serialize with the protocol's own keys: name, datatype, shape.
@@ -245,10 +246,13 @@ async fn infer(
     body: Body,
 ) -> Result<Response, Failure> {
     let _entered = app.inference.enter()?;
-    let version = target.version()?;
+    let asked = target.asked()?;
     let header_length = header_length(&headers)?;
-    let model = app.inference.find(&target.model, version)?;
+    let (mut model, split) = app.inference.find_split(&target.model, asked)?;
     let body = read(body, &headers, &app.limits).await?;
+    if split {
+        model = app.inference.route(&target.model, asked, &body::id(&body, header_length))?;
+    }
     let decode = || {
         let (mut request, reply) = body::decode(&body, header_length, &app.memory)?;
         request.client = peer.map(|Extension(Peer(address))| address);

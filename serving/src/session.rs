@@ -120,10 +120,13 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
     for (side, specs, outlets, shapes) in sides {
         let found: Vec<&str> = outlets.iter().map(|outlet| outlet.name()).collect();
         let expected: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-        if found != expected {
+        // Outputs may be left out, in which case nobody can ask for them.
+        let kept: Vec<_> =
+            outlets.iter().filter(|outlet| shapes || expected.contains(&outlet.name())).collect();
+        if !kept.iter().map(|outlet| outlet.name()).eq(expected.iter().copied()) {
             return Err(format!("the graph has {side}s {found:?}, the manifest {expected:?}"));
         }
-        for (spec, outlet) in specs.iter().zip(outlets) {
+        for (spec, outlet) in specs.iter().zip(kept) {
             let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else {
                 return Err(format!("{side} {:?} of the graph is not a tensor", spec.name));
             };
@@ -133,9 +136,12 @@ fn check_signature(signature: &Signature, session: &Session) -> std::result::Res
                     spec.name, spec.datatype
                 ));
             }
-            if shapes && **shape != *spec.shape {
+            // A configuration may allow less than the graph does.
+            let fits = shape.len() == spec.shape.len()
+                && shape.iter().zip(&spec.shape).all(|(graph, spec)| *graph == -1 || graph == spec);
+            if shapes && !fits {
                 return Err(format!(
-                    "{side} {:?} has shape {shape} in the graph and {:?} in the manifest",
+                    "{side} {:?} has shape {shape} in the graph and {:?} in the manifest or config.pbtxt",
                     spec.name, spec.shape
                 ));
             }

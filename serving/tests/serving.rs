@@ -41,6 +41,8 @@ mod pipe;
 mod protocol;
 #[path = "serving/reflection.rs"]
 mod reflection;
+#[path = "serving/rollout.rs"]
+mod rollout;
 #[path = "serving/scheduling.rs"]
 mod scheduling;
 #[path = "serving/shared_memory.rs"]
@@ -59,3 +61,5 @@ mod tls;
 mod tokens;
 #[path = "serving/trace.rs"]
 mod trace;
+#[path = "serving/triton_layout.rs"]
+mod triton_layout;

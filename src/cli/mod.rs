@@ -14,8 +14,8 @@ use millrace_datafs::Name;
 
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, RecordFormat, ServeArgs,
-    ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    DeviceArg, ImportArgs, LabelArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, RecordFormat,
+    ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};

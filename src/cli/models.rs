@@ -45,6 +45,11 @@ pub(crate) enum ModelCommand {
         after_help = "The file holds its weights itself; its inputs and outputs are read off its graph. The version is one\nabove the highest that is there, and is seen once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
     )]
     Import(ImportArgs),
+    /// Give a version of a model a name that clients may use instead of its number
+    #[command(
+        after_help = "The label is written to rollout.json beside the versions; servers move it with their next look through the\nrepository, once the version is ready, without losing a request.\n\nExamples:\n  millrace model label digits stable 4 --volume models\n  millrace model label digits canary --remove --models ./models"
+    )]
+    Label(LabelArgs),
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
     #[command(
         after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
@@ -73,6 +78,27 @@ pub(crate) struct ImportArgs {
     #[arg(long, conflicts_with = "models", required_unless_present = "models")]
     pub(crate) volume: Option<Name>,
     /// Folder to put it into
+    #[arg(long, value_name = "DIR")]
+    pub(crate) models: Option<PathBuf>,
+}
+
+/// `millrace model label`
+#[derive(Debug, Args)]
+pub(crate) struct LabelArgs {
+    /// Name of the model
+    pub(crate) model: String,
+    /// The label: a letter, then letters, digits, '.', '_', '-'
+    pub(crate) label: String,
+    /// The version, which is there and complete
+    #[arg(required_unless_present = "remove", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) version: Option<u64>,
+    /// Take the label away
+    #[arg(long, conflicts_with = "version")]
+    pub(crate) remove: bool,
+    /// Volume that holds the model, below models/
+    #[arg(long, conflicts_with = "models", required_unless_present = "models")]
+    pub(crate) volume: Option<Name>,
+    /// Folder that holds the model
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
 }

@@ -1,6 +1,7 @@
-//! `millrace model init|import|show`.
+//! `millrace model init|import|label|show`.
 
 mod import;
+pub(crate) mod label;
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,10 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             let bundle = import::into_volume(context, file, name, &volume).await?;
             show_bundle(context.out, &bundle)
         }
+        ModelCommand::Label(args) => match &args.volume {
+            Some(volume) => label::in_volume(context, &args, volume).await,
+            None => label::in_folder(context.out, &args).await,
+        },
         ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } | ModelCommand::Import(_) => {
             files(context.out, command)
         }
@@ -75,6 +80,8 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
             let Some(models) = models else { return Ok(()) };
             show_bundle(out, &import::into_folder(&file, &name, &models)?)
         }
+        // It waits for a store, so it has a call of its own.
+        ModelCommand::Label(_) => Ok(()),
     }
 }
 

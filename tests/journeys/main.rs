@@ -9,6 +9,7 @@ mod habits;
 mod imported;
 mod instances;
 mod kills;
+mod labels;
 mod load;
 mod predicting;
 mod quickstart;

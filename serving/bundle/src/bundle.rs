@@ -85,6 +85,16 @@ impl Bundle {
         Ok(bundle)
     }
 
+    /// The same with a signature that says less or more of the graph than the graph does itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidManifest`] for a signature that no manifest may have.
+    pub fn with_signature(mut self, signature: Signature) -> Result<Bundle> {
+        signature.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        self.manifest.signature = signature;
+        Ok(self)
+    }
+
     /// From parts whose digests were compared by the caller.
     pub(crate) fn from_verified(manifest: Manifest, files: Vec<(String, Bytes)>) -> Bundle {
         Bundle { manifest, files }

@@ -11,12 +11,16 @@
 //! [`object_store::ObjectStore`] and a root path, so a volume, a snapshot of a volume and a plain
 //! directory are the same to it.
 //!
+//! Folders that Triton has made are read, too ([`PlainVersion`]): where a `config.pbtxt` lies beside the
+//! versions, they may do without a manifest. What such a file says is the server's to know.
+//!
 //! It is not a model server and it runs nothing: it reads, checks and writes bundles, and it carries
 //! the ONNX schema ([`onnx`]) for everybody who builds or reads a graph.
 //!
 //! Invariants:
 //! - a version without a complete, valid manifest does not exist for readers: [`list`] leaves it out
-//!   ([`scan`] says why) and [`load`] refuses it;
+//!   ([`scan`] says why) and [`load`] refuses it; those of Triton's kind are apart ([`Listing::plain`],
+//!   [`load_plain`]);
 //! - every byte that [`load`] returns was compared with the SHA-256 digest in the manifest;
 //! - versions are immutable: [`Bundle::write`] refuses to replace one;
 //! - sizes, counts and paths in a manifest are bounded before anything is read ([`Limits`]).
@@ -39,6 +43,7 @@
 
 mod bundle;
 mod error;
+mod folder;
 mod manifest;
 mod repository;
 mod signature;
@@ -52,11 +57,13 @@ pub mod onnx {
 
 pub use bundle::Bundle;
 pub use error::{Error, Result};
+pub use folder::{CONFIG_FILE, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE};
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
 };
 pub use repository::{
-    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,
+    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_plain, load_with, next_version,
+    read_beside, scan, scan_model, write_beside,
 };
 pub use signature::{Datatype, Signature, TensorSpec};
 

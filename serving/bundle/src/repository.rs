@@ -9,6 +9,7 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 
 use crate::bundle::{Bundle, sha256_hex};
 use crate::error::{Error, Result};
+use crate::folder::{CONFIG_FILE, FileStat, ModelFolder, PlainVersion};
 use crate::manifest::{FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten};
 
 /// Bounds on what is read from a store.
@@ -51,6 +52,10 @@ pub struct Skipped {
 pub struct Listing {
     /// Usable versions, by name, then by version ascending.
     pub complete: Vec<ModelVersion>,
+    /// Versions without a manifest, of models that have a `config.pbtxt`, in the same order.
+    pub plain: Vec<PlainVersion>,
+    /// Files beside the versions, of models that have some.
+    pub folders: Vec<ModelFolder>,
     /// What was left out, with the reason.
     pub skipped: Vec<Skipped>,
 }
@@ -83,6 +88,7 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
         add_versions(store, &model, &name, &mut listing).await?;
     }
     listing.complete.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
+    listing.plain.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
     Ok(listing)
 }
 
@@ -94,6 +100,7 @@ pub async fn scan_model(store: &dyn ObjectStore, root: &str, name: &str) -> Resu
     let mut listing = Listing::default();
     add_versions(store, &model_path(root, name)?, name, &mut listing).await?;
     listing.complete.sort_by_key(|found| found.version);
+    listing.plain.sort_by_key(|found| found.version);
     Ok(listing)
 }
 
@@ -103,22 +110,50 @@ async fn add_versions(
     name: &str,
     listing: &mut Listing,
 ) -> Result<()> {
-    for path in directories(store, model).await? {
+    let (versions, beside) = children(store, model).await?;
+    let folder = ModelFolder::new(name, &beside);
+    let configured = folder.files.contains_key(CONFIG_FILE);
+    if !folder.files.is_empty() {
+        listing.folders.push(folder);
+    }
+    for path in versions {
         let version = path.filename().unwrap_or_default().to_owned();
         let found = match parse_version(&version) {
-            Some(version) => inspect(store, &path, name, version).await,
+            Some(version) => look_at(store, &path, name, version, configured).await,
             None => Err(Error::InvalidVersion { version: shorten(&version) }),
         };
         match found {
-            Ok((manifest, _)) => listing.complete.push(ModelVersion {
+            Ok(Found::Bundle(manifest)) => listing.complete.push(ModelVersion {
                 name: name.to_owned(),
                 version: manifest.version,
                 manifest,
             }),
+            Ok(Found::Plain(version)) => listing.plain.push(version),
             Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
         }
     }
     Ok(())
+}
+
+/// What the directory of a version holds.
+enum Found {
+    Bundle(Manifest),
+    Plain(PlainVersion),
+}
+
+/// Looks at the directory of a version; only beside a `config.pbtxt` may it do without a manifest.
+async fn look_at(
+    store: &dyn ObjectStore,
+    base: &Path,
+    name: &str,
+    version: u64,
+    configured: bool,
+) -> Result<Found> {
+    let files = files_below(store, base).await?;
+    if configured && !files.contains_key(&base.clone().join(MANIFEST_FILE)) {
+        return Ok(Found::Plain(PlainVersion::new(name, version, base, &files)?));
+    }
+    Ok(Found::Bundle(inspect(store, base, &files, name, version).await?.0))
 }
 
 /// Loads one version with the default [`Limits`]; every byte is verified.
@@ -142,7 +177,8 @@ pub async fn load_with(
     limits: &Limits,
 ) -> Result<Bundle> {
     let base = version_path(root, name, version)?;
-    let (manifest, paths) = inspect(store, &base, name, version).await?;
+    let files = files_below(store, &base).await?;
+    let (manifest, paths) = inspect(store, &base, &files, name, version).await?;
     let total = manifest.files.iter().fold(0u64, |sum, file| sum.saturating_add(file.bytes));
     if total > limits.model_bytes_max {
         let bytes_max = limits.model_bytes_max;
@@ -163,6 +199,70 @@ pub async fn load_with(
         files.push((entry.path.clone(), content));
     }
     Ok(Bundle::from_verified(manifest, files))
+}
+
+/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the file as
+/// `expected` describes it, and its manifest is made here. Holds the model in memory once.
+///
+/// # Errors
+/// [`Error::Incomplete`] when the file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
+/// [`Error::Store`]; what [`Bundle::new`] says of the graph.
+pub async fn load_plain(
+    store: &dyn ObjectStore,
+    root: &str,
+    version: (&str, u64),
+    file: &str,
+    expected: &FileStat,
+    limits: &Limits,
+) -> Result<Bundle> {
+    let (name, version) = version;
+    let base = version_path(root, name, version)?;
+    let path = base.clone().join(file);
+    let content = read_bounded(store, &path, limits.model_bytes_max).await?;
+    let changed = |reason: String| Error::Incomplete { path: base.to_string(), reason };
+    if content.len() as u64 != expected.bytes {
+        let found = content.len();
+        return Err(changed(format!("{file} has {found} bytes and had {} before", expected.bytes)));
+    }
+    // A second look: whatever was written while it was read shows here.
+    match store.head(&path).await {
+        Ok(meta) if FileStat::of(&meta) == *expected => {}
+        Ok(_) => return Err(changed(format!("{file} changed while it was read"))),
+        Err(source) => return Err(Error::Store { path: path.to_string(), source }),
+    }
+    Bundle::new(name, version, content.into(), Default::default(), BTreeMap::new())
+}
+
+/// Reads a file beside the versions of a model.
+///
+/// # Errors
+/// [`Error::InvalidName`], [`Error::NotFound`], [`Error::TooLarge`], [`Error::Store`].
+pub async fn read_beside(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    file: &str,
+    bytes_max: u64,
+) -> Result<Bytes> {
+    read_bounded(store, &model_path(root, name)?.join(file), bytes_max).await
+}
+
+/// Writes a file beside the versions of a model in one step: readers see the one before or this one.
+///
+/// # Errors
+/// [`Error::InvalidName`], [`Error::Store`].
+pub async fn write_beside(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    file: &str,
+    content: Bytes,
+) -> Result<()> {
+    let path = model_path(root, name)?.join(file);
+    match store.put(&path, content.into()).await {
+        Ok(_) => Ok(()),
+        Err(source) => Err(Error::Store { path: path.to_string(), source }),
+    }
 }
 
 /// The version to publish next: one above the highest version directory of the model, complete or not.
@@ -212,21 +312,20 @@ fn parse_version(text: &str) -> Option<u64> {
 }
 
 async fn directories(store: &dyn ObjectStore, path: &Path) -> Result<Vec<Path>> {
+    Ok(children(store, path).await?.0)
+}
+
+/// What is directly in a directory: directories, and files.
+async fn children(store: &dyn ObjectStore, path: &Path) -> Result<(Vec<Path>, Vec<ObjectMeta>)> {
     match store.list_with_delimiter(Some(path)).await {
-        Ok(listing) => Ok(listing.common_prefixes),
-        Err(object_store::Error::NotFound { .. }) => Ok(Vec::new()),
+        Ok(listing) => Ok((listing.common_prefixes, listing.objects)),
+        Err(object_store::Error::NotFound { .. }) => Ok((Vec::new(), Vec::new())),
         Err(source) => Err(Error::Store { path: path.to_string(), source }),
     }
 }
 
-/// Reads and checks the manifest and the presence and sizes of the files; gives the files' paths in the
-/// manifest's order.
-async fn inspect(
-    store: &dyn ObjectStore,
-    base: &Path,
-    name: &str,
-    version: u64,
-) -> Result<(Manifest, Vec<Path>)> {
+/// Every file below the directory of a version, of which there is at least one.
+async fn files_below(store: &dyn ObjectStore, base: &Path) -> Result<BTreeMap<Path, ObjectMeta>> {
     let files: BTreeMap<Path, ObjectMeta> =
         store.list(Some(base)).map_ok(|meta| (meta.location.clone(), meta)).try_collect().await.or_else(
             |source| match source {
@@ -237,10 +336,24 @@ async fn inspect(
     if files.is_empty() {
         return Err(Error::NotFound { path: base.to_string() });
     }
+    Ok(files)
+}
+
+/// Reads and checks the manifest and the presence and sizes of the files; gives the files' paths in the
+/// manifest's order.
+async fn inspect(
+    store: &dyn ObjectStore,
+    base: &Path,
+    files: &BTreeMap<Path, ObjectMeta>,
+    name: &str,
+    version: u64,
+) -> Result<(Manifest, Vec<Path>)> {
     let path = base.clone().join(MANIFEST_FILE);
     let incomplete = |reason: String| Error::Incomplete { path: base.to_string(), reason };
     let Some(meta) = files.get(&path) else {
-        return Err(incomplete(format!("there is no {MANIFEST_FILE} yet")));
+        return Err(incomplete(format!(
+            "there is no {MANIFEST_FILE} yet, nor a {CONFIG_FILE} beside the versions, as Triton has it"
+        )));
     };
     if meta.size > MANIFEST_BYTES_MAX {
         let bytes_max = MANIFEST_BYTES_MAX;

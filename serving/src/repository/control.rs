@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use super::beside::SETTLE;
 use super::{Models, Repository};
 use crate::config::{Config, Control};
 use crate::error::{Error, InferError, Result, chain, quote};
@@ -59,6 +60,14 @@ pub(super) fn check(config: &Config) -> Result<()> {
         millrace_bundle::check_name(name)
             .map_err(|error| Error::Config { reason: format!("load: {error}") })?;
     }
+    for (name, options) in &config.models {
+        millrace_bundle::check_name(name)
+            .map_err(|error| Error::Config { reason: format!("models: {error}") })?;
+        options
+            .rollout()
+            .check()
+            .map_err(|reason| Error::Config { reason: format!("models.{name}: {reason}") })?;
+    }
     Ok(())
 }
 
@@ -68,7 +77,7 @@ impl Repository {
     pub(super) async fn load_configured(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         for name in &self.inner.config.load {
-            if let Err(error) = self.load_now(name, Duration::ZERO).await? {
+            if let Err(error) = self.load_settled(name).await? {
                 tracing::warn!(model = name, %error, "a model that load names is not served");
             }
         }
@@ -95,9 +104,19 @@ impl Repository {
     pub(crate) async fn load_model(&self, name: &str) -> Result<(), InferError> {
         self.check_call(name)?;
         let _one = self.inner.refreshing.lock().await;
-        self.load_now(name, Duration::ZERO).await.map_err(|error| InferError::Unavailable {
+        self.load_settled(name).await.map_err(|error| InferError::Unavailable {
             reason: format!("model {name:?} cannot be looked for: {}", chain(&error)),
         })?
+    }
+
+    /// Loads a model, and what of it may still have been being written once more a moment later.
+    async fn load_settled(&self, name: &str) -> Result<Result<(), InferError>> {
+        let outcome = self.load_now(name, Duration::ZERO).await?;
+        if !self.is_settling(Some(name)) {
+            return Ok(outcome);
+        }
+        tokio::time::sleep(SETTLE).await;
+        self.load_now(name, Duration::ZERO).await
     }
 
     /// Loads a model; only one call may run at a time.
@@ -105,7 +124,7 @@ impl Repository {
         let source = &self.inner.source;
         let listing = millrace_bundle::scan_model(source.store.as_ref(), &source.root, name).await?;
         let before = self.inner.models.read().clone();
-        if listing.complete.is_empty() {
+        if listing.complete.is_empty() && listing.plain.is_empty() {
             let Some(skipped) = listing.skipped.last() else {
                 let reason = format!("there is no model {} in the repository", quote(name));
                 return Ok(Err(InferError::NotFound { reason }));
@@ -132,7 +151,7 @@ impl Repository {
         next.other.retain(|(path, _)| !of_model(path));
         self.settle(listing, &before, &mut next, retry_after).await;
         let failed = next.models.get(name).and_then(|versions| {
-            let mut failed = versions.failed.iter().filter(|(_, failure)| failure.manifest.is_some());
+            let mut failed = versions.failed.iter().filter(|(_, failure)| failure.told);
             failed.next_back().map(|(version, failure)| {
                 format!("model {name:?} version {version} cannot be served: {}", failure.reason)
             })
@@ -211,7 +230,12 @@ impl Repository {
                 found.insert((model.clone(), *version), (READY, String::new()));
             }
             for (version, failure) in &versions.failed {
-                found.insert((model.clone(), *version), (UNAVAILABLE, failure.reason.clone()));
+                let entry = found.entry((model.clone(), *version)).or_insert((UNAVAILABLE, String::new()));
+                // What is served stays ready when what shall replace it cannot be loaded.
+                if entry.0 != READY {
+                    entry.0 = UNAVAILABLE;
+                }
+                entry.1.clone_from(&failure.reason);
             }
         }
         for version in self.inner.loading.lock().iter() {
@@ -232,6 +256,10 @@ impl Repository {
         let listing = millrace_bundle::scan(source.store.as_ref(), &source.root).await?;
         let models = self.inner.models.read().clone();
         for version in listing.complete {
+            let reason = if models.unloaded.contains(&version.name) { "unloaded" } else { "not loaded" };
+            found.insert((version.name, version.version), (UNAVAILABLE, reason.to_owned()));
+        }
+        for version in listing.plain {
             let reason = if models.unloaded.contains(&version.name) { "unloaded" } else { "not loaded" };
             found.insert((version.name, version.version), (UNAVAILABLE, reason.to_owned()));
         }

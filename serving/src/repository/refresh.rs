@@ -1,23 +1,36 @@
 //! Looking through the source: what is new is loaded, what is gone is dropped, what is bad is named.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{Listing, Manifest};
-use tokio_util::sync::CancellationToken;
+use millrace_bundle::{CONFIG_FILE, FileStat, Listing, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
 
-use super::{Failure, Model, Models, Repository, Versions};
-use crate::blocking::blocking;
+use super::beside::{SETTLE, is_settled};
+use super::policy::VersionPolicy;
+use super::versions::{Content, Failure, Origin, Versions};
+use super::{Model, Models, Repository};
 use crate::config::Control;
-use crate::error::{Result, chain};
-use crate::metrics::{MODELS, ModelMetrics};
-use crate::model_config::max_batch_size;
-use crate::session;
-use crate::statistics::Statistics;
+use crate::error::{Error, Result, chain};
+use crate::metrics::MODELS;
 
-/// A version that failed to load is tried again after this time, or at once when its manifest changed.
+/// A version that failed to load is tried again after this time, or at once when it changed.
 pub(super) const RETRY_AFTER: Duration = Duration::from_secs(30);
+
+/// What was found of a model.
+#[derive(Debug, Default)]
+struct Found {
+    versions: BTreeMap<u64, Candidate>,
+    folder: Option<ModelFolder>,
+}
+
+/// A version that may be loaded.
+#[derive(Debug)]
+enum Candidate {
+    Bundle(Box<Manifest>),
+    Plain(PlainVersion),
+}
 
 impl Repository {
     /// Looks through the source once; only one call may run at a time.
@@ -43,7 +56,6 @@ impl Repository {
         next: &mut Models,
         retry_after: Duration,
     ) {
-        let inner = &self.inner;
         for skipped in listing.skipped {
             let reason = chain(&skipped.reason);
             match self.version_of(&skipped.path) {
@@ -53,7 +65,8 @@ impl Repository {
                     if known.is_none_or(|failure| failure.reason != reason) {
                         tracing::warn!(model, version, error = reason, "a model version is not served");
                     }
-                    let failure = Failure { manifest: None, reason, at: Instant::now() };
+                    let at = Instant::now();
+                    let failure = Failure { origin: None, reason, at, settling: false, told: false };
                     next.models.entry(model).or_default().failed.insert(version, failure);
                 }
                 None => {
@@ -65,46 +78,181 @@ impl Repository {
             }
         }
 
-        let mut found: BTreeMap<String, Vec<Manifest>> = BTreeMap::new();
+        let mut found: BTreeMap<String, Found> = BTreeMap::new();
         for version in listing.complete {
-            found.entry(version.name).or_default().push(version.manifest);
+            let candidate = Candidate::Bundle(Box::new(version.manifest));
+            found.entry(version.name).or_default().versions.insert(version.version, candidate);
         }
-        for (model, mut manifests) in found {
-            let old = manifests.len().saturating_sub(inner.config.limits.versions_max.max(1));
-            manifests.drain(..old);
-            for manifest in manifests {
-                let known = before.models.get(&model);
-                let ready = known.and_then(|versions| versions.ready.get(&manifest.version));
-                let failed = known.and_then(|versions| versions.failed.get(&manifest.version));
-                let entry = next.models.entry(model.clone()).or_default();
-                match (ready, failed) {
-                    (Some(ready), _) if ready.manifest == manifest => {
-                        entry.ready.insert(manifest.version, ready.clone());
-                        continue;
-                    }
-                    (_, Some(failure))
-                        if failure.manifest.as_ref() == Some(&manifest)
-                            && failure.at.elapsed() < retry_after =>
-                    {
-                        entry.failed.insert(manifest.version, failure.clone());
-                        continue;
-                    }
-                    _ => {}
+        for version in listing.plain {
+            let versions = &mut found.entry(version.name.clone()).or_default().versions;
+            versions.insert(version.version, Candidate::Plain(version));
+        }
+        for folder in listing.folders {
+            if let Some(found) = found.get_mut(&folder.name) {
+                found.folder = Some(folder);
+            }
+        }
+        let unknown = Versions::default();
+        for (model, found) in found {
+            let known = before.models.get(&model).unwrap_or(&unknown);
+            let mut versions = self.settle_model(&model, found, known, retry_after).await;
+            let entry = next.models.entry(model).or_default();
+            versions.failed.append(&mut entry.failed);
+            *entry = versions;
+        }
+    }
+
+    /// The versions of a model as they are to be from now on.
+    async fn settle_model(
+        &self,
+        model: &str,
+        mut found: Found,
+        known: &Versions,
+        retry_after: Duration,
+    ) -> Versions {
+        let config = &self.inner.config;
+        let options = config.models.get(model);
+        let beside = self.read_beside(found.folder.as_ref(), &known.beside).await;
+        let declared = beside.config.as_ref().and_then(|read| read.good.clone());
+        let limit = config.limits.versions_max.max(1);
+        let policy = options
+            .and_then(|options| options.versions.clone())
+            .or_else(|| declared.and_then(|declared| declared.policy.clone()))
+            .unwrap_or_else(|| newest(limit));
+        let rollout = options.map(|options| options.rollout()).unwrap_or_default();
+        let rollout = match beside.rollout.as_ref().and_then(|read| read.good.as_ref()) {
+            Some(file) => rollout.with(file),
+            None => rollout,
+        };
+        let problems = beside.problems().cloned().collect();
+        let mut versions = Versions { policy, rollout, beside, problems, ..Versions::default() };
+
+        let there: Vec<u64> = found.versions.keys().rev().copied().collect();
+        let mut chosen: Vec<u64> = there.iter().take(limit).copied().collect();
+        let mut enough = usize::MAX;
+        match versions.policy.clone() {
+            VersionPolicy::Latest(count) => enough = usize::try_from(count.get()).unwrap_or(usize::MAX),
+            VersionPolicy::All if there.len() > limit => versions.problems.push(format!(
+                "versions is \"all\", there are {}, and the newest {limit} are served (limits.versions_max)",
+                there.len()
+            )),
+            VersionPolicy::All => {}
+            VersionPolicy::Specific(wanted) => {
+                let missing = wanted.iter().filter(|version| !found.versions.contains_key(version));
+                for version in missing {
+                    let reason = format!("versions names it ({wanted:?}), and it is not in the repository");
+                    let at = Instant::now();
+                    let failure = Failure { origin: None, reason, at, settling: false, told: true };
+                    versions.failed.insert(*version, failure);
                 }
-                let version = manifest.version;
-                match self.load(&manifest).await {
-                    Ok(loaded) => {
-                        tracing::info!(model, version, "a model version is ready");
-                        entry.ready.insert(version, Arc::new(loaded));
-                    }
-                    Err(error) => {
-                        let reason = chain(&error);
-                        tracing::warn!(model, version, error = reason, "a model version is not served");
-                        let manifest = Some(manifest);
-                        let failure = Failure { manifest, reason, at: Instant::now() };
-                        entry.failed.insert(version, failure);
-                    }
+                chosen = there.iter().copied().filter(|version| wanted.contains(version)).collect();
+            }
+        }
+        for version in chosen {
+            if versions.ready.len() >= enough {
+                break;
+            }
+            if let Some(candidate) = found.versions.remove(&version) {
+                self.settle_version(model, version, candidate, known, &mut versions, retry_after).await;
+            }
+        }
+        // What a label or a share names is served whatever the policy says. What a label named until now is
+        // there while it has to stay.
+        let by_policy: BTreeSet<u64> = versions.ready.keys().chain(versions.failed.keys()).copied().collect();
+        let mut named = versions.rollout.versions();
+        for version in named.iter().copied().chain(known.labels.values().copied()) {
+            if let Some(candidate) = found.versions.remove(&version) {
+                self.settle_version(model, version, candidate, known, &mut versions, retry_after).await;
+            }
+        }
+        versions.roll_out(known);
+        named.extend(versions.labels.values());
+        versions.ready.retain(|version, _| by_policy.contains(version) || named.contains(version));
+        versions.failed.retain(|version, _| by_policy.contains(version) || named.contains(version));
+        for problem in &versions.problems {
+            if !known.problems.contains(problem) {
+                tracing::warn!(model, error = problem, "a model is not served as it should be");
+            }
+        }
+        versions
+    }
+
+    /// Adds a version to those that are ready, or to those that are not. One that is ready stays so while
+    /// what shall replace it is not.
+    async fn settle_version(
+        &self,
+        model: &str,
+        version: u64,
+        candidate: Candidate,
+        known: &Versions,
+        versions: &mut Versions,
+        retry_after: Duration,
+    ) {
+        let ready = known.ready.get(&version);
+        let failed = known.failed.get(&version);
+        let failure = match origin(candidate, versions) {
+            Ok(origin) => {
+                if let Some(ready) = ready.filter(|ready| ready.origin == origin) {
+                    versions.ready.insert(version, ready.clone());
+                    return;
                 }
+                let same = failed.filter(|failure| failure.origin.as_ref() == Some(&origin));
+                match same {
+                    Some(failure) if !failure.settling && failure.at.elapsed() < retry_after => {
+                        failure.clone()
+                    }
+                    same => match self.try_version(model, version, origin, same).await {
+                        Ok(loaded) => {
+                            tracing::info!(model, version, "a model version is ready");
+                            versions.ready.insert(version, Arc::new(loaded));
+                            return;
+                        }
+                        Err(failure) => failure,
+                    },
+                }
+            }
+            Err(failure) => failure,
+        };
+        if failed.is_none_or(|failed| failed.reason != failure.reason) {
+            tracing::warn!(model, version, error = failure.reason, "a model version is not served");
+        }
+        // Where there is no graph any more, nothing is about to replace it.
+        let stays = failure.told;
+        versions.failed.insert(version, failure);
+        if let Some(ready) = ready.filter(|_| stays) {
+            versions.ready.insert(version, ready.clone());
+        }
+    }
+
+    /// Loads a version, unless its graph may still be being written; `same` is the last try of the same.
+    async fn try_version(
+        &self,
+        model: &str,
+        version: u64,
+        origin: Arc<Origin>,
+        same: Option<&Failure>,
+    ) -> Result<Model, Failure> {
+        let settling = |origin: Arc<Origin>, reason: String| {
+            let at = same.map_or_else(Instant::now, |same| same.at);
+            Failure { origin: Some(origin), reason, at, settling: true, told: true }
+        };
+        if let Content::Plain(stat) = &origin.content {
+            // A file from the future is whole when it stays as it is.
+            let stayed = same.is_some_and(|same| same.settling && same.at.elapsed() >= SETTLE);
+            if !is_settled(stat) && !stayed {
+                let waits = SETTLE.as_millis();
+                let reason = format!("its graph was written less than {waits} ms ago, more of it may come");
+                return Err(settling(origin, reason));
+            }
+        }
+        match self.load(model, version, &origin).await {
+            Ok(loaded) => Ok(loaded),
+            Err(Error::Repository(error @ millrace_bundle::Error::Incomplete { .. })) => {
+                Err(settling(origin, chain(&error)))
+            }
+            Err(error) => {
+                let (reason, at) = (chain(&error), Instant::now());
+                Err(Failure { origin: Some(origin), reason, at, settling: false, told: true })
             }
         }
     }
@@ -118,15 +266,22 @@ impl Repository {
         };
         let mut changed = false;
         for (model, versions) in &before.models {
+            let now = next.models.get(model);
             for version in versions.ready.keys() {
-                let kept = next.models.get(model).is_some_and(|now| now.ready.contains_key(version));
+                let kept = now.is_some_and(|now| now.ready.contains_key(version));
                 if !kept {
                     tracing::info!(model, version, "a model version is gone");
                 }
                 changed |= !kept;
             }
+            changed |= now.is_some_and(|now| now.labels != versions.labels || now.split != versions.split);
         }
         for (model, versions) in &next.models {
+            if before.models.get(model).is_none_or(|before| before.labels != versions.labels)
+                && !versions.labels.is_empty()
+            {
+                tracing::info!(model, labels = ?versions.labels, "labels are in force");
+            }
             changed |= versions.ready.keys().any(|version| !same(before, &next, model, version));
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
@@ -138,37 +293,6 @@ impl Repository {
         }
     }
 
-    async fn load(&self, manifest: &Manifest) -> Result<Model> {
-        let inner = &self.inner;
-        let _loading = self.loading(&manifest.name, manifest.version);
-        let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
-        let bundle = millrace_bundle::load_with(
-            inner.source.store.as_ref(),
-            &inner.source.root,
-            &manifest.name,
-            manifest.version,
-            &limits,
-        )
-        .await?;
-        let config = inner.config.clone();
-        blocking("model loading", move || {
-            let pool = session::build(&bundle, &config)?;
-            let manifest = bundle.manifest().clone();
-            let metrics = ModelMetrics::new(&manifest.name, manifest.version);
-            let gone = CancellationToken::new();
-            Ok(Model {
-                max_batch_size: max_batch_size(&manifest.signature, config.limits.message_bytes_max),
-                manifest,
-                pool,
-                metrics,
-                statistics: Statistics::default(),
-                _leaving: gone.clone().drop_guard(),
-                gone,
-            })
-        })
-        .await
-    }
-
     /// Name and version of a path in the store, when it has the form of a version's path.
     pub(super) fn version_of(&self, path: &str) -> Option<(String, u64)> {
         let root = self.inner.source.root.trim_matches('/');
@@ -176,4 +300,42 @@ impl Repository {
         let (model, version) = relative.split_once('/')?;
         Some((model.to_owned(), version.parse().ok().filter(|version| *version > 0)?))
     }
+}
+
+/// The policy where none is said.
+fn newest(limit: usize) -> VersionPolicy {
+    let count = u32::try_from(limit).ok().and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MAX);
+    VersionPolicy::Latest(count)
+}
+
+/// What a version would be loaded from.
+fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Failure> {
+    let config = versions.beside.config.as_ref();
+    let failure = |reason: String, told: bool| Failure {
+        origin: None,
+        reason,
+        at: Instant::now(),
+        settling: false,
+        told,
+    };
+    if let Some(problem) = config.and_then(|read| read.problem.as_ref()) {
+        return Err(failure(problem.clone(), true));
+    }
+    let loading = config.and_then(|read| read.good.as_ref()).map(|declared| declared.loading.clone());
+    let content = match candidate {
+        Candidate::Bundle(manifest) => Content::Bundle(manifest),
+        Candidate::Plain(version) => {
+            let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());
+            let stat: &FileStat = version.stat(file).map_err(|error| {
+                let hint = if file == MODEL_FILE {
+                    format!(" ({CONFIG_FILE} may name another file as default_model_filename)")
+                } else {
+                    String::new()
+                };
+                failure(format!("{}{hint}", chain(&error)), false)
+            })?;
+            Content::Plain(stat.clone())
+        }
+    };
+    Ok(Arc::new(Origin { content, loading }))
 }

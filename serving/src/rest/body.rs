@@ -110,6 +110,17 @@ pub(super) fn decode(
     Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
+/// The id of a request alone; empty where there is none, or no request.
+pub(super) fn id(body: &Bytes, header_length: Option<usize>) -> String {
+    #[derive(Deserialize)]
+    struct Id {
+        #[serde(default)]
+        id: String,
+    }
+    let json_length = header_length.map_or(body.len(), |length| length.min(body.len()));
+    serde_json::from_slice(&body[..json_length]).map(|Id { id }| id).unwrap_or_default()
+}
+
 /// What the parser says, which may repeat a string of the body whole.
 fn shortened(error: &serde_json::Error) -> String {
     let text = error.to_string();

@@ -68,7 +68,7 @@ async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, F
 }
 
 async fn config(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
-    target.version()?;
+    target.asked()?;
     let version = target.version.as_deref().unwrap_or_default();
     let config = app.controls.model_config(&caller, &target.model, version)?;
     Ok(Json(model_config::to_json(&config)).into_response())
@@ -83,7 +83,7 @@ async fn model_statistics(
     caller: Caller,
     target: Target,
 ) -> Result<Response, Failure> {
-    target.version()?;
+    target.asked()?;
     if target.model.is_empty() {
         return Err(InferError::invalid("the model's name is empty").into());
     }

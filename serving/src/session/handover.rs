@@ -26,7 +26,7 @@ pub(super) struct Shared {
     pub(super) delay: Duration,
     /// Somebody came, where there is a delay.
     came: Notify,
-    room: Room,
+    pub(super) room: Room,
     /// Rows come out as they went in.
     pub(super) keeps_rows: AtomicBool,
     /// Typical duration of a run, in microseconds.

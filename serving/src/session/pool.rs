@@ -113,6 +113,11 @@ impl Pool {
         }
     }
 
+    /// How many requests may wait.
+    pub(crate) fn requests_waiting_max(&self) -> usize {
+        self.shared.room.requests_max
+    }
+
     /// The longest that a request may wait for a session.
     pub(crate) fn timeout(&self) -> Option<Duration> {
         self.timeout

@@ -1,0 +1,111 @@
+//! Triton's `config.pbtxt`: the configuration of a model in the text form of protobuf, read within bounds.
+
+use std::collections::BTreeMap;
+use std::sync::LazyLock;
+
+use miette::Diagnostic;
+use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor};
+
+use crate::reflection::INFERENCE;
+use crate::wire::inference::ModelConfig;
+
+/// Largest file that is read. Triton's own examples have a few KiB.
+pub(crate) const BYTES_MAX: u64 = 256 << 10;
+/// Deepest nesting of messages: the schema has half of it, and the parser recurses.
+const DEPTH_MAX: usize = 16;
+
+static SCHEMA: LazyLock<Option<MessageDescriptor>> =
+    LazyLock::new(|| DescriptorPool::decode(INFERENCE).ok()?.get_message_by_name("inference.ModelConfig"));
+
+/// A configuration, and where its fields are.
+#[derive(Debug)]
+pub(crate) struct Parsed {
+    pub(crate) config: ModelConfig,
+    lines: BTreeMap<String, usize>,
+}
+
+impl Parsed {
+    /// `line 3: `, where the file has the field at its top level.
+    pub(crate) fn place(&self, field: &str) -> String {
+        self.lines.get(field).map(|line| format!("line {line}: ")).unwrap_or_default()
+    }
+}
+
+/// Reads the text of a configuration.
+///
+/// # Errors
+/// The line and what is wrong there.
+pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
+    let text = std::str::from_utf8(content)
+        .map_err(|error| format!("it is not UTF-8 text from byte {} on", error.valid_up_to()))?;
+    let lines = outline(text)?;
+    let schema = SCHEMA.clone().ok_or("this build has no schema of it")?;
+    let message = DynamicMessage::parse_text_format(schema, text).map_err(|error| {
+        let offset = error.labels().and_then(|mut labels| labels.next()).map_or(text.len(), |it| it.offset());
+        let before = text.get(..offset).unwrap_or(text);
+        let line = before.matches('\n').count() + 1;
+        let reason: String = error.to_string().chars().take(300).collect();
+        format!("line {line}: {reason}")
+    })?;
+    let config = message.transcode_to().map_err(|error| format!("it does not fit its schema: {error}"))?;
+    Ok(Parsed { config, lines })
+}
+
+/// The line on which each word at the top level is met first, which every field's name is.
+///
+/// # Errors
+/// For nesting that no configuration has.
+fn outline(text: &str) -> Result<BTreeMap<String, usize>, String> {
+    let bytes = text.as_bytes();
+    let mut lines = BTreeMap::new();
+    let (mut at, mut line, mut depth) = (0, 1, 0usize);
+    while let Some(byte) = bytes.get(at) {
+        match byte {
+            b'\n' => line += 1,
+            b'#' => {
+                let comment = bytes[at..].iter().position(|byte| *byte == b'\n');
+                at = comment.map_or(bytes.len(), |length| at + length);
+                continue;
+            }
+            b'"' | b'\'' => at = string_end(bytes, at),
+            b'{' | b'<' => depth += 1,
+            b'}' | b'>' => depth = depth.saturating_sub(1),
+            b'A'..=b'Z' | b'a'..=b'z' | b'_' => {
+                let word = bytes[at..].iter().position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_');
+                let end = word.map_or(bytes.len(), |length| at + length);
+                if depth == 0
+                    && let Some(word) = text.get(at..end)
+                {
+                    lines.entry(word.to_owned()).or_insert(line);
+                }
+                at = end;
+                continue;
+            }
+            _ => {}
+        }
+        if depth > DEPTH_MAX {
+            return Err(format!("line {line}: messages are nested more than {DEPTH_MAX} deep"));
+        }
+        at += 1;
+    }
+    Ok(lines)
+}
+
+/// Where a string ends that begins at `start`: at its closing quote, or on its line, as it may have none
+/// of the next.
+fn string_end(bytes: &[u8], start: usize) -> usize {
+    let mut at = start + 1;
+    while let Some(byte) = bytes.get(at) {
+        match byte {
+            b'\\' => at += 1,
+            b'\n' => return at - 1,
+            byte if *byte == bytes[start] => return at,
+            _ => {}
+        }
+        at += 1;
+    }
+    bytes.len()
+}
+
+#[cfg(test)]
+mod tests;

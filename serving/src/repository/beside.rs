@@ -1,0 +1,100 @@
+//! The files beside the versions of a model: read when they change, kept as they were while they are wrong.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use millrace_bundle::{CONFIG_FILE, FileStat, ModelFolder, ROLLOUT_FILE};
+
+use super::Repository;
+use super::declared::Declared;
+use super::rollout::{self, Rollout};
+use crate::error::chain;
+use crate::pbtxt;
+
+/// A file that nobody has written to for this long is taken as whole. A graph that stopped in the middle
+/// for longer does not decode, which is found when it is loaded.
+pub(super) const SETTLE: Duration = Duration::from_secs(1);
+
+/// Whether a file was written long enough ago. One from the future tells nothing.
+pub(super) fn is_settled(stat: &FileStat) -> bool {
+    SystemTime::now().duration_since(stat.modified).is_ok_and(|age| age >= SETTLE)
+}
+
+/// What a file says.
+#[derive(Debug, Clone)]
+pub(super) struct Read<T> {
+    stat: FileStat,
+    /// The content, or that of the last time when it was right.
+    pub(super) good: Option<T>,
+    /// What is wrong with the content.
+    pub(super) problem: Option<String>,
+}
+
+/// The files of one model.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Beside {
+    pub(super) config: Option<Read<Arc<Declared>>>,
+    pub(super) rollout: Option<Read<Rollout>>,
+}
+
+impl Beside {
+    /// What is wrong with the files.
+    pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
+        let config = self.config.iter().filter_map(|read| read.problem.as_ref());
+        config.chain(self.rollout.iter().filter_map(|read| read.problem.as_ref()))
+    }
+}
+
+impl Repository {
+    /// Reads what has changed of the files of a model.
+    pub(super) async fn read_beside(&self, folder: Option<&ModelFolder>, before: &Beside) -> Beside {
+        let Some(folder) = folder else { return Beside::default() };
+        let model = folder.name.as_str();
+        let declared = |content: &[u8]| Declared::read(model, content).map(Arc::new);
+        let config = self.read(folder, CONFIG_FILE, pbtxt::BYTES_MAX, before.config.as_ref(), declared).await;
+        let good = |read: &Option<Read<Arc<Declared>>>| read.as_ref().and_then(|read| read.good.clone());
+        if let Some(declared) = good(&config)
+            && !declared.ignored.is_empty()
+            && good(&before.config).is_none_or(|before| before.ignored != declared.ignored)
+        {
+            let fields = declared.ignored.join(", ");
+            tracing::warn!(model, fields, "fields of config.pbtxt change nothing here");
+        }
+        let rollout =
+            self.read(folder, ROLLOUT_FILE, rollout::BYTES_MAX, before.rollout.as_ref(), Rollout::read).await;
+        Beside { config, rollout }
+    }
+
+    async fn read<T: Clone>(
+        &self,
+        folder: &ModelFolder,
+        file: &str,
+        bytes_max: u64,
+        before: Option<&Read<T>>,
+        parse: impl FnOnce(&[u8]) -> Result<T, String>,
+    ) -> Option<Read<T>> {
+        let stat = folder.files.get(file)?;
+        if let Some(before) = before
+            && before.stat == *stat
+            // What is written twice within a tick of the clock looks the same.
+            && is_settled(stat)
+        {
+            return Some(before.clone());
+        }
+        let source = &self.inner.source;
+        let content =
+            millrace_bundle::read_beside(source.store.as_ref(), &source.root, &folder.name, file, bytes_max)
+                .await;
+        let parsed = match content {
+            Ok(content) => parse(&content).map_err(|reason| format!("{}/{file}: {reason}", folder.name)),
+            Err(error) => Err(chain(&error)),
+        };
+        Some(match parsed {
+            Ok(content) => Read { stat: stat.clone(), good: Some(content), problem: None },
+            Err(problem) => {
+                let good = before.and_then(|before| before.good.clone());
+                Read { stat: stat.clone(), good, problem: Some(problem) }
+            }
+        })
+    }
+}

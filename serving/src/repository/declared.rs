@@ -1,0 +1,220 @@
+//! What a `config.pbtxt` declares of a model: what of it is honoured, what is refused because the model would
+//! mean something else without it, and what is left aside.
+
+mod fields;
+
+use millrace_bundle::{Signature, TensorSpec};
+
+use super::policy::VersionPolicy;
+use crate::config::{Config, Device};
+use crate::error::quote;
+use crate::grpc::PLATFORM;
+use crate::model_config::BACKEND;
+use crate::pbtxt::{self, Parsed};
+use crate::wire::inference as pb;
+
+/// What a configuration declares.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Declared {
+    /// Which versions are served.
+    pub(crate) policy: Option<VersionPolicy>,
+    /// What matters to how a version is loaded.
+    pub(crate) loading: Loading,
+    /// Fields that change nothing here, as the file has them.
+    pub(crate) ignored: Vec<String>,
+}
+
+/// How versions are loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Loading {
+    /// File of the graph.
+    pub(crate) file: String,
+    /// Most rows of a request; 0 for a model without rows, `None` where the graph decides.
+    pub(crate) max_batch_size: Option<i32>,
+    /// With the rows, as the graph has them; empty where the graph decides.
+    inputs: Vec<TensorSpec>,
+    outputs: Vec<TensorSpec>,
+    /// Preferred rows and the delay, of `dynamic_batching`.
+    batching: Option<(Vec<usize>, u64)>,
+    /// 0 where the server decides.
+    sessions: usize,
+    device: Option<Device>,
+}
+
+impl Declared {
+    /// Reads a configuration for a model of that name.
+    ///
+    /// # Errors
+    /// The line, the field, and the way out.
+    pub(crate) fn read(model: &str, content: &[u8]) -> Result<Declared, String> {
+        let parsed = pbtxt::parse(content)?;
+        let config = &parsed.config;
+        if !config.name.is_empty() && config.name != model {
+            let place = parsed.place("name");
+            let name = quote(&config.name);
+            return Err(format!("{place}name is {name}, and the folder {model:?}: let them agree"));
+        }
+        check_kind(&parsed)?;
+        let at = |field: &str, reason: String| format!("{}{field}: {reason}", parsed.place(field));
+        let policy = fields::policy(config).map_err(|reason| at("version_policy", reason))?;
+        let max = config.max_batch_size;
+        if max < 0 {
+            return Err(at("max_batch_size", format!("{max} is below 0")));
+        }
+        let inputs = fields::inputs(config).map_err(|reason| at("input", reason))?;
+        let outputs = fields::outputs(config).map_err(|reason| at("output", reason))?;
+        let silent = max == 0 && inputs.is_empty() && outputs.is_empty();
+        let (sessions, device) = fields::instances(config).map_err(|reason| at("instance_group", reason))?;
+        let loading = Loading {
+            file: fields::file(config).map_err(|reason| at("default_model_filename", reason))?,
+            max_batch_size: (!silent).then_some(max),
+            inputs,
+            outputs,
+            batching: fields::batching(config).map_err(|reason| at("dynamic_batching", reason))?,
+            sessions,
+            device,
+        };
+        Ok(Declared { policy, loading, ignored: fields::ignored(config) })
+    }
+}
+
+impl Loading {
+    /// The signature of a graph as the configuration has it.
+    ///
+    /// # Errors
+    /// What of the two does not fit.
+    pub(crate) fn signature(&self, graph: &Signature) -> Result<Signature, String> {
+        let signature = Signature {
+            inputs: agreed("input", &self.inputs, &graph.inputs)?,
+            outputs: agreed("output", &self.outputs, &graph.outputs)?,
+        };
+        if !self.inputs.is_empty()
+            && let Some(missing) =
+                graph.inputs.iter().find(|spec| signature.inputs.iter().all(|it| it.name != spec.name))
+        {
+            return Err(format!(
+                "the graph has an input {}, which the configuration leaves out",
+                quote(&missing.name)
+            ));
+        }
+        if self.max_batch_size.is_some_and(|rows| rows > 0) && !signature.has_rows() {
+            return Err(format!(
+                "max_batch_size is {}, and the first extent of an input or output of the graph is fixed: export it \
+                 with a dynamic one, or leave max_batch_size out",
+                self.max_batch_size.unwrap_or_default()
+            ));
+        }
+        Ok(signature)
+    }
+
+    /// The server's configuration as it is for this model.
+    pub(crate) fn apply(&self, config: &mut Config) {
+        let rows_max = self.max_batch_size.map(|rows| usize::try_from(rows).unwrap_or(0));
+        if let Some(rows_max) = rows_max {
+            // Both bounds hold, and a model without rows runs its requests one by one.
+            config.batching.rows_max = config.batching.rows_max.min(rows_max);
+        }
+        if let Some((preferred, delay_us)) = &self.batching {
+            if let Some(rows_max) = rows_max {
+                config.batching.rows_max = rows_max;
+            }
+            config.batching.preferred_rows.clone_from(preferred);
+            config.batching.delay_us_max = *delay_us;
+        }
+        if self.sessions > 0 {
+            config.sessions_max = self.sessions;
+        }
+        if let Some(device) = self.device {
+            config.device = device;
+        }
+    }
+}
+
+/// What of one side both have, in the graph's order; a configuration may be narrower than the graph.
+fn agreed(side: &str, declared: &[TensorSpec], graph: &[TensorSpec]) -> Result<Vec<TensorSpec>, String> {
+    if declared.is_empty() {
+        return Ok(graph.to_vec());
+    }
+    for spec in declared {
+        let name = quote(&spec.name);
+        let Some(found) = graph.iter().find(|found| found.name == spec.name) else {
+            let names: Vec<&str> = graph.iter().take(16).map(|spec| spec.name.as_str()).collect();
+            return Err(format!("the graph has no {side} {name}, its {side}s are {names:?}"));
+        };
+        if found.datatype != spec.datatype {
+            return Err(format!(
+                "{side} {name} is {} in the configuration and {} in the graph",
+                spec.datatype, found.datatype
+            ));
+        }
+        let fits = found.shape.len() == spec.shape.len()
+            && found.shape.iter().zip(&spec.shape).all(|(graph, declared)| *graph == -1 || graph == declared);
+        if !fits {
+            return Err(format!(
+                "{side} {name} is {:?} in the configuration (with the rows of max_batch_size) and {:?} in the graph",
+                spec.shape, found.shape
+            ));
+        }
+    }
+    let kept = graph.iter().filter_map(|found| declared.iter().find(|spec| spec.name == found.name));
+    Ok(kept.cloned().collect())
+}
+
+/// Refuses what is no ONNX model, and what a server of ONNX models alone does not do.
+fn check_kind(parsed: &Parsed) -> Result<(), String> {
+    const WAY_OUT: &str = "only ONNX models are served here: export it to ONNX (backend: \"onnxruntime\"), or leave it to Triton";
+    let config = &parsed.config;
+    let refused = |field: &str, reason: &str| Err(format!("{}{field}{reason}", parsed.place(field)));
+    match &config.scheduling_choice {
+        Some(pb::model_config::SchedulingChoice::SequenceBatching(_)) => {
+            return refused(
+                "sequence_batching",
+                " is not supported yet: requests of a sequence would lose their state",
+            );
+        }
+        Some(pb::model_config::SchedulingChoice::EnsembleScheduling(_)) => {
+            return refused(
+                "ensemble_scheduling",
+                " is not supported yet: call the models one after the other",
+            );
+        }
+        _ => {}
+    }
+    if !["", BACKEND].contains(&config.backend.as_str()) {
+        return refused("backend", &format!(": {}: {WAY_OUT}", quote(&config.backend)));
+    }
+    // Triton takes the backend's name for the platform's, too.
+    if !["", PLATFORM, BACKEND].contains(&config.platform.as_str()) {
+        return refused("platform", &format!(": {}: {WAY_OUT}", quote(&config.platform)));
+    }
+    let foreign = [
+        ("batch_input", !config.batch_input.is_empty(), "inputs that the server makes are not supported"),
+        (
+            "batch_output",
+            !config.batch_output.is_empty(),
+            "outputs that the server scatters are not supported",
+        ),
+        (
+            "model_operations",
+            config.model_operations.as_ref().is_some_and(|it| !it.op_library_filename.is_empty()),
+            "libraries of operators are not loaded",
+        ),
+        (
+            "model_transaction_policy",
+            config.model_transaction_policy.as_ref().is_some_and(|it| it.decoupled),
+            "a request has one answer here, decoupled models have any number",
+        ),
+        (
+            "model_repository_agents",
+            config.model_repository_agents.as_ref().is_some_and(|it| !it.agents.is_empty()),
+            "there are none here, and a model may need what they do",
+        ),
+    ];
+    match foreign.into_iter().find(|(_, is_set, _)| *is_set) {
+        Some((field, _, reason)) => refused(field, &format!(": {reason}")),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

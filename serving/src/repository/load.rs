@@ -1,0 +1,76 @@
+//! Loading one version: its files from the source, its configuration, its sessions.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use millrace_bundle::MODEL_FILE;
+use tokio_util::sync::CancellationToken;
+
+use super::versions::{Content, Origin};
+use super::{Model, Repository};
+use crate::blocking::blocking;
+use crate::error::{Error, Result, chain};
+use crate::metrics::ModelMetrics;
+use crate::model_config::max_batch_size;
+use crate::session;
+use crate::statistics::Statistics;
+
+impl Repository {
+    /// Loads a version from where it was found.
+    ///
+    /// # Errors
+    /// [`millrace_bundle::Error::Incomplete`] when it changed since it was found; why it cannot be served.
+    pub(super) async fn load(&self, name: &str, version: u64, origin: &Arc<Origin>) -> Result<Model> {
+        let inner = &self.inner;
+        let _loading = self.loading(name, version);
+        let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
+        let (store, root) = (inner.source.store.as_ref(), inner.source.root.as_str());
+        let loading = origin.loading.clone();
+        let failed = |reason: String| Error::Model { model: name.to_owned(), version, reason };
+        let mut bundle = match &origin.content {
+            Content::Bundle(_) => {
+                if let Some(loading) = loading.as_ref().filter(|loading| loading.file != MODEL_FILE) {
+                    return Err(failed(format!(
+                        "config.pbtxt has default_model_filename {:?}, and the graph of a bundle is {MODEL_FILE}",
+                        loading.file
+                    )));
+                }
+                millrace_bundle::load_with(store, root, name, version, &limits).await?
+            }
+            Content::Plain(stat) => {
+                let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());
+                millrace_bundle::load_plain(store, root, (name, version), file, stat, &limits).await?
+            }
+        };
+        let mut config = inner.config.clone();
+        if let Some(loading) = &loading {
+            let signature = loading
+                .signature(&bundle.manifest().signature)
+                .map_err(|reason| failed(format!("config.pbtxt: {reason}")))?;
+            bundle = bundle.with_signature(signature).map_err(|error| failed(chain(&error)))?;
+            loading.apply(&mut config);
+        }
+        let declared = loading.and_then(|loading| loading.max_batch_size);
+        let origin = Arc::clone(origin);
+        blocking("model loading", move || {
+            let pool = session::build(&bundle, &config)?;
+            let manifest = bundle.manifest().clone();
+            let metrics = ModelMetrics::new(&manifest.name, manifest.version);
+            let gone = CancellationToken::new();
+            Ok(Model {
+                max_batch_size: declared
+                    .unwrap_or_else(|| max_batch_size(&manifest.signature, config.limits.message_bytes_max)),
+                rows_max: declared.and_then(|rows| usize::try_from(rows).ok()).filter(|rows| *rows > 0),
+                origin,
+                shadowed: AtomicBool::new(false),
+                manifest,
+                pool,
+                metrics,
+                statistics: Statistics::default(),
+                _leaving: gone.clone().drop_guard(),
+                gone,
+            })
+        })
+        .await
+    }
+}

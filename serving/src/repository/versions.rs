@@ -1,0 +1,242 @@
+//! The versions of one model: which are ready, which are not and why, and which one answers a request.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use millrace_bundle::{FileStat, Manifest};
+
+use super::Model;
+use super::beside::Beside;
+use super::declared::Loading;
+use super::policy::VersionPolicy;
+use super::rollout::{Rollout, Target, is_label};
+use super::split::Split;
+use crate::error::{InferError, quote};
+use crate::infer::parse_version;
+use crate::shadow::Shadow;
+
+/// Where a version came from: while this is the same, it need not be loaded again.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Origin {
+    pub(super) content: Content,
+    pub(super) loading: Option<Loading>,
+}
+
+/// What a version is made of.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Content {
+    /// A bundle, known by its manifest.
+    Bundle(Box<Manifest>),
+    /// A graph without a manifest, known by what the store says of its file.
+    Plain(FileStat),
+}
+
+/// A version that is not as the repository has it now.
+#[derive(Debug, Clone)]
+pub(super) struct Failure {
+    /// What could not be loaded; `None` when it did not come to that.
+    pub(super) origin: Option<Arc<Origin>>,
+    pub(super) reason: String,
+    pub(super) at: Instant,
+    /// It is being written, and looked at again soon.
+    pub(super) settling: bool,
+    /// A call that loads the model is answered with it.
+    pub(super) told: bool,
+}
+
+/// The versions of a model.
+#[derive(Debug, Clone)]
+pub(super) struct Versions {
+    /// A version that failed to be replaced is still here, and in `failed` with the reason.
+    pub(super) ready: BTreeMap<u64, Arc<Model>>,
+    pub(super) failed: BTreeMap<u64, Failure>,
+    pub(super) policy: VersionPolicy,
+    /// What the configuration and the repository say of labels and shares.
+    pub(super) rollout: Rollout,
+    /// Labels in force: of ready versions.
+    pub(super) labels: BTreeMap<String, u64>,
+    pub(super) split: Option<Arc<Split>>,
+    pub(super) shadow: Option<Arc<Shadow>>,
+    pub(super) beside: Beside,
+    /// What is wrong with the model as a whole.
+    pub(super) problems: Vec<String>,
+}
+
+impl Default for Versions {
+    fn default() -> Self {
+        Versions {
+            ready: BTreeMap::new(),
+            failed: BTreeMap::new(),
+            policy: VersionPolicy::Latest(NonZeroU32::MIN),
+            rollout: Rollout::default(),
+            labels: BTreeMap::new(),
+            split: None,
+            shadow: None,
+            beside: Beside::default(),
+            problems: Vec::new(),
+        }
+    }
+}
+
+/// Which version a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Asked<'a> {
+    /// None: the newest, or for inference the one whose turn it is.
+    Any,
+    /// A number.
+    Version(u64),
+    /// What may be a label.
+    Label(&'a str),
+}
+
+impl<'a> Asked<'a> {
+    /// Reads a version as protocols write it.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for what is neither empty, a positive integer, nor a label.
+    pub(crate) fn parse(text: &'a str) -> Result<Asked<'a>, InferError> {
+        if text.is_empty() {
+            return Ok(Asked::Any);
+        }
+        if is_label(text) {
+            return Ok(Asked::Label(text));
+        }
+        Ok(parse_version(text)?.map_or(Asked::Any, Asked::Version))
+    }
+}
+
+impl Versions {
+    /// The version that is asked for, when it is ready.
+    ///
+    /// # Errors
+    /// [`InferError::NotFound`]; [`InferError::Unavailable`] when it is there and not served;
+    /// [`InferError::Invalid`] for what is no label of the model.
+    pub(super) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
+        let version = match asked {
+            Asked::Any => None,
+            Asked::Version(version) => Some(version),
+            Asked::Label(label) => Some(self.labelled(model, label)?),
+        };
+        let found = match version {
+            Some(version) => self.ready.get(&version),
+            None => self.ready.values().next_back(),
+        };
+        found.cloned().ok_or_else(|| self.missing(model, version))
+    }
+
+    /// The version that answers a request with that id which names none.
+    pub(super) fn turn(&self, id: &str) -> Option<Arc<Model>> {
+        let split = self.split.as_ref()?;
+        self.ready.get(&split.version(id)).cloned()
+    }
+
+    fn labelled(&self, model: &str, label: &str) -> Result<u64, InferError> {
+        if let Some(version) = self.labels.get(label) {
+            return Ok(*version);
+        }
+        let Some(version) = self.rollout.labels.get(label) else {
+            let known: Vec<&str> = self.rollout.labels.keys().take(16).map(String::as_str).collect();
+            return Err(InferError::invalid(format!(
+                "model version {} is not a positive integer, nor a label of model {model:?}, whose labels are {known:?}",
+                quote(label)
+            )));
+        };
+        let reason = self.why_not(*version);
+        Err(InferError::Unavailable {
+            reason: format!("model {model:?} version {version}, which label {label:?} names, {reason}"),
+        })
+    }
+
+    fn why_not(&self, version: u64) -> String {
+        match self.failed.get(&version) {
+            Some(failure) => format!("cannot be served: {}", failure.reason),
+            None => "is not in the repository".to_owned(),
+        }
+    }
+
+    fn missing(&self, model: &str, version: Option<u64>) -> InferError {
+        let failed = match version {
+            Some(version) => self.failed.get_key_value(&version),
+            None => self.failed.iter().next_back(),
+        };
+        match (failed, version) {
+            (Some((version, failure)), _) => InferError::Unavailable {
+                reason: format!("model {model:?} version {version} cannot be served: {}", failure.reason),
+            },
+            (None, Some(version)) => {
+                InferError::NotFound { reason: format!("model {model:?} has no version {version}") }
+            }
+            (None, None) => InferError::NotFound { reason: format!("model {model:?} has no version") },
+        }
+    }
+
+    /// Puts labels and shares in force as far as their versions are ready; a label whose version is not
+    /// stays where it is.
+    pub(super) fn roll_out(&mut self, known: &Versions) {
+        self.labels.clear();
+        for (label, version) in &self.rollout.labels {
+            if self.ready.contains_key(version) {
+                self.labels.insert(label.clone(), *version);
+                continue;
+            }
+            let old = known.labels.get(label).filter(|old| self.ready.contains_key(old));
+            let stays = old.map(|old| format!(", it stays with version {old}")).unwrap_or_default();
+            let reason = self.why_not(*version);
+            self.problems.push(format!("label {label:?}: version {version} {reason}{stays}"));
+            if let Some(old) = old {
+                self.labels.insert(label.clone(), *old);
+            }
+        }
+        let mut weights: BTreeMap<u64, f64> = BTreeMap::new();
+        for (target, weight) in &self.rollout.split {
+            match self.target(target) {
+                Some(model) => *weights.entry(model.version()).or_default() += weight,
+                None if *weight > 0.0 => {
+                    self.problems.push(format!("split: {target} is not served, the others answer its share"));
+                }
+                None => {}
+            }
+        }
+        let split = Split::new(&weights).map(Arc::new);
+        // The one before goes on counting.
+        self.split = if split == known.split { known.split.clone() } else { split };
+        self.cast_shadow(known);
+    }
+
+    fn cast_shadow(&mut self, known: &Versions) {
+        let Some(wanted) = self.rollout.shadow.clone().filter(|wanted| wanted.share > 0.0) else {
+            self.shade(None);
+            return;
+        };
+        let shadow = self.target(&wanted.version).map(|model| Shadow::new(model.clone(), wanted.share));
+        if shadow.is_none() {
+            self.problems.push(format!("shadow: {} is not served, nothing is copied", wanted.version));
+        }
+        let same = match (&known.shadow, &shadow) {
+            (Some(old), Some(new)) if old.is_like(new) => Some(old.clone()),
+            _ => None,
+        };
+        self.shade(same.or_else(|| shadow.map(Arc::new)));
+    }
+
+    /// Lets requests to all versions but the shadow's own be copied.
+    fn shade(&mut self, shadow: Option<Arc<Shadow>>) {
+        for (version, model) in &self.ready {
+            let copied = shadow.as_ref().is_some_and(|shadow| shadow.version() != *version);
+            model.shadowed.store(copied, Ordering::Relaxed);
+        }
+        self.shadow = shadow;
+    }
+
+    /// The version that a share or a shadow names, when it is ready.
+    fn target(&self, target: &Target) -> Option<&Arc<Model>> {
+        let version = match target {
+            Target::Version(version) => version,
+            Target::Label(label) => self.labels.get(label)?,
+        };
+        self.ready.get(version)
+    }
+}

@@ -1,0 +1,281 @@
+//! Repositories as Triton has them: a `config.pbtxt` beside the versions, graphs without a manifest.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use millrace_serving::client::ClientError;
+use millrace_serving::repository::State;
+use millrace_serving::tensor::{Data, Tensor};
+use millrace_serving::wire::Form;
+use millrace_serving::wire::inference as pb;
+use millrace_serving::{Config, Control};
+use serde_json::json;
+use tempfile::TempDir;
+use tonic::Code;
+
+use crate::support::*;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Writes a file that is whole, as far as its time tells.
+pub(crate) fn put(dir: &Path, path: &str, content: impl AsRef<[u8]>) {
+    put_at(dir, path, content, SystemTime::now() - Duration::from_secs(60));
+}
+
+fn put_at(dir: &Path, path: &str, content: impl AsRef<[u8]>, modified: SystemTime) {
+    let path = dir.join(path);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(&path, content).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_modified(modified).unwrap();
+}
+
+const MLP: &str = r#"
+name: "mlp"
+platform: "onnxruntime_onnx"
+max_batch_size: 8
+input [ { name: "input" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [ { name: "logits" data_type: TYPE_FP32 dims: [ 3 ] } ]
+dynamic_batching { preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 50 }
+instance_group [ { count: 1 kind: KIND_CPU } ]
+optimization { graph { level: 1 } }
+"#;
+
+fn rows(count: usize) -> Vec<Tensor> {
+    let values = (0..count * FEATURES).map(|value| value as f32 / 8.0).collect();
+    vec![Tensor::fp32("input", vec![count as i64, FEATURES as i64], values).unwrap()]
+}
+
+/// The version that answers, or the refusal.
+async fn answers(server: &Server, model: &str, version: Option<u64>) -> Result<String, (Code, String)> {
+    match server.client().await.infer(model, version, rows(1), Form::Raw).await {
+        Ok(prediction) => Ok(prediction.version),
+        Err(ClientError::Refused { code, message }) => Err((code, message)),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// Why a version is not served, or `""`.
+fn why(server: &Server, model: &str, version: Option<u64>) -> String {
+    let status = server.serving.repository().status();
+    let found = status.iter().find(|it| it.model == model && it.version == version);
+    match found.map(|it| &it.state) {
+        Some(State::Failed(reason)) => reason.clone(),
+        _ => String::new(),
+    }
+}
+
+async fn refresh(server: &Server) {
+    server.serving.repository().refresh().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repository_of_triton_is_served_as_it_is() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    put(dir.path(), "mlp/config.pbtxt", MLP);
+    put(dir.path(), "mlp/1/model.onnx", mlp());
+    // An empty configuration leaves everything to the graph, another has its graph in another file.
+    put(dir.path(), "auto/config.pbtxt", "");
+    put(dir.path(), "auto/3/model.onnx", mlp());
+    put(dir.path(), "fixed/config.pbtxt", "default_model_filename: \"net.onnx\"\nbackend: \"onnxruntime\"");
+    put(dir.path(), "fixed/1/net.onnx", fixed());
+    // A bundle may have a configuration, too.
+    publish(dir.path(), "both", 7, mlp()).await;
+    put(dir.path(), "both/config.pbtxt", MLP.replace("\"mlp\"", "\"both\""));
+    let server = Server::over(config(), dir).await;
+
+    for model in ["mlp", "both"] {
+        let prediction = server.client().await.infer(model, None, rows(2), Form::Raw).await.unwrap();
+        let Some(Tensor { data: Data::Fp32(logits), shape, .. }) = prediction.output("logits") else {
+            panic!("{prediction:?}")
+        };
+        assert_eq!(shape, &[2, 3]);
+        let Data::Fp32(input) = &rows(2)[0].data else { panic!() };
+        let expected: Vec<f32> = input.chunks(FEATURES).flat_map(mlp_logits).collect();
+        assert!(logits.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4), "{logits:?} {expected:?}");
+
+        let reply = server.http("GET", &format!("/v2/models/{model}/config"), &[], b"").await.json();
+        assert_eq!(reply["max_batch_size"], 8);
+        assert_eq!(reply["input"][0]["dims"], json!([4]));
+        assert_eq!(reply["dynamic_batching"]["preferred_batch_size"], json!([4, 8]));
+        assert_eq!(reply["dynamic_batching"]["max_queue_delay_microseconds"], 50);
+        assert_eq!(reply["instance_group"][0]["count"], 1);
+        let reply = server.http("GET", &format!("/v2/models/{model}"), &[], b"").await.json();
+        assert_eq!(reply["inputs"][0]["shape"], json!([-1, 4]));
+
+        let error = server.client().await.infer(model, None, rows(9), Form::Raw).await.unwrap_err();
+        let ClientError::Refused { code, message } = error else { panic!("{error}") };
+        assert_eq!(code, Code::InvalidArgument);
+        assert!(message.contains("9 rows") && message.contains("at most 8"), "{message}");
+    }
+    assert_eq!(answers(&server, "auto", None).await, Ok("3".into()));
+    assert!(server.client().await.infer("auto", None, rows(9), Form::Raw).await.is_ok());
+    let reply = server.http("GET", "/v2/models/fixed/config", &[], b"").await.json();
+    assert_eq!((&reply["default_model_filename"], &reply["max_batch_size"]), (&json!("net.onnx"), &json!(0)));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_version_that_is_still_being_written_is_never_served() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    put(dir.path(), "mlp/config.pbtxt", "");
+    put(dir.path(), "mlp/1/model.onnx", mlp());
+    let server = Server::over(config(), dir).await;
+    let model = mlp();
+    // Whatever part of the graph is there, and however long ago it was written.
+    for part in [0, 1, model.len() / 2, model.len() - 1] {
+        put(server.dir.path(), "mlp/2/model.onnx", &model[..part]);
+        refresh(&server).await;
+        assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()), "{part}");
+        assert_eq!(answers(&server, "mlp", Some(2)).await.unwrap_err().0, Code::Unavailable, "{part}");
+    }
+    // Whole, but of a time that tells nothing: only staying as it is does.
+    let later = SystemTime::now() + Duration::from_secs(3600);
+    put_at(server.dir.path(), "mlp/2/model.onnx", &model, later);
+    refresh(&server).await;
+    let (code, reason) = answers(&server, "mlp", Some(2)).await.unwrap_err();
+    assert_eq!(code, Code::Unavailable);
+    assert!(reason.contains("more of it may come"), "{reason}");
+    let served = async {
+        while server.serving.repository().versions("mlp") != Some(vec![1, 2]) {
+            refresh(&server).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, served).await.unwrap();
+    assert_eq!(answers(&server, "mlp", None).await, Ok("2".into()));
+    // A version without its graph is none, and one whose graph goes away goes with it.
+    put(server.dir.path(), "mlp/3/model.onnx.part", &model);
+    std::fs::remove_file(server.dir.path().join("mlp/2/model.onnx")).unwrap();
+    put(server.dir.path(), "mlp/2/notes.txt", "x");
+    refresh(&server).await;
+    assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
+    assert!(
+        why(&server, "mlp", Some(3)).contains("model.onnx is missing"),
+        "{}",
+        why(&server, "mlp", Some(3))
+    );
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_models_are_named_and_the_others_served() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    publish(dir.path(), "mlp", 1, mlp()).await;
+    let cases = [
+        ("python", "backend: \"python\"".to_owned(), "backend: \"python\": only ONNX models are served here"),
+        (
+            "plan",
+            "\nplatform: \"tensorrt_plan\"".into(),
+            "plan/config.pbtxt: line 2: platform: \"tensorrt_plan\"",
+        ),
+        ("broken", "input {".into(), "broken/config.pbtxt: line 1: expected"),
+        ("large", "#".repeat(300 << 10), "the limit is 262144"),
+        ("binary", "\u{0}".into(), "binary/config.pbtxt: line 1: invalid token"),
+        ("renamed", "name: \"mlp\"".into(), "name is \"mlp\", and the folder \"renamed\""),
+        (
+            "rows",
+            MLP.replace("\"mlp\"", "\"rows\"").replace("dims: [ 4 ]", "dims: [ 5 ]"),
+            "input \"input\" is [-1, 5]",
+        ),
+        ("gpu", "instance_group { kind: KIND_GPU gpus: 99 }".into(), "cuda:99"),
+        ("sequence", "sequence_batching { }".into(), "sequence_batching is not supported yet"),
+        ("file", "default_model_filename: \"other.onnx\"".into(), "other.onnx is missing"),
+    ];
+    for (name, content, _) in &cases {
+        put(dir.path(), &format!("{name}/config.pbtxt"), content);
+        put(dir.path(), &format!("{name}/1/model.onnx"), mlp());
+    }
+    put(dir.path(), "graph/config.pbtxt", "");
+    put(dir.path(), "graph/1/model.onnx", "this is no graph");
+    let server = Server::over(config(), dir).await;
+    for (name, _, expected) in &cases {
+        let reason = why(&server, name, Some(1));
+        assert!(reason.contains(expected), "{name}: {reason}");
+        let (code, message) = answers(&server, name, None).await.unwrap_err();
+        assert_eq!(code, Code::Unavailable, "{name}");
+        assert!(message.contains(expected), "{name}: {message}");
+        let reply = server.http("GET", &format!("/v2/models/{name}/ready"), &[], b"").await;
+        assert_eq!(reply.status, 503, "{name}");
+    }
+    assert!(
+        why(&server, "graph", Some(1)).contains("not a servable ONNX model"),
+        "{}",
+        why(&server, "graph", Some(1))
+    );
+    assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_breaks_while_it_is_served_stays_as_it_was() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    put(dir.path(), "mlp/config.pbtxt", MLP);
+    put(dir.path(), "mlp/1/model.onnx", mlp());
+    let server = Server::over(config(), dir).await;
+    // A configuration that cannot be read any more: what is served stays, what is new must wait.
+    put(server.dir.path(), "mlp/config.pbtxt", "max_batch_size: many");
+    put(server.dir.path(), "mlp/2/model.onnx", mlp());
+    refresh(&server).await;
+    assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
+    assert!(why(&server, "mlp", None).contains("mlp/config.pbtxt: line 1"), "{}", why(&server, "mlp", None));
+    assert!(answers(&server, "mlp", Some(2)).await.unwrap_err().1.contains("line 1: expected an integer"));
+    // A graph that is replaced in place by a bad one.
+    put(server.dir.path(), "mlp/config.pbtxt", MLP.replace(": 8", ": 16"));
+    put(server.dir.path(), "mlp/1/model.onnx", "not a graph");
+    refresh(&server).await;
+    assert_eq!(answers(&server, "mlp", None).await, Ok("2".into()));
+    assert_eq!(answers(&server, "mlp", Some(1)).await, Ok("1".into()));
+    let reply = server.http("POST", "/v2/repository/index", &[], b"").await.json();
+    assert_eq!((&reply[0]["version"], &reply[0]["state"]), (&json!("1"), &json!("READY")));
+    assert!(reply[0]["reason"].as_str().unwrap().contains("ModelProto"), "{reply}");
+    // Version 2 came with the new configuration, version 1 is still as it was.
+    let of = async |version: u64| {
+        let path = format!("/v2/models/mlp/versions/{version}/config");
+        server.http("GET", &path, &[], b"").await.json()["max_batch_size"].clone()
+    };
+    assert_eq!((of(1).await, of(2).await), (json!(8), json!(16)));
+    put(server.dir.path(), "mlp/1/model.onnx", mlp());
+    refresh(&server).await;
+    assert_eq!((of(1).await, why(&server, "mlp", Some(1))), (json!(16), String::new()));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_loads_what_was_written_just_now() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    publish(dir.path(), "mlp", 1, mlp()).await;
+    let server = Server::over(Config { control: Control::Explicit, ..config() }, dir).await;
+    let mut client = server.triton().await;
+    let load =
+        |model: &str| pb::RepositoryModelLoadRequest { model_name: model.into(), ..Default::default() };
+    put(server.dir.path(), "new/config.pbtxt", MLP.replace("\"mlp\"", "\"new\""));
+    put_at(server.dir.path(), "new/1/model.onnx", mlp(), SystemTime::now());
+    let reply = server.http("POST", "/v2/repository/index", &[], b"").await.json();
+    assert_eq!(
+        reply[1],
+        json!({ "name": "new", "version": "1", "state": "UNAVAILABLE", "reason": "not loaded" })
+    );
+    client.repository_model_load(load("new")).await.unwrap();
+    assert_eq!(answers(&server, "new", None).await, Ok("1".into()));
+    // A bad configuration is answered with its reason.
+    put(server.dir.path(), "bad/config.pbtxt", "backend: \"pytorch\"");
+    put(server.dir.path(), "bad/1/model.onnx", mlp());
+    let error = client.repository_model_load(load("bad")).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable);
+    assert!(error.message().contains("backend: \"pytorch\": only ONNX models"), "{error}");
+    server.stop().await;
+}

@@ -1,0 +1,99 @@
+//! Blue and green: a label moves from one version to the next while a server answers.
+
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
+
+use millrace_serving::client::{Client, ClientError};
+use millrace_serving::wire::inference as pb;
+use serde_json::{Value, json};
+
+use crate::support::{Home, program};
+
+/// A repository as Triton has it, with a model of two versions.
+fn repository(home: &Home) -> String {
+    let folder = home.dir.path().join("models");
+    let onnx = home.dir.path().join("mlp.onnx");
+    home.ok(["model", "init", "mlp", "--inputs", "2", "--classes", "2", onnx.to_str().unwrap()]);
+    for version in ["1", "2"] {
+        let place = folder.join("m").join(version);
+        std::fs::create_dir_all(&place).unwrap();
+        std::fs::copy(&onnx, place.join("model.onnx")).unwrap();
+        let file = std::fs::File::options().write(true).open(place.join("model.onnx")).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
+    }
+    std::fs::write(folder.join("m/config.pbtxt"), "name: \"m\"\nmax_batch_size: 8\n").unwrap();
+    folder.to_str().unwrap().to_owned()
+}
+
+async fn answers(client: &mut Client, version: &str) -> Result<String, ClientError> {
+    let request = pb::ModelInferRequest {
+        model_name: "m".into(),
+        model_version: version.into(),
+        inputs: vec![pb::model_infer_request::InferInputTensor {
+            name: "input".into(),
+            datatype: "FP32".into(),
+            shape: vec![1, 2],
+            ..Default::default()
+        }],
+        raw_input_contents: vec![vec![0; 8].into()],
+        ..Default::default()
+    };
+    Ok(client.infer_message(request).await?.model_version)
+}
+
+#[test]
+fn a_label_moves_to_another_version_while_the_server_answers() {
+    let home = Home::new();
+    let models = repository(&home);
+    let label = |version: &str| home.json(["model", "label", "m", "stable", version, "--models", &models]);
+    assert_eq!(label("1"), json!({ "model": "m", "labels": { "stable": 1 } }));
+    let any = "127.0.0.1:0";
+    let serve = ["serve", "--json", "--models", &models, "--grpc", any, "--http", any, "--metrics", any];
+    let mut service = home.start(serve);
+    let served: Value = service.object();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut client = Client::connect(served["grpc"].as_str().unwrap()).await.unwrap();
+        assert_eq!(answers(&mut client, "stable").await.unwrap(), "1");
+        assert_eq!(answers(&mut client, "").await.unwrap(), "2");
+        assert_eq!(label("2")["labels"]["stable"], 2);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while answers(&mut client, "stable").await.unwrap() != "2" {
+            assert!(Instant::now() < deadline, "the label has not moved");
+        }
+    });
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
+fn a_label_without_its_version_is_one_clear_line() {
+    let home = Home::new();
+    let models = repository(&home);
+    let fails = |args: &[&str], code: i32, expected: &str| {
+        let output = home.command().args(["model", "label"]).args(args).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
+        assert!(error.contains(expected), "{args:?}: {error}");
+    };
+    let at = ["--models", models.as_str()];
+    fails(&[&["m", "stable", "3"][..], &at].concat(), 3, "has no complete version 3, it has {1, 2}");
+    fails(&[&["n", "stable", "1"][..], &at].concat(), 3, "there is no complete version of a model \"n\"");
+    fails(&[&["m", "7", "1"][..], &at].concat(), 2, "\"7\" is not a label");
+    fails(&[&["m", "stable", "0"][..], &at].concat(), 2, "0 is not in 1");
+    fails(&[&["m", "stable"][..], &at].concat(), 2, "VERSION");
+    fails(&["m", "stable", "1"], 2, "--volume");
+    fails(&[&["../m", "stable", "1"][..], &at].concat(), 2, "is not a model name");
+    fails(&[&["m", "stable", "--remove"][..], &at].concat(), 3, "has no label \"stable\"");
+    fails(&["m", "stable", "1", "--models", "/nosuch"], 3, "there is no folder");
+    let file = Path::new(&models).join("m/rollout.json");
+    assert!(!file.exists());
+    std::fs::write(&file, "{").unwrap();
+    fails(&[&["m", "stable", "1"][..], &at].concat(), 6, "rollout.json cannot be read");
+    std::fs::remove_file(&file).unwrap();
+    // No home is needed for a folder.
+    let stable = ["model", "label", "m", "stable", "1", "--models", &models];
+    program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(stable));
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "{\n  \"labels\": {\n    \"stable\": 1\n  }\n}\n");
+    let removed = home.json(["model", "label", "m", "stable", "--remove", "--models", &models]);
+    assert_eq!(removed["labels"], json!({}));
+}
