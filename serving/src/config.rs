@@ -1,6 +1,8 @@
 //! The `[serving]` table of `millrace.toml`: where models come from, where the server listens, how
 //! much it takes, and the topic-to-topic pipes.
 
+mod model;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -10,7 +12,7 @@ use std::str::FromStr;
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
-use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
+pub use model::ModelOptions;
 
 /// Root path of the models inside a volume.
 pub const VOLUME_ROOT: &str = "models";
@@ -33,11 +35,14 @@ pub struct Config {
     pub directory: Option<PathBuf>,
     /// Where models run: `cpu`, `cuda` or `cuda:1`.
     pub device: Device,
+    /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
+    /// otherwise.
+    pub allow_fallback: bool,
     /// Threads that inference may use together; 0 takes what the control group and the CPU affinity
     /// of the process allow.
     pub threads_max: usize,
-    /// Sessions per model version, each of which runs one request at a time and holds the weights;
-    /// 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
+    /// Sessions per model version, each of which runs one request at a time; those on the processor share
+    /// the weights. 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
     pub sessions_max: usize,
     /// Who decides what is served: `poll`, by which every version that is found is, or `explicit`, by
     /// which only models are that `load` names or a client's call loaded.
@@ -95,6 +100,7 @@ impl Default for Config {
             volume: None,
             directory: None,
             device: Device::Cpu,
+            allow_fallback: false,
             threads_max: 0,
             sessions_max: 0,
             control: Control::Poll,
@@ -159,34 +165,6 @@ pub struct Tls {
     /// Those who may have issued the certificates of clients. With it, a client without one is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_ca: Option<PathBuf>,
-}
-
-/// The `[serving.models.NAME]` table: which versions of a model are served, and which answer whom.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ModelOptions {
-    /// Which versions are served: `"latest:2"`, `"all"` or `[1, 4]`. When absent as the model's
-    /// `config.pbtxt` says, else the newest `limits.versions_max`, which also bounds `"all"`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub versions: Option<VersionPolicy>,
-    /// Versions by label, until a `rollout.json` beside the versions says otherwise.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub labels: BTreeMap<String, u64>,
-    /// Weights of the versions or labels between which requests that name no version are split, until a
-    /// `rollout.json` says otherwise. The newest version answers all of them when empty.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub split: BTreeMap<Target, f64>,
-    /// The version that runs copies of requests once they are answered, to compare, until a
-    /// `rollout.json` says otherwise.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub shadow: Option<ShadowTarget>,
-}
-
-impl ModelOptions {
-    /// Labels and shares as a `rollout.json` has them.
-    pub(crate) fn rollout(&self) -> Rollout {
-        Rollout { labels: self.labels.clone(), split: self.split.clone(), shadow: self.shadow.clone() }
-    }
 }
 
 /// Who decides which models are served.
@@ -308,7 +286,7 @@ impl Limits {
     }
 }
 
-/// Where models run. There is no fallback from one to the other.
+/// Where models run. There is no fallback from one to the other but by [`Config::allow_fallback`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
     /// The processor.

@@ -30,8 +30,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// The configured device is not there. There is no fallback.
-    #[error("device {device} is not available: {reason}; choose another with --device or [serving] device")]
+    /// The configured device is not there, and `allow_fallback` is not set.
+    #[error(
+        "device {device} is not available: {reason}; choose another with --device or [serving] device, or let models run on the processor with [serving] allow_fallback = true"
+    )]
     DeviceUnavailable {
         /// The device.
         device: crate::config::Device,

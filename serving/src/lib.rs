@@ -19,7 +19,7 @@
 //!   no request can make it read beyond a buffer;
 //! - shared memory is read and written, never mapped, and an output goes there only when the whole request
 //!   has succeeded;
-//! - a device that was asked for is used or refused, never replaced;
+//! - a device that was asked for is used or refused, never replaced unless the configuration allows it;
 //! - a request of a wrong form is never answered as INTERNAL or 500, and limits hold after decompression;
 //! - where the server has tokens, a call is known by its own before anything of it is read, and learns
 //!   nothing of models that it may not use;
@@ -66,6 +66,7 @@ mod grpc;
 pub mod infer;
 pub mod load;
 pub mod logging;
+mod memory;
 pub mod metrics;
 mod model_config;
 mod parameters;

@@ -122,6 +122,15 @@ pub static RELOADS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 pub static MODELS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"]));
 
+/// Sessions of loaded model versions, by the device that they run on and the one that was asked for.
+pub static SESSIONS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
+    gauge_vec(
+        "millrace_serving_sessions",
+        "Sessions of loaded model versions, by the device they run on and the one that was asked for",
+        &["model", "version", "device", "asked"],
+    )
+});
+
 /// Looks through the repository.
 pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(

@@ -1,5 +1,6 @@
 //! The configuration of a model as Triton describes it: read off what is served, never off a file alone.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use millrace_bundle::{Datatype, Signature, TensorSpec};
@@ -67,6 +68,7 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         output: signature.outputs.iter().map(output).collect(),
         instance_group: vec![instances(model)],
         default_model_filename: model.file().to_owned(),
+        parameters: parameters(model),
         scheduling_choice: batching(model),
         ..Default::default()
     }
@@ -110,7 +112,7 @@ fn micros(time: Duration) -> u64 {
 /// The sessions, which are what Triton calls instances.
 fn instances(model: &Model) -> pb::ModelInstanceGroup {
     use pb::model_instance_group::Kind;
-    let (kind, gpus) = match model.pool.device() {
+    let (kind, gpus) = match model.pool.placement().device() {
         Device::Cpu => (Kind::Cpu, Vec::new()),
         Device::Cuda(ordinal) => (Kind::Gpu, vec![ordinal]),
     };
@@ -121,6 +123,15 @@ fn instances(model: &Model) -> pb::ModelInstanceGroup {
         gpus,
         ..Default::default()
     }
+}
+
+/// The device that was asked for, where another one is used.
+fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
+    let instead_of = model.pool.placement().instead_of();
+    let parameter = |device: Device| {
+        ("runs_instead_of".to_owned(), pb::ModelParameter { string_value: device.to_string() })
+    };
+    instead_of.map(parameter).into_iter().collect()
 }
 
 /// Extents without the rows, where the model takes rows.
@@ -174,7 +185,7 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
         "default_model_filename": config.default_model_filename,
         "cc_model_filenames": {},
         "metric_tags": {},
-        "parameters": {},
+        "parameters": parameters_json(config),
         "model_warmup": [],
     });
     if let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice {
@@ -198,6 +209,13 @@ fn queue_policy_json(policy: &pb::ModelQueuePolicy) -> Value {
         "allow_timeout_override": policy.allow_timeout_override,
         "max_queue_size": policy.max_queue_size,
     })
+}
+
+fn parameters_json(config: &pb::ModelConfig) -> Value {
+    let parameter = |(name, value): (&String, &pb::ModelParameter)| {
+        (name.clone(), json!({ "string_value": value.string_value }))
+    };
+    Value::Object(config.parameters.iter().map(parameter).collect())
 }
 
 fn input_json(input: &pb::ModelInput) -> Value {

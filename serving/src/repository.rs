@@ -161,8 +161,9 @@ impl Repository {
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         control::check(config)?;
         config.batching.check()?;
-        let device = config.device;
-        blocking("model loading", move || crate::session::check_device(device)).await?;
+        config.check_sessions()?;
+        let checked = config.clone();
+        blocking("model loading", move || crate::session::check_device(&checked)).await?;
         let inner = Inner {
             source,
             config: config.clone(),

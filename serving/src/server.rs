@@ -28,7 +28,7 @@ use crate::repository::{Repository, Source};
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
-use crate::{grpc, metrics, reflection, rest};
+use crate::{grpc, memory, metrics, reflection, rest};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
@@ -248,6 +248,7 @@ fn serve_on(
         let (repository, cancel) = (inference.repository().clone(), cancel.clone());
         async move { repository.poll(cancel).await }
     });
+    let releasing = tokio::spawn(memory::release_after_peaks(inference.clone()));
     let drain = Duration::from_millis(config.drain_ms_max);
     let served = inference.clone();
     let task = tokio::spawn(async move {
@@ -280,6 +281,7 @@ fn serve_on(
         ending.cancel();
         scraping.shutdown().await;
         polling.abort();
+        releasing.abort();
         served.tracer().finish();
         tracing::info!("the server has stopped");
         outcome

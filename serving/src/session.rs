@@ -1,53 +1,82 @@
 //! Sessions of one model version: how they are built and checked. [`Pool`] runs requests on them.
 
 mod background;
+mod backing;
 mod handover;
 mod joined;
 mod lease;
 mod line;
+mod options;
+mod placement;
 mod pool;
 mod probe;
 mod values;
+mod weights;
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 use millrace_bundle::{Bundle, Signature};
-use ort::session::Session;
-use ort::session::builder::SessionBuilder;
 use ort::value::ValueType;
 
 use crate::config::{Config, Device};
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
+use backing::Weights;
+use placement::Placement;
 use values::datatype;
 
 pub(crate) use line::Work;
+pub(crate) use options::check_device;
 pub(crate) use pool::Pool;
 
-/// Models up to this size get one session per thread, each with its own copy of the weights.
-const REPLICATED_BYTES_MAX: usize = 64 << 20;
+/// Models up to this size get one session per thread, larger ones one that uses all threads, unless said
+/// otherwise.
+const PER_THREAD_BYTES_MAX: usize = 64 << 20;
+/// Smaller models are not worth the second pass over the graph that sharing weights takes.
+const SHARED_BYTES_MIN: usize = 1 << 20;
+
+/// A session, and the weights that it has in common with the others of its version.
+#[derive(Debug)]
+pub(crate) struct Session {
+    session: ort::session::Session,
+    // After the session, which uses them.
+    _weights: Option<Arc<Weights>>,
+}
+
+impl Session {
+    fn sharing(session: ort::session::Session, weights: Arc<Weights>) -> Session {
+        Session { session, _weights: Some(weights) }
+    }
+}
+
+impl Deref for Session {
+    type Target = ort::session::Session;
+
+    fn deref(&self) -> &ort::session::Session {
+        &self.session
+    }
+}
+
+impl DerefMut for Session {
+    fn deref_mut(&mut self) -> &mut ort::session::Session {
+        &mut self.session
+    }
+}
 
 /// Builds the sessions of a version and checks them against the manifest. Blocks while ONNX Runtime
 /// optimises the graph.
 pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
     let manifest = bundle.manifest();
-    let failed =
-        |reason: String| Error::Model { model: manifest.name.clone(), version: manifest.version, reason };
-    let runtime = Runtime::load()?;
-    let threads = config.threads().max(1);
-    let replicated = bundle.model_onnx().len() <= REPLICATED_BYTES_MAX;
-    let sessions = match config.sessions_max {
-        0 if replicated && config.device == Device::Cpu => threads,
-        0 => 1,
-        sessions => sessions,
+    let (device, mut free) = match sessions(bundle, config, config.device) {
+        Err(error) if config.device != Device::Cpu && config.allow_fallback => {
+            let (model, version, device) = (&manifest.name, manifest.version, config.device.to_string());
+            let free = sessions(bundle, config, Device::Cpu)?;
+            tracing::warn!(model, version, device, %error, "a model version runs on the processor instead");
+            (Device::Cpu, free)
+        }
+        built => (config.device, built?),
     };
-    let mut builder = builder(runtime, config.device, (threads / sessions).max(1))?;
-    let mut free = Vec::with_capacity(sessions);
-    for _ in 0..sessions {
-        let session = builder
-            .commit_from_memory(bundle.model_onnx())
-            .map_err(|error| failed(format!("ONNX Runtime refuses it: {}", one_line(&error))))?;
-        check_signature(&manifest.signature, &session).map_err(&failed)?;
-        free.push(session);
-    }
     let mut rows_max = config.batching.rows_max;
     if rows_max > 1
         && let Some(session) = free.first_mut()
@@ -56,50 +85,41 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         tracing::info!(model = manifest.name, version = manifest.version, reason, "requests run one by one");
         rows_max = 0;
     }
-    Ok(Pool::new(free, &manifest.signature, config, rows_max))
+    let placement = Placement::new(manifest, config.device, device, free.len());
+    Ok(Pool::new(free, placement, &manifest.signature, config, rows_max))
 }
 
-/// Session options for a device; the builder can commit any number of sessions.
-fn builder(runtime: &Runtime, device: Device, intra_threads: usize) -> Result<SessionBuilder> {
-    let options = |error: ort::Error<SessionBuilder>| Error::Config {
-        reason: format!("ONNX Runtime refuses a session option: {error}"),
+/// Sessions of a version on a device.
+fn sessions(bundle: &Bundle, config: &Config, device: Device) -> Result<Vec<Session>> {
+    let manifest = bundle.manifest();
+    let (model, version) = (&manifest.name, manifest.version);
+    let failed = |reason: String| Error::Model { model: model.clone(), version, reason };
+    let onnx = bundle.model_onnx();
+    let threads = config.threads().max(1);
+    let count = match config.sessions_max {
+        0 if device == Device::Cpu && onnx.len() <= PER_THREAD_BYTES_MAX => threads,
+        0 => 1,
+        sessions => sessions,
     };
-    let builder = SessionBuilder::new(runtime.environment())
-        .map_err(|error| Error::Config { reason: format!("ONNX Runtime gives no options: {error}") })?
-        .with_log_level(ort::logging::LogLevel::Warning)
-        .map_err(options)?
-        .with_intra_threads(intra_threads)
-        .map_err(options)?
-        .with_inter_threads(1)
-        .map_err(options)?
-        // Spinning threads take the processor from the other sessions and from the transports.
-        .with_intra_op_spinning(false)
-        .map_err(options)?;
-    match device {
-        Device::Cpu => Ok(builder),
-        Device::Cuda(ordinal) => with_cuda(builder, ordinal),
+    let intra_threads = (threads / count).max(1);
+    let mut builder = options::builder(Runtime::load()?, device, intra_threads, config.allow_fallback)?;
+    let mut sessions = Vec::with_capacity(count);
+    if count > 1 && device == Device::Cpu && onnx.len() >= SHARED_BYTES_MIN {
+        match weights::sessions(&builder, onnx, count) {
+            Ok(sharing) => sessions = sharing,
+            Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
+        }
     }
-}
-
-#[cfg(feature = "cuda")]
-fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
-    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
-    builder
-        .with_execution_providers([provider])
-        .map_err(|error| Error::DeviceUnavailable { device: Device::Cuda(ordinal), reason: one_line(&error) })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn with_cuda(_builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
-    Err(Error::DeviceUnavailable {
-        device: Device::Cuda(ordinal),
-        reason: "this build has no CUDA support (build with --features cuda)".into(),
-    })
-}
-
-/// Fails when the device cannot be used, before any model is loaded.
-pub(crate) fn check_device(device: Device) -> Result<()> {
-    builder(Runtime::load()?, device, 1).map(drop)
+    while sessions.len() < count {
+        let session = builder
+            .commit_from_memory(onnx)
+            .map_err(|error| failed(format!("ONNX Runtime refuses it on {device}: {}", one_line(&error))))?;
+        sessions.push(Session { session, _weights: None });
+    }
+    for session in &sessions {
+        check_signature(&manifest.signature, session).map_err(&failed)?;
+    }
+    Ok(sessions)
 }
 
 fn one_line(error: &dyn std::fmt::Display) -> String {
@@ -112,7 +132,10 @@ fn one_line(error: &dyn std::fmt::Display) -> String {
 }
 
 /// Compares names, datatypes and input shapes of a session with the manifest.
-fn check_signature(signature: &Signature, session: &Session) -> std::result::Result<(), String> {
+fn check_signature(
+    signature: &Signature,
+    session: &ort::session::Session,
+) -> std::result::Result<(), String> {
     let sides = [
         ("input", &signature.inputs, session.inputs(), true),
         ("output", &signature.outputs, session.outputs(), false),

@@ -17,6 +17,8 @@ mod connections;
 mod control;
 #[path = "serving/cors.rs"]
 mod cors;
+#[path = "serving/devices.rs"]
+mod devices;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
 #[path = "serving/lifecycle.rs"]

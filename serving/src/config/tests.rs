@@ -54,3 +54,30 @@ fn memory_is_shared_where_every_client_is_local_or_as_configured() {
     }
     assert!(serde_json::from_str::<Config>(r#"{"shared_memory":"yes"}"#).is_err());
 }
+
+#[test]
+fn a_model_differs_in_what_its_table_says() {
+    let config: Config = serde_json::from_value(serde_json::json!({
+        "device": "cuda:1", "sessions_max": 4,
+        "models": { "small": { "device": "cpu", "sessions_max": 1 }, "large": { "allow_fallback": true } },
+    }))
+    .unwrap();
+    let of = |name| {
+        let config = config.of_model(name);
+        (config.device, config.sessions_max, config.allow_fallback)
+    };
+    assert_eq!(of("small"), (Device::Cpu, 1, false));
+    assert_eq!(of("large"), (Device::Cuda(1), 4, true));
+    assert_eq!(of("other"), (Device::Cuda(1), 4, false));
+    let again: Config = serde_json::from_str(&serde_json::to_string(&config).unwrap()).unwrap();
+    assert_eq!(again, config);
+    for (table, key) in [
+        (r#"{"models":{"m":{"devise":"cpu"}}}"#, "devise"),
+        (r#"{"models":{"m":{"device":"tpu"}}}"#, "tpu"),
+        (r#"{"models":{"m":{"sessions_max":-1}}}"#, "-1"),
+        (r#"{"models":[]}"#, "sequence"),
+    ] {
+        let error = serde_json::from_str::<Config>(table).unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+}

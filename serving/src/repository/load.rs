@@ -50,6 +50,8 @@ impl Repository {
             bundle = bundle.with_signature(signature).map_err(|error| failed(chain(&error)))?;
             loading.apply(&mut config);
         }
+        // What the server's own configuration says of the model comes before its repository's.
+        let config = config.of_model(name);
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {

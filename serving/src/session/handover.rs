@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use super::Session;
 use millrace_bundle::TensorSpec;
-use ort::session::Session;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::Session;
 use millrace_bundle::TensorSpec;
-use ort::session::Session;
 
 use super::handover::Shared;
 use super::joined::{join, split};

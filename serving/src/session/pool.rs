@@ -11,14 +11,15 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::{Signature, TensorSpec};
-use ort::session::Session;
 
+use super::Session;
 use super::background::{self, Mix};
 use super::handover::Shared;
 use super::lease::{Lease, Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
+use super::placement::Placement;
 use super::values::run;
-use crate::config::{Config, Device};
+use crate::config::Config;
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
 
@@ -28,7 +29,7 @@ const INLINE_MICROS_MAX: usize = 500;
 /// Sessions of one model version.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    device: Device,
+    placement: Placement,
     sessions: usize,
     /// Threads that long runs may use together.
     threads: usize,
@@ -40,7 +41,13 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// Takes sessions of a version, up to `rows_max` rows of which may run together.
-    pub(super) fn new(free: Vec<Session>, signature: &Signature, config: &Config, rows_max: usize) -> Pool {
+    pub(super) fn new(
+        free: Vec<Session>,
+        placement: Placement,
+        signature: &Signature,
+        config: &Config,
+        rows_max: usize,
+    ) -> Pool {
         let batching = &config.batching;
         let mut preferred = batching.preferred_rows.clone();
         preferred.retain(|rows| (1..=rows_max).contains(rows));
@@ -50,7 +57,7 @@ impl Pool {
             bytes_max: config.limits.waiting_bytes_max,
         };
         let pool = Pool {
-            device: config.device,
+            placement,
             sessions: free.len(),
             threads: config.threads(),
             priority_levels: batching.priority_levels,
@@ -69,8 +76,8 @@ impl Pool {
     }
 
     /// Where the sessions run.
-    pub(crate) fn device(&self) -> Device {
-        self.device
+    pub(crate) fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     /// How many runs there are at once.

@@ -1,0 +1,82 @@
+//! `[serving.models.NAME]`: what is said of one model.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Config, Device};
+use crate::error::{Error, Result, quote};
+use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
+
+/// Most sessions of a model version: each costs memory and, beyond one per processor, brings nothing.
+const SESSIONS_MAX: usize = 1024;
+
+/// What is said of one model: which versions are served, which answer whom, and where they run. What is left
+/// out is as in `[serving]`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelOptions {
+    /// Which versions are served: `"latest:2"`, `"all"` or `[1, 4]`. When absent as the model's
+    /// `config.pbtxt` says, else the newest `limits.versions_max`, which also bounds `"all"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub versions: Option<VersionPolicy>,
+    /// Versions by label, until a `rollout.json` beside the versions says otherwise.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, u64>,
+    /// Weights of the versions or labels between which requests that name no version are split, until a
+    /// `rollout.json` says otherwise. The newest version answers all of them when empty.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub split: BTreeMap<Target, f64>,
+    /// The version that runs copies of requests once they are answered, to compare, until a
+    /// `rollout.json` says otherwise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shadow: Option<ShadowTarget>,
+    /// Where the model runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<Device>,
+    /// Whether it may run on the processor, or parts of it, that its device cannot run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allow_fallback: Option<bool>,
+    /// Sessions per version, 0 as in `[serving]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sessions_max: Option<usize>,
+}
+
+impl ModelOptions {
+    /// Labels and shares as a `rollout.json` has them.
+    pub(crate) fn rollout(&self) -> Rollout {
+        Rollout { labels: self.labels.clone(), split: self.split.clone(), shadow: self.shadow.clone() }
+    }
+}
+
+impl Config {
+    /// The configuration as it is for a model.
+    pub(crate) fn of_model(&self, name: &str) -> Config {
+        let mut config = self.clone();
+        let Some(settings) = self.models.get(name) else { return config };
+        config.device = settings.device.unwrap_or(self.device);
+        config.allow_fallback = settings.allow_fallback.unwrap_or(self.allow_fallback);
+        config.sessions_max = settings.sessions_max.unwrap_or(self.sessions_max);
+        config
+    }
+
+    /// Refuses numbers of sessions that none can have.
+    pub(crate) fn check_sessions(&self) -> Result<()> {
+        let refuse = |reason: String| Err(Error::Config { reason });
+        if self.sessions_max > SESSIONS_MAX {
+            return refuse(format!(
+                "sessions_max is {}, at most {SESSIONS_MAX} are possible",
+                self.sessions_max
+            ));
+        }
+        for (name, settings) in &self.models {
+            if let Some(sessions) = settings.sessions_max.filter(|sessions| *sessions > SESSIONS_MAX) {
+                let name = quote(name);
+                return refuse(format!(
+                    "models.{name}: sessions_max is {sessions}, at most {SESSIONS_MAX} are possible"
+                ));
+            }
+        }
+        Ok(())
+    }
+}

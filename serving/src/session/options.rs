@@ -1,0 +1,71 @@
+//! Options of sessions: device, threads, memory.
+
+use ort::session::builder::SessionBuilder;
+
+use crate::config::{Config, Device};
+use crate::error::{Error, Result};
+use crate::runtime::Runtime;
+
+/// Session options for a device; the builder can commit any number of sessions. Unless `allow_fallback`, a
+/// graph of which the device cannot run every node is refused when it is committed.
+pub(super) fn builder(
+    runtime: &Runtime,
+    device: Device,
+    intra_threads: usize,
+    allow_fallback: bool,
+) -> Result<SessionBuilder> {
+    let options = |error: ort::Error<SessionBuilder>| Error::Config {
+        reason: format!("ONNX Runtime refuses a session option: {error}"),
+    };
+    let builder = SessionBuilder::new(runtime.environment())
+        .map_err(|error| Error::Config { reason: format!("ONNX Runtime gives no options: {error}") })?
+        .with_log_level(ort::logging::LogLevel::Warning)
+        .map_err(options)?
+        .with_intra_threads(intra_threads)
+        .map_err(options)?
+        .with_inter_threads(1)
+        .map_err(options)?
+        // Spinning threads take the processor from the other sessions and from the transports.
+        .with_intra_op_spinning(false)
+        .map_err(options)?;
+    match device {
+        // An arena keeps what a peak of load took, for each session. Without one, runs of one row and of 64
+        // take as long, and those of 1024 rows a tenth longer.
+        Device::Cpu => builder
+            .with_execution_providers([ort::ep::CPU::default().with_arena_allocator(false).build()])
+            .map_err(options),
+        Device::Cuda(ordinal) => {
+            let builder = with_cuda(builder, ordinal)?;
+            if allow_fallback {
+                return Ok(builder);
+            }
+            builder.with_disable_cpu_fallback().map_err(options)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
+    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
+    builder.with_execution_providers([provider]).map_err(|error| Error::DeviceUnavailable {
+        device: Device::Cuda(ordinal),
+        reason: super::one_line(&error),
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn with_cuda(_builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
+    Err(Error::DeviceUnavailable {
+        device: Device::Cuda(ordinal),
+        reason: "this build has no CUDA support (build with --features cuda)".into(),
+    })
+}
+
+/// Fails when the device of all models cannot be used, before any is loaded.
+pub(crate) fn check_device(config: &Config) -> Result<()> {
+    let runtime = Runtime::load()?;
+    if config.allow_fallback {
+        return Ok(());
+    }
+    builder(runtime, config.device, 1, false).map(drop)
+}

@@ -1,0 +1,163 @@
+//! One copy of the weights for all sessions of a version on the processor.
+//!
+//! Left to itself, each session has the weights and, instead of or beside them, what its kernels made of
+//! them: matrix products pack theirs. Both are shared here. The graph is optimised once; what came out has
+//! its large weights taken away and given to every session as tensors over the same memory. For such
+//! weights, and for no others, ONNX Runtime keeps what the kernels packed in a container that sessions have
+//! in common. Optimising comes first because it may change a weight and keep its name, and a tensor that is
+//! given goes by the name.
+//!
+//! What kernels have packed is not read again, so the copy itself goes to a file ([`super::backing`]).
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
+use millrace_bundle::onnx::{GraphProto, ModelProto, StringStringEntryProto, TensorProto};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use ort::session::builder::{GraphOptimizationLevel, PrepackedWeights, SessionBuilder};
+use prost::Message;
+
+use super::backing::Weights;
+use super::{Session, one_line};
+
+/// Smaller weights are left in the graph: they are not worth a tensor of their own.
+const SHARED_BYTES_MIN: usize = 16 << 10;
+/// Largest optimised graph that is read, as protobuf has it.
+const GRAPH_BYTES_MAX: u64 = (2 << 30) - 1;
+
+/// Builds sessions that share their weights. Whatever is wrong with the graph or in the way of sharing is told
+/// as a reason; sessions with weights of their own may be possible then.
+pub(super) fn sessions(builder: &SessionBuilder, onnx: &[u8], count: usize) -> Result<Vec<Session>, String> {
+    let mut model = optimised(builder.clone(), onnx)?;
+    let mut weights = Weights::default();
+    if let Some(graph) = &mut model.graph {
+        take_weights(graph, &mut weights)?;
+    }
+    if weights.is_empty() {
+        return Err("no weight of the optimised graph is large".into());
+    }
+    let graph = model.encode_to_vec();
+    drop(model);
+    let mut builder = builder
+        .clone()
+        // A second pass could change weights again.
+        .with_optimization_level(GraphOptimizationLevel::Disable)
+        .and_then(|builder| builder.with_prepacked_weights(&PrepackedWeights::new()))
+        .map_err(|error| one_line(&error))?;
+    for (name, value) in weights.iter() {
+        builder = builder
+            // For the graph, which has them by name alone,
+            .with_external_initializer(name, Arc::clone(value))
+            // and for the sessions to share, with what their kernels pack.
+            .and_then(|builder| builder.with_initializer(name, Arc::clone(value)))
+            .map_err(|error| format!("weight {name:?}: {}", one_line(&error)))?;
+    }
+    let sessions = (0..count)
+        .map(|_| builder.commit_from_memory(&graph).map_err(|error| one_line(&error)))
+        .collect::<Result<Vec<_>, _>>()?;
+    if let Err(error) = weights.move_to_file() {
+        tracing::info!(%error, "weights that kernels have packed stay in memory beside the packed ones");
+    }
+    let weights = Arc::new(weights);
+    Ok(sessions.into_iter().map(|session| Session::sharing(session, Arc::clone(&weights))).collect())
+}
+
+/// The graph as ONNX Runtime would run it.
+fn optimised(builder: SessionBuilder, onnx: &[u8]) -> Result<ModelProto, String> {
+    // ONNX Runtime writes it to a path; this one leads to memory.
+    let file = memfd_create(c"optimised.onnx", MFdFlags::MFD_CLOEXEC)
+        .map_err(|error| format!("no memory for the optimised graph: {error}"))?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let mut builder = builder
+        // That the file is good for this processor alone is a warning, and what it is for.
+        .with_log_level(ort::logging::LogLevel::Error)
+        .and_then(|builder| builder.with_config_entry("session.save_model_format", "ONNX"))
+        .and_then(|builder| builder.with_prepacking(false))
+        .and_then(|builder| builder.with_optimized_model_path(&path))
+        .map_err(|error| one_line(&error))?;
+    drop(builder.commit_from_memory(onnx).map_err(|error| one_line(&error))?);
+    let unread = |error: std::io::Error| format!("the optimised graph cannot be read: {error}");
+    let mut file = File::from(file);
+    let bytes = file.metadata().map_err(unread)?.len();
+    if bytes > GRAPH_BYTES_MAX {
+        return Err(format!("the optimised graph has {bytes} bytes, at most {GRAPH_BYTES_MAX} are possible"));
+    }
+    let mut graph = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
+    file.read_to_end(&mut graph).map_err(unread)?;
+    ModelProto::decode(graph.as_slice()).map_err(|error| format!("the optimised graph: {error}"))
+}
+
+/// Takes the large weights out of a graph, in which they stay by name, type and shape.
+fn take_weights(graph: &mut GraphProto, weights: &mut Weights) -> Result<(), String> {
+    // An input of the graph may be given by a request; a name of a graph inside it may mean another tensor.
+    let mut others: HashSet<String> = graph.input.iter().map(|input| input.name().to_owned()).collect();
+    add_inner_names(graph, &mut others);
+    for tensor in graph.initializer.iter_mut().filter(|tensor| !others.contains(tensor.name())) {
+        if take(tensor, weights)? {
+            let location =
+                StringStringEntryProto { key: Some("location".into()), value: Some("shared".into()) };
+            tensor.external_data = vec![location];
+            tensor.data_location = Some(DataLocation::External as i32);
+        }
+    }
+    Ok(())
+}
+
+/// Names of the initializers of the graphs inside a graph; decoding has bounded how deep they are.
+fn add_inner_names(graph: &GraphProto, names: &mut HashSet<String>) {
+    for attribute in graph.node.iter().flat_map(|node| &node.attribute) {
+        for inner in attribute.g.iter().chain(&attribute.graphs) {
+            names.extend(inner.initializer.iter().map(|tensor| tensor.name().to_owned()));
+            add_inner_names(inner, names);
+        }
+    }
+}
+
+/// Takes the elements out of an initializer. One that is small, or not what it says it is, is left to ONNX
+/// Runtime to use or to refuse.
+fn take(tensor: &mut TensorProto, weights: &mut Weights) -> Result<bool, String> {
+    let raw = tensor.raw_data.as_deref().unwrap_or_default();
+    if raw.len() < SHARED_BYTES_MIN || !tensor.external_data.is_empty() {
+        return Ok(false);
+    }
+    let count = tensor.dims.iter().try_fold(1usize, |count, extent| {
+        usize::try_from(*extent).ok().and_then(|extent| count.checked_mul(extent))
+    });
+    macro_rules! numbers {
+        ($number:ty) => {{
+            let (elements, rest) = raw.as_chunks::<{ size_of::<$number>() }>();
+            if !rest.is_empty() || count != Some(elements.len()) {
+                return Ok(false);
+            }
+            let elements: Box<[$number]> =
+                elements.iter().map(|bytes| <$number>::from_le_bytes(*bytes)).collect();
+            weights.add(tensor.name(), &tensor.dims, elements)
+        }};
+    }
+    match DataType::try_from(tensor.data_type()) {
+        Ok(DataType::Float) => numbers!(f32),
+        Ok(DataType::Double) => numbers!(f64),
+        Ok(DataType::Float16) => numbers!(f16),
+        Ok(DataType::Bfloat16) => numbers!(bf16),
+        Ok(DataType::Int8) => numbers!(i8),
+        Ok(DataType::Int16) => numbers!(i16),
+        Ok(DataType::Int32) => numbers!(i32),
+        Ok(DataType::Int64) => numbers!(i64),
+        Ok(DataType::Uint8) => numbers!(u8),
+        Ok(DataType::Uint16) => numbers!(u16),
+        Ok(DataType::Uint32) => numbers!(u32),
+        Ok(DataType::Uint64) => numbers!(u64),
+        _ => return Ok(false),
+    }
+    .map_err(|error| format!("weight {:?}: {}", tensor.name(), one_line(&error)))?;
+    tensor.raw_data = None;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests;

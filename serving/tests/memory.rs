@@ -1,0 +1,248 @@
+//! How much memory a server takes: for several sessions of a model, after loading and unloading, after a
+//! peak of load. Each is measured in a process of its own, which a test starts: this program again, with the
+//! name of an ignored test.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+
+#[path = "serving/support.rs"]
+#[allow(dead_code, reason = "the tests of the protocol use the rest")]
+mod support;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use millrace_bundle::onnx::*;
+use millrace_serving::client::Client;
+use millrace_serving::tensor::Tensor;
+use millrace_serving::wire::{Form, inference as pb};
+use millrace_serving::{Config, Control};
+use prost::Message;
+use support::*;
+
+/// Values of a child process for its parent.
+const MARK: &str = "measured: ";
+/// How long memory may take to come back; a test that passes waits for it no longer than it takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long what is in use before is looked at.
+const SHORTLY: Duration = Duration::from_secs(4);
+/// Layers of the network, which has them one after the other.
+const LAYERS: usize = 4;
+/// Extent of a layer for so many MiB of weights.
+fn extent(mib: usize) -> usize {
+    ((mib << 20) / 4 / LAYERS).isqrt()
+}
+
+/// A network of layers of the same extent: `input` FP32 [batch, extent] to `output`.
+fn network(extent: usize) -> Vec<u8> {
+    let mut model = ModelProto::decode(slow(1).as_slice()).unwrap();
+    let graph = model.graph.as_mut().unwrap();
+    graph.node.clear();
+    graph.initializer.clear();
+    let mut last = "input".to_owned();
+    for layer in 0..LAYERS {
+        let weight = (0..extent * extent).map(|index| ((index * 31 + layer) % 1009) as f32 / 1e5 - 0.005);
+        graph.initializer.push(TensorProto {
+            name: Some(format!("w{layer}")),
+            dims: vec![extent as i64; 2],
+            data_type: Some(tensor_proto::DataType::Float as i32),
+            raw_data: Some(weight.flat_map(f32::to_le_bytes).collect()),
+            ..Default::default()
+        });
+        let output = if layer + 1 == LAYERS { "output".to_owned() } else { format!("h{layer}") };
+        graph.node.push(NodeProto {
+            op_type: Some("MatMul".into()),
+            input: vec![last, format!("w{layer}")],
+            output: vec![output.clone()],
+            ..Default::default()
+        });
+        last = output;
+    }
+    for side in graph.input.iter_mut().chain(&mut graph.output) {
+        use tensor_shape_proto::dimension::Value;
+        let Some(type_proto::Value::TensorType(tensor)) =
+            side.r#type.as_mut().and_then(|it| it.value.as_mut())
+        else {
+            panic!("a tensor");
+        };
+        tensor.shape.as_mut().unwrap().dim[1].value = Some(Value::DimValue(extent as i64));
+    }
+    model.encode_to_vec()
+}
+
+fn resident_mib() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<f64>().unwrap() / 1024.0
+}
+
+/// Waits until the process has at most so much in use, at most so long; the least that it had.
+async fn settled(mib: f64, patience: Duration) -> f64 {
+    let start = Instant::now();
+    let mut least = f64::MAX;
+    loop {
+        least = least.min(resident_mib());
+        if least <= mib || start.elapsed() > patience {
+            return least;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Runs an ignored test of this program in a process of its own; what it measured.
+fn measured(test: &str, variables: &[(&str, usize)]) -> Vec<f64> {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .envs(variables.iter().map(|(name, value)| (*name, value.to_string())))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let line = text.lines().find_map(|line| line.split_once(MARK)).unwrap_or_else(|| panic!("{text}"));
+    line.1.split_whitespace().map(|value| value.parse().unwrap()).collect()
+}
+
+fn variable(name: &str) -> usize {
+    std::env::var(name).unwrap().parse().unwrap()
+}
+
+fn tell(values: &[f64]) {
+    let values: Vec<String> = values.iter().map(|value| format!("{value:.1}")).collect();
+    println!("\n{MARK}{}", values.join(" "));
+}
+
+async fn infer(client: &mut Client, extent: usize, rows: usize) -> Vec<f32> {
+    let values = (0..rows * extent).map(|index| (index % 61) as f32 / 61.0).collect();
+    let input = Tensor::fp32("input", vec![rows as i64, extent as i64], values).unwrap();
+    let prediction = client.infer("network", None, vec![input], Form::Raw).await.unwrap();
+    let millrace_serving::tensor::Data::Fp32(values) = prediction.outputs[0].data.clone() else {
+        panic!("{:?}", prediction.outputs)
+    };
+    values
+}
+
+/// One request on each session at once.
+async fn infer_on_all(server: &Server, sessions: usize, extent: usize, rows: usize) -> Vec<Vec<f32>> {
+    let mut requests = tokio::task::JoinSet::new();
+    for _ in 0..sessions {
+        let mut client = server.client().await;
+        requests.spawn(async move { infer(&mut client, extent, rows).await });
+    }
+    requests.join_all().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the child process that a test starts by itself"]
+async fn child_has_sessions() {
+    let (sessions, mib) = (variable("SESSIONS"), variable("MIB"));
+    let server = Server::start(Config { sessions_max: sessions, ..config() }, &[]).await;
+    let before = resident_mib();
+    publish(server.dir.path(), "network", 1, network(extent(mib))).await;
+    server.serving.repository().refresh().await.unwrap();
+    for _ in 0..3 {
+        infer_on_all(&server, sessions, extent(mib), 2).await;
+    }
+    // What loading left behind is given back soon; if not, this is what counts.
+    let after = settled(before + mib as f64 * 1.1 + 16.0, PATIENCE).await;
+    tell(&[before, after]);
+    server.stop().await;
+}
+
+fn sessions_share(mib: usize) {
+    if !have_runtime() {
+        return;
+    }
+    let taken = |sessions| {
+        let values = measured("child_has_sessions", &[("SESSIONS", sessions), ("MIB", mib)]);
+        println!("{mib} MiB, {sessions} sessions: {values:?}");
+        (values[1], values[1] - values[0])
+    };
+    let ((one, alone), (eight, together)) = (taken(1), taken(8));
+    assert!(alone > mib as f64 * 0.9, "{alone} MiB for weights of {mib}");
+    assert!(eight <= one * 1.3, "one session {one} MiB, eight {eight}");
+    // Without what the process has in any case; sessions have some buffers of their own.
+    assert!(together <= alone * 1.3 + 24.0, "one session adds {alone} MiB, eight add {together}");
+}
+
+#[test]
+fn eight_sessions_take_little_more_than_one() {
+    sessions_share(48);
+}
+
+#[test]
+#[ignore = "the same with the size that counts; takes a minute"]
+fn eight_sessions_of_100_mb_take_little_more_than_one() {
+    sessions_share(100);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the child process that a test starts by itself"]
+async fn child_loads_and_unloads() {
+    let (cycles, mib) = (variable("CYCLES"), variable("MIB"));
+    let control = Config { control: Control::Explicit, sessions_max: 2, ..config() };
+    let server = Server::start(control, &[("network", 1, network(extent(mib)))]).await;
+    let mut calls = server.triton().await;
+    let mut client = server.client().await;
+    let name = || "network".to_owned();
+    let mut first = 0.0;
+    for cycle in 0..cycles {
+        let load = pb::RepositoryModelLoadRequest { model_name: name(), ..Default::default() };
+        calls.repository_model_load(load).await.unwrap();
+        infer(&mut client, extent(mib), 2).await;
+        let unload = pb::RepositoryModelUnloadRequest { model_name: name(), ..Default::default() };
+        calls.repository_model_unload(unload).await.unwrap();
+        if cycle == 2 {
+            first = settled(0.0, SHORTLY).await;
+        }
+    }
+    let last = settled(first * 1.01, PATIENCE).await;
+    tell(&[first, last]);
+    server.stop().await;
+}
+
+fn loading_leaves_nothing(cycles: usize, mib: usize, growth: f64) {
+    if !have_runtime() {
+        return;
+    }
+    let values = measured("child_loads_and_unloads", &[("CYCLES", cycles), ("MIB", mib)]);
+    println!("{cycles} times {mib} MiB: {values:?}");
+    assert!(values[1] <= values[0] * growth, "{values:?} MiB after the first cycles and after the last");
+}
+
+#[test]
+fn loading_and_unloading_leaves_nothing_behind() {
+    loading_leaves_nothing(10, 24, 1.1);
+}
+
+#[test]
+#[ignore = "100 times with the size that counts; takes minutes"]
+fn loading_and_unloading_100_mb_100_times_leaves_nothing_behind() {
+    loading_leaves_nothing(100, 100, 1.02);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the child process that a test starts by itself"]
+async fn child_has_a_peak() {
+    let (sessions, rows, mib) = (4, variable("ROWS"), 16);
+    let server =
+        Server::start(Config { sessions_max: sessions, ..config() }, &[("network", 1, network(extent(mib)))])
+            .await;
+    for _ in 0..3 {
+        infer_on_all(&server, sessions, extent(mib), 1).await;
+    }
+    let before = settled(0.0, SHORTLY).await;
+    infer_on_all(&server, 2 * sessions, extent(mib), rows).await;
+    let peak = resident_mib();
+    let after = settled(before * 1.15, PATIENCE).await;
+    tell(&[before, peak, after]);
+    server.stop().await;
+}
+
+#[test]
+fn after_a_peak_memory_is_given_back() {
+    if !have_runtime() {
+        return;
+    }
+    let values = measured("child_has_a_peak", &[("ROWS", 3_000)]);
+    println!("before, at and after the peak: {values:?}");
+    assert!(values[1] > values[0] * 1.3, "{values:?}: this was no peak");
+    assert!(values[2] <= values[0] * 1.2, "{values:?} MiB before, at and after the peak");
+}
