@@ -54,6 +54,22 @@ impl Context {
         Ok(())
     }
 
+    /// Reads a file or standard input on a thread of its own: reading a terminal or a pipe may take
+    /// for ever, so a signal ends the waiting.
+    pub(crate) async fn reading<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (sender, receiver) = tokio::sync::oneshot::channel();
+        std::thread::Builder::new().name("reader".into()).spawn(move || {
+            sender.send(work()).ok();
+        })?;
+        tokio::select! {
+            read = receiver => read?,
+            () = self.stop.cancelled() => fail(Exit::Failed, "interrupted while reading"),
+        }
+    }
+
     /// Runs blocking work (metadata, files) off the event loop.
     pub(crate) async fn blocking<T: Send + 'static>(
         &self,

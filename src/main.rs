@@ -4,6 +4,7 @@
 mod cli;
 mod commands;
 mod context;
+mod credentials;
 mod exit;
 mod failure;
 mod fstab;

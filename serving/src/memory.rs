@@ -11,6 +11,8 @@ use crate::infer::Inference;
 
 /// How often the load is looked at.
 const PERIOD: Duration = Duration::from_secs(1);
+/// How many times after something happened.
+const PERIODS: u32 = 5;
 /// Growth of the memory in use that is worth giving back: a part of what was in use before, and bytes.
 const GROWTH_PARTS: u64 = 20;
 const GROWTH_BYTES: u64 = 4 << 20;
@@ -20,23 +22,29 @@ pub(crate) async fn release_after_peaks(inference: Inference) {
     let mut changes = inference.repository().changes();
     let mut load = Load::default();
     let mut in_use = resident_bytes();
-    // Periods since a change: requests may go on for a while with a version that was taken out. Loading
-    // at the start is one as well.
-    let mut changed = 1u32;
+    // Periods that are left after a change of versions, which loading at the start is as well, and after the
+    // load fell: the last requests hold a version and their buffers for a while.
+    let (mut changed, mut fallen) = (1u32, 0u32);
     loop {
         tokio::time::sleep(PERIOD).await;
         if changes.has_changed().unwrap_or(false) {
             changes.borrow_and_update();
-            changed = 3;
+            changed = PERIODS;
         }
         let answered: u64 =
             inference.repository().ready(None).iter().map(|model| model.metrics.ok.get()).sum();
-        if !load.has_fallen(answered) && changed == 0 {
+        if load.has_fallen(answered) {
+            fallen = PERIODS;
+        }
+        let (after_change, after_fall) = (changed > 0, fallen > 0);
+        changed = changed.saturating_sub(1);
+        fallen = fallen.saturating_sub(1);
+        if !(after_change || after_fall) {
             continue;
         }
-        changed = changed.saturating_sub(1);
         let now = resident_bytes();
-        if now <= in_use + in_use / GROWTH_PARTS + GROWTH_BYTES && changed == 0 {
+        let grown = now > in_use + in_use / GROWTH_PARTS + GROWTH_BYTES;
+        if !(after_change || grown) {
             in_use = in_use.min(now);
             continue;
         }

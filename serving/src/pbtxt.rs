@@ -38,7 +38,9 @@ impl Parsed {
 pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
     let text = std::str::from_utf8(content)
         .map_err(|error| format!("it is not UTF-8 text from byte {} on", error.valid_up_to()))?;
-    let lines = outline(text)?;
+    let Outline { lines, lists } = outline(text)?;
+    let text = with_colons(text, &lists);
+    let text = text.as_str();
     let schema = SCHEMA.clone().ok_or("this build has no schema of it")?;
     let message = DynamicMessage::parse_text_format(schema, text).map_err(|error| {
         let offset = error.labels().and_then(|mut labels| labels.next()).map_or(text.len(), |it| it.offset());
@@ -51,15 +53,44 @@ pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
     Ok(Parsed { config, lines })
 }
 
-/// The line on which each word at the top level is met first, which every field's name is.
+/// What is to be known of a text before it is parsed.
+struct Outline {
+    /// The line on which each word at the top level is met first, which every field's name is.
+    lines: BTreeMap<String, usize>,
+    /// Where lists begin that follow a word at once.
+    lists: Vec<usize>,
+}
+
+/// Lists of messages may follow their field's name at once (`input [ { … } ]`), as Triton's examples have
+/// them; the parser takes them after a colon alone.
+fn with_colons(text: &str, lists: &[usize]) -> String {
+    let mut whole = String::with_capacity(text.len() + lists.len());
+    let mut from = 0;
+    for list in lists {
+        whole.push_str(text.get(from..*list).unwrap_or_default());
+        whole.push(':');
+        from = *list;
+    }
+    whole.push_str(text.get(from..).unwrap_or_default());
+    whole
+}
+
+/// Looks over a text.
 ///
 /// # Errors
 /// For nesting that no configuration has.
-fn outline(text: &str) -> Result<BTreeMap<String, usize>, String> {
+fn outline(text: &str) -> Result<Outline, String> {
     let bytes = text.as_bytes();
-    let mut lines = BTreeMap::new();
-    let (mut at, mut line, mut depth) = (0, 1, 0usize);
+    let (mut lines, mut lists) = (BTreeMap::new(), Vec::new());
+    let (mut at, mut line, mut depth, mut after_word) = (0, 1, 0usize, false);
     while let Some(byte) = bytes.get(at) {
+        if *byte == b'[' && after_word {
+            lists.push(at);
+        }
+        // What is skipped parts no two tokens.
+        if !byte.is_ascii_whitespace() && *byte != b'#' {
+            after_word = false;
+        }
         match byte {
             b'\n' => line += 1,
             b'#' => {
@@ -79,6 +110,7 @@ fn outline(text: &str) -> Result<BTreeMap<String, usize>, String> {
                     lines.entry(word.to_owned()).or_insert(line);
                 }
                 at = end;
+                after_word = true;
                 continue;
             }
             _ => {}
@@ -88,7 +120,7 @@ fn outline(text: &str) -> Result<BTreeMap<String, usize>, String> {
         }
         at += 1;
     }
-    Ok(lines)
+    Ok(Outline { lines, lists })
 }
 
 /// Where a string ends that begins at `start`: at its closing quote, or on its line, as it may have none

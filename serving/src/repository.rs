@@ -154,8 +154,8 @@ impl Repository {
     /// written just now, waits a second for it to be whole.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it that none is, and for
-    /// levels of priority that there cannot be;
+    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it or in `models` that none
+    /// is, for more sessions than there may be, and for levels of priority that there cannot be;
     /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
     /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {

@@ -89,10 +89,11 @@ impl Shadow {
 
     fn compare(&self, ours: &[Tensor], theirs: &[Tensor]) {
         let Some(found) = compare(ours, theirs) else { return self.metrics.unlike.inc() };
-        self.metrics.compared.inc();
         self.metrics.difference.observe(found.difference);
         self.metrics.same.inc_by(found.same);
         self.metrics.other.inc_by(found.other);
+        // The last, so that whoever sees it finds the others.
+        self.metrics.compared.inc();
     }
 }
 

@@ -241,6 +241,11 @@ fn matches(pattern: &str, name: &str) -> bool {
 /// [`Error::Config`] for a name or a model that could not stand in the file; [`Error::Service`] when the
 /// system has no random numbers.
 pub fn new_token(name: &str, models: &[String], controls: bool) -> Result<(String, String)> {
+    let wrong = |reason: &str| Error::Config { reason: format!("the token {reason}") };
+    let breaks = |text: &str| text.is_empty() || text.contains(|c: char| c.is_whitespace() || c == ',');
+    if breaks(name) || models.is_empty() || models.iter().any(|model| breaks(model)) {
+        return Err(wrong("has an empty name or model, or one with blanks or commas"));
+    }
     let mut bytes = [0; TOKEN_BYTES];
     let random = crate::tls::provider().secure_random;
     random.fill(&mut bytes).map_err(|_| Error::Service {
@@ -250,11 +255,7 @@ pub fn new_token(name: &str, models: &[String], controls: bool) -> Result<(Strin
     let token = hex::encode(bytes);
     let control = if controls { " control" } else { "" };
     let line = format!("{name} {} {}{control}", hex::encode(Sha256::digest(&token)), models.join(","));
-    let wrong = |reason: &str| Error::Config { reason: format!("the token {reason}") };
-    let read = file::parse_line(&line).map_err(|reason| wrong(&reason))?;
-    if read.name != name || read.models != models || read.controls != controls {
-        return Err(wrong("has blanks or commas in its name or its models"));
-    }
+    file::parse_line(&line).map_err(|reason| wrong(&reason))?;
     Ok((token, line))
 }
 

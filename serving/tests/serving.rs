@@ -47,6 +47,8 @@ mod reflection;
 mod rollout;
 #[path = "serving/scheduling.rs"]
 mod scheduling;
+#[path = "serving/shadow.rs"]
+mod shadow;
 #[path = "serving/shared_memory.rs"]
 mod shared_memory;
 #[path = "serving/shared_memory_refused.rs"]

@@ -1,5 +1,6 @@
 //! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
 
+mod access;
 mod load;
 mod models;
 mod mounts;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use millrace_datafs::Name;
 
+pub(crate) use access::{CredentialArgs, TokenArgs};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
     DeviceArg, ImportArgs, LabelArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, RecordFormat,
@@ -139,7 +141,7 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
-        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top"
+        after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top\n  millrace serve token ci --models digits >> tokens.txt"
     )]
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts

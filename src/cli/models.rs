@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use millrace_datafs::{Name, VolumeSpec};
 
+use super::access::{CredentialArgs, TokenArgs};
 use super::load::BenchArgs;
 use super::mounts::seconds;
 
@@ -221,6 +222,11 @@ pub(crate) enum ServeCommand {
         after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json"
     )]
     Top(TopArgs),
+    /// Make a bearer token: its line for the file that serving.tokens names, and on standard error the token
+    #[command(
+        after_help = "Examples:\n  millrace serve token ci --models digits,fraud-* >> tokens.txt\n  millrace serve token release --control >> tokens.txt"
+    )]
+    Token(TokenArgs),
 }
 
 /// `millrace serve top`
@@ -304,6 +310,9 @@ pub(crate) struct PredictArgs {
     /// Requests that are on their way at the same time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) in_flight: u32,
+    /// What it shows the server
+    #[command(flatten)]
+    pub(crate) credentials: CredentialArgs,
 }
 
 /// `millrace pipe`

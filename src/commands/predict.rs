@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::cli::PredictArgs;
 use crate::context::Context;
+use crate::credentials::credentials;
 use crate::failure::{Exit, fail};
 use crate::inference::{Batch, Predictor, server};
 
@@ -24,7 +25,8 @@ use write::Predictions;
 pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let sources = read::open(&args.files, args.format)?;
     let mut predictions = Predictions::new(context, args.output.as_deref(), args.label.is_some())?;
-    let client = Client::connect(&server(context, args.grpc.as_deref())).await?;
+    let server = server(context, args.grpc.as_deref());
+    let client = Client::connect_with(&server, &credentials(&args.credentials)?).await?;
     let rows_max = args.batch_rows as usize;
     let predictor = Predictor::new(client, &args.model, args.version, &args.input, rows_max).await?;
     let started = Instant::now();

@@ -2,6 +2,7 @@
 
 mod bench;
 mod scrape;
+mod token;
 mod top;
 
 use anyhow::Result;
@@ -18,6 +19,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         return match command {
             ServeCommand::Bench(args) => bench::run(context, *args).await,
             ServeCommand::Top(args) => top::run(context, args).await,
+            ServeCommand::Token(args) => token::run(context, &args),
         };
     }
     let mut config = context.loaded.settings.serving.clone();

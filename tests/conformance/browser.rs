@@ -31,6 +31,7 @@ async fn the_page_shows_models_and_runs_them() {
         code_version: "0.1.0".into(),
         steps: 120,
         epochs: 3,
+        imported: None,
     };
     let store = LocalFileSystem::new_with_prefix(&models).unwrap();
     let kept = echo(&[("number", DataType::Int64, &[-1]), ("text", DataType::String, &[-1])]);

@@ -45,10 +45,11 @@ async fn answers(client: &mut Client, version: &str) -> Result<String, ClientErr
 fn a_label_moves_to_another_version_while_the_server_answers() {
     let home = Home::new();
     let models = repository(&home);
-    let label = |version: &str| home.json(["model", "label", "m", "stable", version, "--models", &models]);
+    let models = models.as_str();
+    let label = |version: &str| home.json(["model", "label", "m", "stable", version, "--models", models]);
     assert_eq!(label("1"), json!({ "model": "m", "labels": { "stable": 1 } }));
     let any = "127.0.0.1:0";
-    let serve = ["serve", "--json", "--models", &models, "--grpc", any, "--http", any, "--metrics", any];
+    let serve = ["serve", "--json", "--models", models, "--grpc", any, "--http", any, "--metrics", any];
     let mut service = home.start(serve);
     let served: Value = service.object();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -69,13 +70,14 @@ fn a_label_moves_to_another_version_while_the_server_answers() {
 fn a_label_without_its_version_is_one_clear_line() {
     let home = Home::new();
     let models = repository(&home);
+    let models = models.as_str();
     let fails = |args: &[&str], code: i32, expected: &str| {
         let output = home.command().args(["model", "label"]).args(args).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
         assert!(error.contains(expected), "{args:?}: {error}");
     };
-    let at = ["--models", models.as_str()];
+    let at = ["--models", models];
     fails(&[&["m", "stable", "3"][..], &at].concat(), 3, "has no complete version 3, it has {1, 2}");
     fails(&[&["n", "stable", "1"][..], &at].concat(), 3, "there is no complete version of a model \"n\"");
     fails(&[&["m", "7", "1"][..], &at].concat(), 2, "\"7\" is not a label");
@@ -85,15 +87,15 @@ fn a_label_without_its_version_is_one_clear_line() {
     fails(&[&["../m", "stable", "1"][..], &at].concat(), 2, "is not a model name");
     fails(&[&["m", "stable", "--remove"][..], &at].concat(), 3, "has no label \"stable\"");
     fails(&["m", "stable", "1", "--models", "/nosuch"], 3, "there is no folder");
-    let file = Path::new(&models).join("m/rollout.json");
+    let file = Path::new(models).join("m/rollout.json");
     assert!(!file.exists());
     std::fs::write(&file, "{").unwrap();
     fails(&[&["m", "stable", "1"][..], &at].concat(), 6, "rollout.json cannot be read");
     std::fs::remove_file(&file).unwrap();
     // No home is needed for a folder.
-    let stable = ["model", "label", "m", "stable", "1", "--models", &models];
+    let stable = ["model", "label", "m", "stable", "1", "--models", models];
     program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(stable));
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "{\n  \"labels\": {\n    \"stable\": 1\n  }\n}\n");
-    let removed = home.json(["model", "label", "m", "stable", "--remove", "--models", &models]);
+    let removed = home.json(["model", "label", "m", "stable", "--remove", "--models", models]);
     assert_eq!(removed["labels"], json!({}));
 }

@@ -16,6 +16,7 @@ mod quickstart;
 mod readme;
 mod rooms;
 mod supervised;
+mod tokens;
 mod unprivileged;
 mod up;
 mod upkeep;

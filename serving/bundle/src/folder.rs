@@ -4,11 +4,14 @@
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
-use object_store::ObjectMeta;
+use bytes::Bytes;
 use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 
+use crate::bundle::Bundle;
 use crate::error::{Error, Result};
 use crate::manifest::shorten;
+use crate::repository::{Limits, model_path, read_bounded, version_path};
 
 /// Triton's configuration of a model, beside its versions.
 pub const CONFIG_FILE: &str = "config.pbtxt";
@@ -92,6 +95,70 @@ impl PlainVersion {
             path: format!("{}/{}", self.name, self.version),
             reason: format!("{} is missing", shorten(file)),
         })
+    }
+}
+
+/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the file as
+/// `expected` describes it, and its manifest is made here. Holds the model in memory once.
+///
+/// # Errors
+/// [`Error::Incomplete`] when the file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
+/// [`Error::Store`]; what [`Bundle::new`] says of the graph.
+pub async fn load_plain(
+    store: &dyn ObjectStore,
+    root: &str,
+    version: (&str, u64),
+    file: &str,
+    expected: &FileStat,
+    limits: &Limits,
+) -> Result<Bundle> {
+    let (name, version) = version;
+    let base = version_path(root, name, version)?;
+    let path = base.clone().join(file);
+    let content = read_bounded(store, &path, limits.model_bytes_max).await?;
+    let changed = |reason: String| Error::Incomplete { path: base.to_string(), reason };
+    if content.len() as u64 != expected.bytes {
+        let found = content.len();
+        return Err(changed(format!("{file} has {found} bytes and had {} before", expected.bytes)));
+    }
+    // A second look: whatever was written while it was read shows here.
+    match store.head(&path).await {
+        Ok(meta) if FileStat::of(&meta) == *expected => {}
+        Ok(_) => return Err(changed(format!("{file} changed while it was read"))),
+        Err(source) => return Err(Error::Store { path: path.to_string(), source }),
+    }
+    Bundle::new(name, version, content.into(), Default::default(), BTreeMap::new())
+}
+
+/// Reads a file beside the versions of a model.
+///
+/// # Errors
+/// [`Error::InvalidName`], [`Error::NotFound`], [`Error::TooLarge`], [`Error::Store`].
+pub async fn read_beside(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    file: &str,
+    bytes_max: u64,
+) -> Result<Bytes> {
+    read_bounded(store, &model_path(root, name)?.join(file), bytes_max).await
+}
+
+/// Writes a file beside the versions of a model in one step: readers see the one before or this one.
+///
+/// # Errors
+/// [`Error::InvalidName`], [`Error::Store`].
+pub async fn write_beside(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    file: &str,
+    content: Bytes,
+) -> Result<()> {
+    let path = model_path(root, name)?.join(file);
+    match store.put(&path, content.into()).await {
+        Ok(_) => Ok(()),
+        Err(source) => Err(Error::Store { path: path.to_string(), source }),
     }
 }
 

@@ -57,13 +57,14 @@ pub mod onnx {
 
 pub use bundle::Bundle;
 pub use error::{Error, Result};
-pub use folder::{CONFIG_FILE, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE};
+pub use folder::{
+    CONFIG_FILE, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE, load_plain, read_beside, write_beside,
+};
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
 };
 pub use repository::{
-    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_plain, load_with, next_version,
-    read_beside, scan, scan_model, write_beside,
+    Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,
 };
 pub use signature::{Datatype, Signature, TensorSpec};
 

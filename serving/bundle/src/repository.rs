@@ -9,7 +9,7 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 
 use crate::bundle::{Bundle, sha256_hex};
 use crate::error::{Error, Result};
-use crate::folder::{CONFIG_FILE, FileStat, ModelFolder, PlainVersion};
+use crate::folder::{CONFIG_FILE, ModelFolder, PlainVersion};
 use crate::manifest::{FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten};
 
 /// Bounds on what is read from a store.
@@ -126,7 +126,7 @@ async fn add_versions(
             Ok(Found::Bundle(manifest)) => listing.complete.push(ModelVersion {
                 name: name.to_owned(),
                 version: manifest.version,
-                manifest,
+                manifest: *manifest,
             }),
             Ok(Found::Plain(version)) => listing.plain.push(version),
             Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
@@ -137,7 +137,7 @@ async fn add_versions(
 
 /// What the directory of a version holds.
 enum Found {
-    Bundle(Manifest),
+    Bundle(Box<Manifest>),
     Plain(PlainVersion),
 }
 
@@ -153,7 +153,8 @@ async fn look_at(
     if configured && !files.contains_key(&base.clone().join(MANIFEST_FILE)) {
         return Ok(Found::Plain(PlainVersion::new(name, version, base, &files)?));
     }
-    Ok(Found::Bundle(inspect(store, base, &files, name, version).await?.0))
+    let (manifest, _) = inspect(store, base, &files, name, version).await?;
+    Ok(Found::Bundle(Box::new(manifest)))
 }
 
 /// Loads one version with the default [`Limits`]; every byte is verified.
@@ -201,70 +202,6 @@ pub async fn load_with(
     Ok(Bundle::from_verified(manifest, files))
 }
 
-/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the file as
-/// `expected` describes it, and its manifest is made here. Holds the model in memory once.
-///
-/// # Errors
-/// [`Error::Incomplete`] when the file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
-/// [`Error::Store`]; what [`Bundle::new`] says of the graph.
-pub async fn load_plain(
-    store: &dyn ObjectStore,
-    root: &str,
-    version: (&str, u64),
-    file: &str,
-    expected: &FileStat,
-    limits: &Limits,
-) -> Result<Bundle> {
-    let (name, version) = version;
-    let base = version_path(root, name, version)?;
-    let path = base.clone().join(file);
-    let content = read_bounded(store, &path, limits.model_bytes_max).await?;
-    let changed = |reason: String| Error::Incomplete { path: base.to_string(), reason };
-    if content.len() as u64 != expected.bytes {
-        let found = content.len();
-        return Err(changed(format!("{file} has {found} bytes and had {} before", expected.bytes)));
-    }
-    // A second look: whatever was written while it was read shows here.
-    match store.head(&path).await {
-        Ok(meta) if FileStat::of(&meta) == *expected => {}
-        Ok(_) => return Err(changed(format!("{file} changed while it was read"))),
-        Err(source) => return Err(Error::Store { path: path.to_string(), source }),
-    }
-    Bundle::new(name, version, content.into(), Default::default(), BTreeMap::new())
-}
-
-/// Reads a file beside the versions of a model.
-///
-/// # Errors
-/// [`Error::InvalidName`], [`Error::NotFound`], [`Error::TooLarge`], [`Error::Store`].
-pub async fn read_beside(
-    store: &dyn ObjectStore,
-    root: &str,
-    name: &str,
-    file: &str,
-    bytes_max: u64,
-) -> Result<Bytes> {
-    read_bounded(store, &model_path(root, name)?.join(file), bytes_max).await
-}
-
-/// Writes a file beside the versions of a model in one step: readers see the one before or this one.
-///
-/// # Errors
-/// [`Error::InvalidName`], [`Error::Store`].
-pub async fn write_beside(
-    store: &dyn ObjectStore,
-    root: &str,
-    name: &str,
-    file: &str,
-    content: Bytes,
-) -> Result<()> {
-    let path = model_path(root, name)?.join(file);
-    match store.put(&path, content.into()).await {
-        Ok(_) => Ok(()),
-        Err(source) => Err(Error::Store { path: path.to_string(), source }),
-    }
-}
-
 /// The version to publish next: one above the highest version directory of the model, complete or not.
 ///
 /// # Errors
@@ -288,7 +225,7 @@ pub(crate) fn version_path(root: &str, name: &str, version: u64) -> Result<Path>
 }
 
 /// Path of a model's directory; checks the name.
-fn model_path(root: &str, name: &str) -> Result<Path> {
+pub(crate) fn model_path(root: &str, name: &str) -> Result<Path> {
     check_name(name)?;
     Ok(root_path(root)?.join(name))
 }
@@ -408,7 +345,7 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
 }
 
 /// Reads a file, but never more than `bytes_max` of it: the size that the store reports may be wrong.
-async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
+pub(crate) async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
     let store_error = |source| match source {
         object_store::Error::NotFound { .. } => Error::NotFound { path: path.to_string() },
         source => Error::Store { path: path.to_string(), source },

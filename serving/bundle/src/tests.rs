@@ -184,6 +184,41 @@ async fn incomplete_versions_are_not_listed_and_say_why() {
 }
 
 #[tokio::test]
+async fn versions_beside_a_configuration_may_be_a_graph_alone() {
+    let store = store_with(&[bundle("both", 3)]).await;
+    let graph = bundle("plain", 1).model_onnx().clone();
+    put(store.as_ref(), "models/plain/config.pbtxt", "name: \"plain\"").await;
+    put(store.as_ref(), "models/plain/other.txt", "x").await;
+    put(store.as_ref(), "models/plain/2/model.onnx", graph.clone()).await;
+    put(store.as_ref(), "models/plain/2/deep/model.onnx", "x").await;
+    put(store.as_ref(), "models/both/config.pbtxt", "").await;
+
+    let listing = scan(store.as_ref(), "models").await.unwrap();
+    assert_eq!((listing.complete.len(), listing.plain.len()), (1, 1));
+    assert!(listing.skipped.is_empty(), "{:?}", listing.skipped);
+    let found = &listing.plain[0];
+    assert_eq!((found.name.as_str(), found.version, found.files.len()), ("plain", 2, 1));
+    let folder = listing.folders.iter().find(|folder| folder.name == "plain").unwrap();
+    assert_eq!(folder.files.keys().collect::<Vec<_>>(), ["config.pbtxt"]);
+
+    let stat = found.stat("model.onnx").unwrap();
+    let load = async |limits: Limits| {
+        crate::load_plain(store.as_ref(), "models", ("plain", 2), "model.onnx", stat, &limits).await
+    };
+    let loaded = load(Limits::default()).await.unwrap();
+    assert_eq!(loaded.model_onnx(), &graph);
+    assert_eq!((loaded.manifest().name.as_str(), loaded.manifest().version), ("plain", 2));
+    let error = load(Limits { model_bytes_max: 8 }).await.unwrap_err();
+    assert!(matches!(error, Error::TooLarge { .. }), "{error}");
+    // What has changed since is being written.
+    put(store.as_ref(), "models/plain/2/model.onnx", graph.clone()).await;
+    let error = load(Limits::default()).await.unwrap_err();
+    assert!(matches!(error, Error::Incomplete { .. }), "{error}");
+    let error = found.stat("net.onnx").unwrap_err();
+    assert!(matches!(error, Error::Incomplete { .. }), "{error}");
+}
+
+#[tokio::test]
 async fn sizes_are_limited_and_extra_files_verified() {
     let bundle = bundle("m", 1);
     let store = store_with(std::slice::from_ref(&bundle)).await;

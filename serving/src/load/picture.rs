@@ -181,7 +181,7 @@ fn nanos(time: Duration) -> f64 {
 /// A step of 1, 2 or 5 and zeros of which the whole has some five.
 fn step(most: f64) -> f64 {
     let rough = (most / 5.0).max(0.2);
-    let power = 10f64.powf(rough.log10().floor());
+    let power = 10f64.powi(rough.log10().floor() as i32);
     let digit = [1.0, 2.0, 5.0].into_iter().find(|digit| digit * power >= rough).unwrap_or(10.0);
     digit * power
 }

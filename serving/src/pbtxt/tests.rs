@@ -19,6 +19,9 @@ fn a_configuration_is_read_with_the_lines_of_its_fields() {
         output { name: "}" "z" data_type: TYPE_STRING }
         dynamic_batching < preferred_batch_size: [ 4, 8 ] >
         parameters { key: "k" value { string_value: "v" } }
+        instance_group # of one
+        [ { count: 2 kind: KIND_CPU } ]
+        version_policy: { specific { versions: [ 1, 2 ] } }
     "#;
     let parsed = parse(text.as_bytes()).unwrap();
     let config = &parsed.config;
@@ -26,6 +29,7 @@ fn a_configuration_is_read_with_the_lines_of_its_fields() {
     assert_eq!(config.input[0].dims, [3, -1]);
     assert_eq!(config.input[1].name, "y");
     assert_eq!(config.output[0].name, "}z");
+    assert_eq!(config.instance_group[0].count, 2);
     assert_eq!(config.parameters["k"].string_value, "v");
     assert_eq!(parsed.place("max_batch_size"), "line 3: ");
     assert_eq!(parsed.place("dynamic_batching"), "line 7: ");
@@ -51,6 +55,7 @@ fn what_is_wrong_is_told_with_its_line() {
         ("name: \"\\xff\"", "not valid utf-8"),
         ("name: \"\\q\"", "invalid string escape"),
         ("[a/inference.ModelConfig] { }", "Any"),
+        ("input [\n{ name: \"x\" }\n", "line 3: expected"),
         ("\u{0}", "line 1: "),
         ("{\"name\": \"json\"}", "line 1: expected a field name"),
     ];

@@ -50,6 +50,10 @@ impl Rollout {
     /// # Errors
     /// What is wrong with it.
     pub fn read(content: &[u8]) -> Result<Rollout, String> {
+        // Of itself a list would do as well, its elements taken for the fields in order.
+        if content.trim_ascii_start().first() == Some(&b'[') {
+            return Err("it is a list, an object is expected".into());
+        }
         let rollout: Rollout = serde_json::from_slice(content).map_err(|error| error.to_string())?;
         rollout.check()?;
         Ok(rollout)

@@ -15,7 +15,7 @@ use crate::tensor::{Data, Tensor, for_numbers, shown};
 /// How the runtime begins to say which node failed.
 const NODE_FAILED: &str = "while running";
 /// Words for memory and devices in what it says then.
-const DEVICE_FAILURES: [&str; 6] = ["alloc", "memory", "cuda", "cudnn", "cublas", "hip"];
+const DEVICE_FAILURES: [&str; 5] = ["alloc", "memory", "cuda", "cudnn", "cublas"];
 /// Inputs that are named, at most.
 const SHOWN_MAX: usize = 8;
 

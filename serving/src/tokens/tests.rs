@@ -96,8 +96,15 @@ fn a_new_token_is_let_in_by_its_line() {
     let mut twice = with(&format!("Bearer {token}"));
     twice.append(AUTHORIZATION, twice[AUTHORIZATION].clone());
     assert!(guard.admit(&twice, &mut Extensions::new()).is_err());
-    for (name, model) in [("a b", "*"), ("", "*"), ("a", ""), ("a", "x y"), ("a", "x/y"), ("a", "x control")]
-    {
+    for (name, model) in [
+        ("a b", "*"),
+        ("", "*"),
+        ("a", ""),
+        ("a", "x y"),
+        ("a", "x/y"),
+        ("a", "x control"),
+        ("a", "x\u{a0}control"),
+    ] {
         new_token(name, &[model.into()], false).unwrap_err();
     }
     new_token("a", &[], false).unwrap_err();

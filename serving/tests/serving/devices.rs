@@ -2,7 +2,7 @@
 //! allowed, and then said.
 
 use millrace_serving::client::ClientError;
-use millrace_serving::config::ModelSettings;
+use millrace_serving::ModelOptions;
 use millrace_serving::repository::State;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::{Form, inference as pb};
@@ -20,8 +20,8 @@ fn settings(
     device: Option<&str>,
     allow_fallback: Option<bool>,
     sessions_max: Option<usize>,
-) -> ModelSettings {
-    ModelSettings { device: device.map(|device| device.parse().unwrap()), allow_fallback, sessions_max }
+) -> ModelOptions {
+    ModelOptions { device: device.map(|device| device.parse().unwrap()), allow_fallback, sessions_max }
 }
 
 async fn described(server: &Server, model: &str) -> pb::ModelConfig {

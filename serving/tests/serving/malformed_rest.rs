@@ -142,7 +142,7 @@ pub(crate) fn cases() -> Vec<Case> {
         row("a part of the page", with_method("GET", "/page.js"), 404, "nothing at \"/page.js\""),
         row("out of the page's folder", with_method("GET", "/../page/page.html"), 404, "nothing at"),
         row("lineage of an unknown model", with_method("GET", "/v2/models/nosuch/lineage"), 404, "no model \"nosuch\""),
-        row("lineage of no number", with_method("GET", "/v2/models/mlp/versions/x/lineage"), 400, "version"),
+        row("lineage of version 0", with_method("GET", "/v2/models/mlp/versions/0/lineage"), 400, "positive integer"),
         row("lineage of a version that is not there", with_method("GET", "/v2/models/mlp/versions/9/lineage"), 404, "no version 9"),
         row("lineage of a corrupt model", with_method("GET", "/v2/models/corrupt/lineage"), 503, "cannot be served"),
         row("POST to lineage", at("/v2/models/mlp/lineage"), 405, "does not take \"POST\""),

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use millrace_serving::repository::{ShadowTarget, State, Target, VersionPolicy};
+use millrace_serving::repository::{State, Target, VersionPolicy};
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, ModelOptions};
 use serde_json::json;
@@ -15,11 +15,11 @@ use tonic::Code;
 use crate::support::*;
 use crate::triton_layout::put;
 
-fn with_options(options: ModelOptions) -> Config {
+pub(crate) fn with_options(options: ModelOptions) -> Config {
     Config { models: [("mlp".to_owned(), options)].into(), ..config() }
 }
 
-async fn versions(server: &Server) -> Vec<u64> {
+pub(crate) async fn versions(server: &Server) -> Vec<u64> {
     server.serving.repository().refresh().await.unwrap();
     server.serving.repository().versions("mlp").unwrap()
 }
@@ -50,11 +50,11 @@ fn request(version: &str, id: &str) -> pb::ModelInferRequest {
 }
 
 /// The version that answers, or the refusal.
-async fn answers(client: &mut Triton, version: &str, id: &str) -> Result<String, tonic::Status> {
+pub(crate) async fn answers(client: &mut Triton, version: &str, id: &str) -> Result<String, tonic::Status> {
     Ok(client.model_infer(request(version, id)).await?.into_inner().model_version)
 }
 
-fn problems(server: &Server) -> String {
+pub(crate) fn problems(server: &Server) -> String {
     let status = server.serving.repository().status();
     let reasons = status.into_iter().filter(|it| it.version.is_none()).map(|it| match it.state {
         State::Failed(reason) => reason,
@@ -63,7 +63,7 @@ fn problems(server: &Server) -> String {
     reasons.collect::<Vec<_>>().join("\n")
 }
 
-fn split(weights: &[(&str, f64)]) -> BTreeMap<Target, f64> {
+pub(crate) fn split(weights: &[(&str, f64)]) -> BTreeMap<Target, f64> {
     weights.iter().map(|(target, weight)| (target.parse().unwrap(), *weight)).collect()
 }
 
@@ -300,79 +300,6 @@ async fn requests_that_name_no_version_are_split() {
     for n in 0..20 {
         assert_eq!(answers(&mut client, "", &format!("request-{n}")).await.unwrap(), "3");
     }
-    server.stop().await;
-}
-
-/// A figure of the shadow version, summed up.
-async fn figure(server: &Server, name: &str, labels: &[&str]) -> f64 {
-    let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
-    let text = String::from_utf8(reply.body).unwrap();
-    let lines =
-        text.lines().filter(|line| line.starts_with(name) && labels.iter().all(|label| line.contains(label)));
-    lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shadow_runs_copies_and_compares_them() {
-    if !have_runtime() {
-        return;
-    }
-    // Versions 71 and 72 are the same, version 73 gives its rows the other way round, under another name.
-    let dir = TempDir::new().unwrap();
-    for version in [71, 72] {
-        publish(dir.path(), "mlp", version, mlp()).await;
-    }
-    publish(dir.path(), "mlp", 73, reversed()).await;
-    let shadow = |version: &str, share| Some(ShadowTarget { version: version.parse().unwrap(), share });
-    let options = ModelOptions {
-        labels: [("stable".to_owned(), 71)].into(),
-        split: split(&[("stable", 1.0)]),
-        shadow: shadow("72", 0.5),
-        ..ModelOptions::default()
-    };
-    let server = Server::over(with_options(options), dir).await;
-    let mut client = server.triton().await;
-    let of_72 = ["model=\"mlp\"", "version=\"72\""];
-    let outcomes = async |version: &str| {
-        figure(&server, "millrace_serving_shadow_requests_total{", &[of_72[0], version]).await
-    };
-    for n in 0..40 {
-        assert_eq!(answers(&mut client, "", "").await.unwrap(), "71");
-        // Requests that name the shadow itself are not copied.
-        assert_eq!(answers(&mut client, "72", "").await.unwrap(), "72");
-        // Waits for the copies, so that none is dropped.
-        let copies = (0..=n).filter(|n: &u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15) < 1 << 63).count();
-        let all_ran = async {
-            while outcomes(of_72[1]).await < copies as f64 {
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::time::timeout(std::time::Duration::from_secs(60), all_ran).await.unwrap();
-    }
-    let compared = figure(&server, "millrace_serving_shadow_requests_total{", &[of_72[1], "compared"]).await;
-    assert!((18.0..=22.0).contains(&compared), "{compared}");
-    assert_eq!(outcomes(of_72[1]).await, compared);
-    assert_eq!(figure(&server, "millrace_serving_shadow_difference_sum{", &of_72).await, 0.0);
-    let rows = figure(&server, "millrace_serving_shadow_rows_total{", &[of_72[1], "same"]).await;
-    assert_eq!(rows, compared);
-    assert_eq!(figure(&server, "millrace_serving_shadow_rows_total{", &[of_72[1], "other"]).await, 0.0);
-
-    // A shadow of another form disturbs nobody, and one that is not there is named.
-    put(server.dir.path(), "mlp/rollout.json", r#"{"shadow": {"version": "73", "share": 1}}"#);
-    versions(&server).await;
-    assert_eq!(answers(&mut client, "", "").await.unwrap(), "71");
-    let unlike = async {
-        while figure(&server, "millrace_serving_shadow_requests_total{", &["version=\"73\"", "unlike"]).await
-            < 1.0
-        {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(std::time::Duration::from_secs(60), unlike).await.unwrap();
-    put(server.dir.path(), "mlp/rollout.json", r#"{"shadow": {"version": "canary", "share": 1}}"#);
-    versions(&server).await;
-    assert!(problems(&server).contains("shadow: canary is not served"), "{}", problems(&server));
-    assert_eq!(answers(&mut client, "", "").await.unwrap(), "71");
     server.stop().await;
 }
 

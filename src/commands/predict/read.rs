@@ -99,10 +99,7 @@ impl Source {
     }
 
     fn records(&self) -> Option<u64> {
-        let file = match (self.format, &self.file) {
-            (RecordFormat::Parquet, Some(file)) => file,
-            _ => return None,
-        };
+        let (RecordFormat::Parquet, Some(file)) = (self.format, &self.file) else { return None };
         let reader = ParquetRecordBatchReaderBuilder::try_new(file.try_clone().ok()?).ok()?;
         u64::try_from(reader.metadata().file_metadata().num_rows()).ok()
     }

@@ -12,8 +12,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const BYTES_MAX: usize = 64 << 20;
 /// Seconds of requests; the buckets of the histogram.
 const LATENCY: &str = "millrace_serving_request_seconds_bucket";
-/// Requests that wait for a session, as Millrace and as Triton call them.
-const WAITING: [&str; 2] = ["millrace_serving_waiting_requests", "nv_inference_pending_request_count"];
+/// Requests that wait for a session, by Triton's name.
+const WAITING: &str = "nv_inference_pending_request_count";
 
 /// Asks for metrics.
 pub(super) struct Scraper {
@@ -67,7 +67,7 @@ pub(super) struct Latencies(Vec<(f64, u64)>);
 impl Scrape {
     fn read(text: &str) -> Scrape {
         let mut scrape = Scrape::default();
-        let wanted = |name: &str| name == LATENCY || WAITING.contains(&name);
+        let wanted = |name: &str| name == LATENCY || name == WAITING;
         for line in text.lines().filter(|line| line.split_once('{').is_some_and(|(name, _)| wanted(name))) {
             let Some((name, labels, value)) = sample(line) else { continue };
             let label = |wanted: &str| labels.iter().find(|(name, _)| name == wanted).map(|(_, value)| value);

@@ -51,6 +51,7 @@ with tritonclient.grpc.InferenceServerClient(grpc_url) as client:
             env={**os.environ, "LD_LIBRARY_PATH": folder},
             capture_output=True,
             text=True,
+            timeout=600,
         )
         said = f"{' '.join(options)}: exit {run.returncode}\n{run.stdout}\n{run.stderr}"
         assert run.returncode == 0, said

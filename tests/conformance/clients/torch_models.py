@@ -90,7 +90,7 @@ def at_once(work):
     def run(number):
         try:
             with (grpc.InferenceServerClient(grpc_url) if number % 2 else http.InferenceServerClient(http_url)) as client:
-                barrier.wait()
+                barrier.wait(timeout=120)
                 work(number, client)
         except Exception as error:
             failures.append(error)

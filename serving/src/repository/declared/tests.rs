@@ -22,7 +22,7 @@ fn read(text: &str) -> Result<Declared, String> {
 
 const IO: &str = r#"
     input [ { name: "n" data_type: TYPE_INT64 dims: [ 7 ] }, { name: "x" data_type: TYPE_FP32 dims: 4 } ]
-    output { name: "z" data_type: TYPE_FP32 dims: -1 }
+    output { name: "z" data_type: TYPE_FP32 dims: 3 }
 "#;
 
 #[test]
