@@ -1,4 +1,5 @@
-//! Many files: folders of many entries, the memory of a mount that has shown all of them, reopening.
+//! Many files: folders of many entries, the memory of a mount that has shown all of them and of fsck and
+//! gc, reopening.
 //!
 //! Small in every run; as large as is promised on request, where the figures are printed and held
 //! against what is promised.
@@ -11,7 +12,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use millrace_datafs::mount::{self, MountOptions};
-use millrace_datafs::{Config, Datafs, Node, OpenFlags, Owner, Publish, View};
+use millrace_datafs::{Config, Datafs, FsckOptions, Node, OpenFlags, Owner, Publish, View};
 
 use super::child;
 
@@ -72,6 +73,44 @@ fn server() {
     mounted.unmount().unwrap();
 }
 
+/// The child: checks and collects, and says how much memory that took at most.
+#[test]
+fn keeper() {
+    let Some((home, files)) = child::task() else { return };
+    let datafs = Datafs::open(&home, &Config::default()).unwrap();
+    let begin = Instant::now();
+    let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+    assert_eq!(report.problems, 0);
+    assert!(report.inodes > files, "{} inodes", report.inodes);
+    say("fsck_ms", begin.elapsed().as_millis());
+    say("fsck_kib", memory_kib("self", "VmHWM:"));
+    let begin = Instant::now();
+    datafs.gc().unwrap();
+    say("gc_ms", begin.elapsed().as_millis());
+    say("gc_kib", memory_kib("self", "VmHWM:"));
+}
+
+fn say(word: &str, number: impl std::fmt::Display) {
+    println!("{word} {number}");
+}
+
+/// Has fsck and gc look at everything; tells the memory that they took, in MiB.
+fn upkeep_mib(home: &Path, files: u64) -> f64 {
+    let mut child = child::spawn("scale::keeper", home, files);
+    let said: Vec<(String, u64)> = child::reports(&mut child).collect();
+    assert!(child.wait().unwrap().success());
+    println!("{said:?}");
+    let kib = said.iter().find_map(|(word, number)| (word == "gc_kib").then_some(*number));
+    kib.unwrap() as f64 / 1024.0
+}
+
+/// A line of what the system says of a process's memory.
+fn memory_kib(process: &str, line: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let kib = status.lines().find_map(|text| text.strip_prefix(line)).unwrap();
+    kib.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
 /// The child, and what it prints, which must go on being read.
 struct Server(Child, Box<dyn Iterator<Item = (String, u64)>>);
 
@@ -85,9 +124,7 @@ impl Server {
 
     /// A line of what the system says of the process's memory, in MiB.
     fn memory_mib(&self, line: &str) -> f64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-        let kib = status.lines().find_map(|text| text.strip_prefix(line)).unwrap();
-        kib.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.0
+        memory_kib(&self.0.id().to_string(), line) as f64 / 1024.0
     }
 }
 
@@ -108,6 +145,8 @@ struct Measured {
     /// The longest time until it had shown all.
     folder: Duration,
     memory_mib: f64,
+    /// The most that fsck and gc took.
+    upkeep_mib: f64,
 }
 
 /// Makes the files, reopens the volume, and has a mount create some more, list and stat all. `None`
@@ -168,7 +207,9 @@ fn measure(folders: u64, files: u64) -> Option<Measured> {
         folder.as_secs_f64() * 1e3,
         server.memory_mib("VmRSS:"),
     );
-    Some(Measured { reopened, first, folder, memory_mib })
+    drop(server);
+    let upkeep_mib = upkeep_mib(home, folders * files);
+    Some(Measured { reopened, first, folder, memory_mib, upkeep_mib })
 }
 
 #[test]
@@ -176,6 +217,7 @@ fn folders_of_many_entries_show_each_once_and_take_little_memory() {
     for (folders, files) in [(1, 10_000), (20, 100)] {
         let Some(measured) = measure(folders, files) else { return };
         assert!(measured.memory_mib < 256.0, "{} MiB", measured.memory_mib);
+        assert!(measured.upkeep_mib < 256.0, "{} MiB", measured.upkeep_mib);
     }
 }
 
@@ -222,4 +264,5 @@ fn a_million_entries_in_one_folder() {
 fn ten_million_files() {
     let Some(measured) = measure(10_000, 1_000) else { return };
     assert!(measured.memory_mib <= 512.0);
+    assert!(measured.upkeep_mib <= 512.0);
 }

@@ -36,6 +36,8 @@ pub(crate) fn reads(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     let place = Place::new();
     let bytes = asked.sized(1_u64 << 30, 256 << 20);
     let rounds = asked.sized(5, 2);
+    // A tenth of a second each, so that one disturbance is a large part of one.
+    let warm_rounds = asked.sized(25, 2);
     let plain = place.plain().join("big");
     write(&plain, bytes, 1);
     {
@@ -74,13 +76,13 @@ pub(crate) fn reads(asked: &Asked, report: &mut dyn FnMut(Figure)) {
         read(&ours, bytes, flags);
         read(&plain, bytes, 0);
         let mut times = Times::default();
-        for _ in 0..rounds {
+        for _ in 0..warm_rounds {
             times.add(read(&ours, bytes, flags), read(&plain, bytes, 0));
         }
         report(rate(seq, "GiB/s", bytes as f64 / GIB, times.pair(), against));
         let count = asked.sized(100_000, 20_000);
         let mut times = Times::default();
-        for seed in 0..rounds as u64 {
+        for seed in 0..warm_rounds as u64 {
             times.add(
                 read_random(&ours, bytes, count, seed, flags),
                 read_random(&plain, bytes, count, seed, 0),

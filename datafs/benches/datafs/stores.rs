@@ -46,7 +46,7 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (mut writes, mut reads) = (Times::default(), Times::default());
-    for round in 0..asked.sized(3, 1) {
+    for round in 0..asked.sized(5, 1) {
         // A home of its own: nothing is cached.
         let place = Place::with(config.clone());
         let at = Path::from(format!("raw/{round}"));
@@ -60,6 +60,8 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
         });
         writes.add(ours.0, control);
         drop((live, datafs));
+        // What the writes left to the disk would be written during one of the reads.
+        nix::unistd::sync();
         let control = timed(|| runtime.block_on(get(&raw, &at, bytes))).0;
         std::fs::remove_dir_all(place.home().join("datafs/cache")).ok();
         let datafs = place.datafs();

@@ -1,6 +1,6 @@
 //! What the kernel was told of each node, for as long as it knows the node.
 //!
-//! The account is bounded: beyond [`KNOWN_MAX`] nodes the kernel is told to believe nothing, so that it
+//! The account is bounded: beyond [`TABLE_MAX`] nodes of a table the kernel is told to believe nothing, so that it
 //! asks again instead of being told of changes.
 
 use std::collections::HashMap;
@@ -9,11 +9,17 @@ use std::time::{Duration, SystemTime};
 
 use crate::fs::Attr;
 
-/// Nodes that are kept account of. Each takes 49 bytes in a table whose size is a power of two; so many
-/// fill one of 200 MiB, which takes 300 while it grows to that.
-const KNOWN_MAX: usize = (1 << 22) / 8 * 7;
-/// Nodes that there may be room for without need.
-const SPARE_MAX: usize = 1 << 14;
+/// Tables, by the last bits of the inode number: one of them is made anew at a time, which takes little
+/// memory and little time.
+const TABLES: usize = 64;
+/// Entries that a table of 2^16 places takes before it would grow; each place is 49 bytes.
+const TABLE_FULL: usize = (1 << 16) / 8 * 7;
+/// Nodes of a table that are kept account of; all tables then have 3.1 million and 196 MiB. Fewer than it
+/// takes: what is removed leaves marks that take places until the table is made anew, which happens once
+/// in so many as the difference at most.
+const TABLE_MAX: usize = (1 << 16) / 4 * 3;
+/// Nodes that there may be room for in a table without need.
+const SPARE_MAX: usize = 1 << 8;
 
 /// What the kernel was told of a node.
 #[derive(Debug, Clone, Copy)]
@@ -37,14 +43,13 @@ pub(super) struct Known {
 /// Nodes of the live tree that the kernel knows, by inode number.
 #[derive(Debug)]
 pub(super) struct KnownNodes {
-    nodes: HashMap<u64, Known>,
-    max: usize,
+    tables: [HashMap<u64, Known>; TABLES],
     was_crowded: bool,
 }
 
 impl Default for KnownNodes {
     fn default() -> KnownNodes {
-        KnownNodes { nodes: HashMap::new(), max: KNOWN_MAX, was_crowded: false }
+        KnownNodes { tables: std::array::from_fn(|_| HashMap::new()), was_crowded: false }
     }
 }
 
@@ -52,8 +57,11 @@ impl KnownNodes {
     /// Notes attributes that are going to be answered, with `lookup` also that the kernel knows the node
     /// by one more name. Returns false where there is no room: then it must not keep them.
     pub(super) fn note(&mut self, attr: &Attr, lookup: bool, answered_ms: u32) -> bool {
-        let has_room = self.nodes.len() < self.max;
-        let entry = match self.nodes.entry(attr.node.ino) {
+        let ino = attr.node.ino;
+        let table = &mut self.tables[place(ino)];
+        make_room(table);
+        let has_room = table.len() < TABLE_MAX;
+        let entry = match table.entry(ino) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(_) if !has_room => {
                 self.was_crowded = true;
@@ -81,35 +89,50 @@ impl KnownNodes {
 
     /// The kernel has dropped looks-up of a node.
     pub(super) fn forget(&mut self, ino: u64, lookups: u64) {
-        let Some(entry) = self.nodes.get_mut(&ino) else { return };
+        let table = &mut self.tables[place(ino)];
+        let Some(entry) = table.get_mut(&ino) else { return };
         if entry.lookups < u32::MAX {
             entry.lookups = entry.lookups.saturating_sub(u32::try_from(lookups).unwrap_or(u32::MAX));
         }
         if entry.lookups > 0 {
             return;
         }
-        self.nodes.remove(&ino);
-        let room = self.nodes.capacity();
-        if room > SPARE_MAX && self.nodes.len() < room / 4 {
-            self.nodes.shrink_to(room / 2);
+        table.remove(&ino);
+        let room = table.capacity();
+        if room > SPARE_MAX && table.len() < room / 4 {
+            table.shrink_to(room / 2);
         }
     }
 
     pub(super) fn get(&self, ino: u64) -> Option<&Known> {
-        self.nodes.get(&ino)
+        self.tables[place(ino)].get(&ino)
     }
 
     pub(super) fn get_mut(&mut self, ino: u64) -> Option<&mut Known> {
-        self.nodes.get_mut(&ino)
+        self.tables[place(ino)].get_mut(&ino)
     }
 
     pub(super) fn inos(&self) -> impl Iterator<Item = u64> {
-        self.nodes.keys().copied()
+        self.tables.iter().flat_map(|table| table.keys().copied())
     }
 
     /// Whether there was ever a node too many, so that the kernel may know others than these.
     pub(super) fn was_crowded(&self) -> bool {
         self.was_crowded
+    }
+}
+
+fn place(ino: u64) -> usize {
+    (ino % TABLES as u64) as usize
+}
+
+/// Makes a table anew that can take no more. By itself a table that is more than half full grows then to
+/// twice its size, also when marks of what was removed take the places.
+fn make_room(table: &mut HashMap<u64, Known>) {
+    if table.len() == table.capacity() && table.len() >= TABLE_FULL / 2 {
+        let mut fresh = HashMap::with_capacity(TABLE_FULL);
+        fresh.extend(table.drain());
+        *table = fresh;
     }
 }
 
@@ -135,21 +158,45 @@ mod tests {
 
     #[test]
     fn nodes_are_known_until_they_are_forgotten_and_never_too_many() {
-        let mut known = KnownNodes { max: 100_000, ..KnownNodes::default() };
-        for ino in 0..100_000 {
+        let mut known = KnownNodes::default();
+        let many = (TABLES * TABLE_MAX) as u64;
+        for ino in 0..many {
             assert!(known.note(&attr(ino), true, 7));
         }
         assert!(known.note(&attr(5), true, 8) && !known.was_crowded());
-        assert!(!known.note(&attr(100_000), true, 8) && known.was_crowded());
-        assert!(known.get_mut(100_000).is_none());
+        assert!(!known.note(&attr(many), true, 8) && known.was_crowded());
+        assert!(known.get_mut(many).is_none());
         known.forget(5, 1);
         assert_eq!(known.get_mut(5).unwrap().answered_ms, 8);
-        for ino in 0..100_001 {
+        for ino in 0..=many {
             known.forget(ino, 1);
         }
         assert_eq!(known.inos().count(), 0);
-        assert!(known.nodes.capacity() <= 2 * SPARE_MAX, "{} are kept", known.nodes.capacity());
-        assert!(known.note(&attr(100_000), false, 9));
+        let kept: usize = known.tables.iter().map(HashMap::capacity).sum();
+        assert!(kept <= 2 * TABLES * SPARE_MAX, "{kept} are kept");
+        assert!(known.note(&attr(many), false, 9));
+    }
+
+    /// The kernel forgets some and hears of others for as long as it likes.
+    #[test]
+    fn tables_never_outgrow_their_bound() {
+        let mut known = KnownNodes::default();
+        // All of one table, which is where it is decided.
+        let ino = |number: usize| (number * TABLES) as u64;
+        for room in [TABLE_FULL / 2 - 1, TABLE_FULL / 2, TABLE_FULL / 2 + 1, TABLE_MAX] {
+            let before = known.inos().count();
+            for number in before..room {
+                assert!(known.note(&attr(ino(number)), true, 1));
+            }
+            for number in 0..200_000 {
+                known.forget(ino(number), 1);
+                assert!(known.note(&attr(ino(number + room)), true, 1));
+                assert!(known.tables[0].capacity() <= TABLE_FULL, "{room}: {number}");
+            }
+            assert_eq!(known.tables[0].len(), room);
+            known = KnownNodes::default();
+        }
+        assert!(!known.was_crowded());
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Where models run: by the server's configuration or their own, on the processor instead only where that is
 //! allowed, and then said.
 
-use millrace_serving::client::ClientError;
 use millrace_serving::ModelOptions;
+use millrace_serving::client::ClientError;
 use millrace_serving::repository::State;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::{Form, inference as pb};
@@ -16,12 +16,13 @@ fn row() -> Vec<Tensor> {
     vec![Tensor::fp32("input", vec![1, FEATURES as i64], vec![0.5; FEATURES]).unwrap()]
 }
 
-fn settings(
-    device: Option<&str>,
-    allow_fallback: Option<bool>,
-    sessions_max: Option<usize>,
-) -> ModelOptions {
-    ModelOptions { device: device.map(|device| device.parse().unwrap()), allow_fallback, sessions_max }
+fn settings(device: Option<&str>, allow_fallback: Option<bool>, sessions_max: Option<usize>) -> ModelOptions {
+    ModelOptions {
+        device: device.map(|device| device.parse().unwrap()),
+        allow_fallback,
+        sessions_max,
+        ..ModelOptions::default()
+    }
 }
 
 async fn described(server: &Server, model: &str) -> pb::ModelConfig {
