@@ -47,11 +47,12 @@ pub async fn closed(address: &str, requests: &Requests, load: &Closed) -> Result
     while let Some(client) = clients.join_next().await {
         match client {
             Ok(client) => measured.merge(&client),
-            Err(error) => match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                // Nobody aborts one of them.
-                Err(_) => {}
-            },
+            // Nobody aborts one of them, so this is a panic.
+            Err(error) => {
+                if let Ok(panic) = error.try_into_panic() {
+                    std::panic::resume_unwind(panic);
+                }
+            }
         }
     }
     measured.processor = processor_time().saturating_sub(processor);

@@ -1,5 +1,5 @@
 //! Compressed bodies over HTTP: requests are decompressed before a route sees them, replies to inference
-//! compressed as `Accept-Encoding` asks.
+//! and the page compressed as `Accept-Encoding` asks.
 
 use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
@@ -21,10 +21,11 @@ pub(super) async fn translate(State(app): State<App>, request: Request, next: Ne
         let reason = "the reply is wanted in none of the forms gzip, deflate and identity".into();
         return Failure { status: StatusCode::NOT_ACCEPTABLE, reason }.into_response();
     }
-    // Triton compresses these alone, and its asyncio client, whose library asks for gzip by itself, takes all
-    // others for plain.
+    // Of its calls Triton compresses this one alone, and its asyncio client, whose library asks for gzip by
+    // itself, takes all others for plain.
+    let path = request.uri().path();
     let accepted = match accepted {
-        Accepted::Preferred(_) if !request.uri().path().ends_with("/infer") => Accepted::Plain,
+        Accepted::Preferred(_) if path != "/" && !path.ends_with("/infer") => Accepted::Plain,
         accepted => accepted,
     };
     let response = match decompressed(&app, request).await {

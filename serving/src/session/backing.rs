@@ -120,7 +120,7 @@ unsafe fn map(pages: &Range<usize>, file: Option<(&File, u64)>) -> io::Result<()
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::print_stderr)]
     use super::*;
     use crate::runtime::Runtime;
 

@@ -26,6 +26,9 @@ use crate::tensor::{Data, Tensor};
 /// Runs that take longer give their worker thread's other tasks away first.
 const INLINE_MICROS_MAX: usize = 500;
 
+/// Before runs that take longer, the thread takes in what clients have sent. That costs some microseconds.
+const READ_ON_MICROS_MIN: usize = 40;
+
 /// Sessions of one model version.
 #[derive(Debug)]
 pub(crate) struct Pool {
@@ -151,7 +154,11 @@ impl Pool {
         let waiting = match begun {
             Ok((session, work)) => {
                 let mut lease = Lease::new(&self.shared, session);
-                return self.execute(deadline, queued, move || lease.run_alone(&work)).await;
+                if self.shared.run_micros() < READ_ON_MICROS_MIN {
+                    return self.execute(deadline, queued, move || lease.run_alone(&work)).await;
+                }
+                read_on().await;
+                return self.execute(deadline, queued, move || lease.run(work)).await;
             }
             Err(waiting) => waiting,
         };
@@ -159,6 +166,9 @@ impl Pool {
         match waiting.turn().await {
             Turn::Done(result) => result,
             Turn::Lead(lease, work) => {
+                if self.shared.run_micros() >= READ_ON_MICROS_MIN {
+                    read_on().await;
+                }
                 self.shared.gather(&work).await;
                 self.execute(deadline, queued, move || lease.run(work)).await
             }
@@ -215,6 +225,15 @@ impl Pool {
             }
         }
     }
+}
+
+/// Has this thread take in all that clients have sent by now. Runs keep it from that: without this a server
+/// whose threads all run would leave requests in its sockets, where they can neither run together with
+/// others nor be seen to be too late.
+async fn read_on() {
+    // The first time this task comes back together with what was found to be readable then, and before it.
+    tokio::task::yield_now().await;
+    tokio::task::yield_now().await;
 }
 
 /// Runs on this thread. Where that takes long, its other tasks go to another one first.

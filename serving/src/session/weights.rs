@@ -43,19 +43,23 @@ pub(super) fn sessions(builder: &SessionBuilder, onnx: &[u8], count: usize) -> R
     }
     let graph = model.encode_to_vec();
     drop(model);
+    let refused = |error: ort::Error<SessionBuilder>| one_line(&error);
     let mut builder = builder
         .clone()
         // A second pass could change weights again.
         .with_optimization_level(GraphOptimizationLevel::Disable)
-        .and_then(|builder| builder.with_prepacked_weights(&PrepackedWeights::new()))
-        .map_err(|error| one_line(&error))?;
+        .map_err(refused)?
+        .with_prepacked_weights(&PrepackedWeights::new())
+        .map_err(refused)?;
     for (name, value) in weights.iter() {
+        let refused = |error: ort::Error<SessionBuilder>| format!("weight {name:?}: {}", one_line(&error));
         builder = builder
             // For the graph, which has them by name alone,
             .with_external_initializer(name, Arc::clone(value))
+            .map_err(refused)?
             // and for the sessions to share, with what their kernels pack.
-            .and_then(|builder| builder.with_initializer(name, Arc::clone(value)))
-            .map_err(|error| format!("weight {name:?}: {}", one_line(&error)))?;
+            .with_initializer(name, Arc::clone(value))
+            .map_err(refused)?;
     }
     let sessions = (0..count)
         .map(|_| builder.commit_from_memory(&graph).map_err(|error| one_line(&error)))
@@ -73,13 +77,17 @@ fn optimised(builder: SessionBuilder, onnx: &[u8]) -> Result<ModelProto, String>
     let file = memfd_create(c"optimised.onnx", MFdFlags::MFD_CLOEXEC)
         .map_err(|error| format!("no memory for the optimised graph: {error}"))?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let refused = |error: ort::Error<SessionBuilder>| one_line(&error);
     let mut builder = builder
         // That the file is good for this processor alone is a warning, and what it is for.
         .with_log_level(ort::logging::LogLevel::Error)
-        .and_then(|builder| builder.with_config_entry("session.save_model_format", "ONNX"))
-        .and_then(|builder| builder.with_prepacking(false))
-        .and_then(|builder| builder.with_optimized_model_path(&path))
-        .map_err(|error| one_line(&error))?;
+        .map_err(refused)?
+        .with_config_entry("session.save_model_format", "ONNX")
+        .map_err(refused)?
+        .with_prepacking(false)
+        .map_err(refused)?
+        .with_optimized_model_path(&path)
+        .map_err(refused)?;
     drop(builder.commit_from_memory(onnx).map_err(|error| one_line(&error))?);
     let unread = |error: std::io::Error| format!("the optimised graph cannot be read: {error}");
     let mut file = File::from(file);

@@ -131,8 +131,11 @@ impl Latencies {
     }
 }
 
+/// Name, labels and value.
+type Sample<'a> = (&'a str, Vec<(String, String)>, f64);
+
 /// Name, labels and value of a line; `None` for one that is malformed.
-fn sample(line: &str) -> Option<(&str, Vec<(String, String)>, f64)> {
+fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, mut rest) = line.split_once('{')?;
     let mut labels = Vec::new();
     while !rest.starts_with('}') {

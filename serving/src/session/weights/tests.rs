@@ -1,5 +1,5 @@
 //! Sessions that share their weights beside ones that do not, and graphs that are not what they say.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use millrace_bundle::onnx::*;
 use ort::value::TensorRef;
