@@ -26,7 +26,8 @@ use crate::tensor::{Data, Tensor};
 /// Runs that take longer give their worker thread's other tasks away first.
 const INLINE_MICROS_MAX: usize = 500;
 
-/// Before runs that take longer, the thread takes in what clients have sent. That costs some microseconds.
+/// Before runs that take longer, the thread takes in what clients have sent, if others run, too. That costs
+/// some microseconds, or 50 where a thread that is idle takes the task over.
 const READ_ON_MICROS_MIN: usize = 40;
 
 /// Sessions of one model version.
@@ -147,14 +148,15 @@ impl Pool {
         let begun = {
             let mut state = self.shared.state.lock();
             match state.free.pop() {
-                Some(session) => Ok((session, work)),
+                // Where nobody else runs there is hardly anything to take in.
+                Some(session) => Ok((session, work, state.free.len() + 1 < self.sessions)),
                 None => Err(self.shared.wait(&mut state, work)?),
             }
         };
         let waiting = match begun {
-            Ok((session, work)) => {
+            Ok((session, work, others_run)) => {
                 let mut lease = Lease::new(&self.shared, session);
-                if self.shared.run_micros() < READ_ON_MICROS_MIN {
+                if !others_run || self.shared.run_micros() < READ_ON_MICROS_MIN {
                     return self.execute(deadline, queued, move || lease.run_alone(&work)).await;
                 }
                 read_on().await;
