@@ -168,7 +168,7 @@ fn eight_sessions_take_little_more_than_one() {
 }
 
 #[test]
-#[ignore = "the same with the size that counts; takes a minute"]
+#[ignore = "the same with the size that counts; takes a minute: cargo test --workspace --test memory -- --ignored --exact eight_sessions_of_100_mb_take_little_more_than_one"]
 fn eight_sessions_of_100_mb_take_little_more_than_one() {
     sessions_share(100);
 }
@@ -218,7 +218,7 @@ fn loading_and_unloading_does_not_add_up() {
 }
 
 #[test]
-#[ignore = "100 times with the size and the bound that count; takes minutes"]
+#[ignore = "100 times with the size and the bound that count; takes minutes: cargo test --workspace --test memory -- --ignored --exact loading_and_unloading_100_mb_100_times_leaves_nothing_behind"]
 fn loading_and_unloading_100_mb_100_times_leaves_nothing_behind() {
     loading_leaves_little(100, 100, 2);
 }
@@ -265,7 +265,7 @@ fn what_a_peak_took_is_given_back() {
 }
 
 #[test]
-#[ignore = "holds what is left against what was there before, of which a server of this size has little"]
+#[ignore = "holds what is left against what was there before, of which a server of this size has little: cargo test --workspace --test memory -- --ignored --exact after_a_peak_memory_is_within_a_fifth_of_before"]
 fn after_a_peak_memory_is_within_a_fifth_of_before() {
     let Some([before, peak, after]) = peak() else { return };
     assert!(after <= before * 1.2, "{before}, {peak}, {after} MiB");
