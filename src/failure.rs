@@ -22,6 +22,8 @@ pub(crate) enum Exit {
     NoSpace = 7,
     /// Damage was found, and all of it repaired.
     Repaired = 8,
+    /// What came out is past a limit that was set, so nothing was written.
+    BeyondLimit = 9,
 }
 
 impl Exit {
@@ -35,6 +37,7 @@ impl Exit {
             6 => Exit::Corrupt,
             7 => Exit::NoSpace,
             8 => Exit::Repaired,
+            9 => Exit::BeyondLimit,
             _ => Exit::Failed,
         }
     }

@@ -9,6 +9,7 @@ use millrace_bundle::{Signature, TensorSpec};
 use millrace_serving::InferError;
 use millrace_serving::client::{Client, ClientError, Prediction};
 use millrace_serving::record::{Mapping, Row, row_outputs};
+use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use serde_json::{Map, Value};
 
@@ -50,6 +51,11 @@ impl Batch {
         self.labels.push(label);
     }
 
+    /// How many records there are.
+    pub(crate) fn records(&self) -> u64 {
+        self.rows.len() as u64
+    }
+
     /// Takes the first `count` records out.
     fn take(&mut self, count: usize) -> Batch {
         let rest = Batch {
@@ -77,14 +83,56 @@ impl Answer {
     }
 }
 
+/// How records become what a model takes: which field feeds which input, and how many go into one run.
+#[derive(Debug, Clone)]
+pub(crate) struct Intake {
+    mapping: Mapping,
+    rows_max: usize,
+}
+
+impl Intake {
+    /// Of a signature. `fields` says `INPUT=FIELD`, or `FIELD` for a model with one input; an input that is not
+    /// named takes the field of its own name.
+    pub(crate) fn new(signature: &Signature, fields: &[String], rows_max: usize) -> Result<Intake> {
+        let mapping = Mapping::new(signature, &columns(signature, fields)?)?;
+        let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
+        let rows_max = rows_max.min(REQUEST_BYTES_MAX / bytes.max(1)).max(1);
+        Ok(Intake { mapping, rows_max })
+    }
+
+    /// What the model takes, each input with the field of a record that feeds it.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
+        self.mapping.inputs()
+    }
+
+    /// The inputs of one record.
+    pub(crate) fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
+        self.mapping.row(record)
+    }
+
+    /// Takes the batches out that are complete: of rows of one shape, no larger than may be. With `all` what
+    /// is left over goes as well.
+    pub(crate) fn batches(&self, pending: &mut Batch, all: bool) -> Vec<Batch> {
+        let mut batches = Vec::new();
+        while pending.rows.len() >= self.rows_max || (all && !pending.rows.is_empty()) {
+            batches.push(pending.take(self.mapping.fitting(&pending.rows, self.rows_max).max(1)));
+        }
+        batches
+    }
+
+    /// A batch as the inputs of one run, in the signature's order.
+    pub(crate) fn tensors(&self, batch: &Batch) -> Result<Vec<Tensor>, InferError> {
+        self.mapping.batch(&batch.rows)
+    }
+}
+
 /// A model of a server, with which field of a record feeds which of its inputs.
 #[derive(Debug, Clone)]
 pub(crate) struct Predictor {
     client: Client,
     model: String,
     version: Option<u64>,
-    mapping: Mapping,
-    rows_max: usize,
+    intake: Intake,
 }
 
 impl Predictor {
@@ -99,36 +147,19 @@ impl Predictor {
     ) -> Result<Predictor> {
         let asked = version.map(|version| version.to_string()).unwrap_or_default();
         let signature = client.signature(model, &asked).await?;
-        let mapping = Mapping::new(&signature, &columns(&signature, fields)?)?;
         let batch_max = match client.model_config(model, &asked).await {
             Ok(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
             // Not every server that speaks the protocol has Triton's calls.
             Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => usize::MAX,
             Err(error) => return Err(error.into()),
         };
-        let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
-        let rows_max = rows_max.min(batch_max).min(REQUEST_BYTES_MAX / bytes.max(1)).max(1);
-        Ok(Predictor { client, model: model.to_owned(), version, mapping, rows_max })
+        let intake = Intake::new(&signature, fields, rows_max.min(batch_max))?;
+        Ok(Predictor { client, model: model.to_owned(), version, intake })
     }
 
-    /// What the model takes, each input with the field of a record that feeds it.
-    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
-        self.mapping.inputs()
-    }
-
-    /// The inputs of one record.
-    pub(crate) fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
-        self.mapping.row(record)
-    }
-
-    /// Takes the batches out that are complete: of rows of one shape, no larger than the server takes. With
-    /// `all` what is left over goes as well.
-    pub(crate) fn batches(&self, pending: &mut Batch, all: bool) -> Vec<Batch> {
-        let mut batches = Vec::new();
-        while pending.rows.len() >= self.rows_max || (all && !pending.rows.is_empty()) {
-            batches.push(pending.take(self.mapping.fitting(&pending.rows, self.rows_max).max(1)));
-        }
-        batches
+    /// How records become what the model takes.
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.intake
     }
 
     /// Sends batches, `in_flight` at a time, and gives the answers in their order.
@@ -147,9 +178,9 @@ impl Predictor {
     ) -> Result<Classes> {
         let mut pending = Batch::new();
         for (record, label) in records {
-            pending.push(self.row(record)?, Some(label));
+            pending.push(self.intake.row(record)?, Some(label));
         }
-        let batches = stream::iter(self.batches(&mut pending, true)).map(Ok);
+        let batches = stream::iter(self.intake.batches(&mut pending, true)).map(Ok);
         let mut given = Classes::default();
         let mut answers = pin!(self.answers(batches, 1));
         while let Some(answer) = answers.next().await.transpose()? {
@@ -165,8 +196,9 @@ impl Predictor {
     }
 
     async fn answer(mut self, batch: Result<Batch>) -> Result<Answer> {
-        let Batch { first, rows, labels } = batch?;
-        let inputs = self.mapping.batch(&rows)?;
+        let batch = batch?;
+        let inputs = self.intake.tensors(&batch)?;
+        let Batch { first, rows, labels } = batch;
         let asked = self.client.infer(&self.model, self.version, inputs, Form::Raw).await;
         let prediction = asked.with_context(|| match rows.len() {
             1 => format!("record {first}"),

@@ -67,6 +67,11 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     {
         return commands::model::label::in_folder(out, args).await;
     }
+    if let Command::Model(cli::ModelCommand::Quantize(args @ cli::QuantizeArgs { volume: None, .. })) =
+        cli.command
+    {
+        return commands::model::quantize::in_folder(out, args).await;
+    }
     if let Command::Model(
         model @ (cli::ModelCommand::Init { .. }
         | cli::ModelCommand::Show { volume: None, .. }

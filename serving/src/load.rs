@@ -27,7 +27,7 @@ pub use closed::{Closed, closed};
 pub use histogram::Histogram;
 pub use open::{Open, open};
 pub use picture::{Point, QUANTILES, picture};
-pub use requests::Requests;
+pub use requests::{Requests, drawn_inputs};
 pub use schedule::Poisson;
 
 use crate::client::ClientError;

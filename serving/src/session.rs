@@ -10,6 +10,7 @@ mod options;
 mod placement;
 mod pool;
 mod probe;
+mod trial;
 mod values;
 mod weights;
 
@@ -29,6 +30,7 @@ use values::datatype;
 pub(crate) use line::Work;
 pub(crate) use options::check_device;
 pub(crate) use pool::Pool;
+pub use trial::Trial;
 
 /// Models up to this size get one session per thread, larger ones one that uses all threads, unless said
 /// otherwise.

@@ -196,7 +196,8 @@ fn equal(a: &Data, b: &Data) -> (u64, u64) {
     (same, a.len() as u64 - same)
 }
 
-fn numbers(data: &Data) -> Option<Vec<f64>> {
+/// Elements as floats; `None` for text.
+pub(crate) fn numbers(data: &Data) -> Option<Vec<f64>> {
     trait Number: Copy {
         fn float(self) -> f64;
     }

@@ -16,8 +16,8 @@ use millrace_datafs::Name;
 pub(crate) use access::{CredentialArgs, TokenArgs};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ImportArgs, LabelArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, RecordFormat,
-    ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    DeviceArg, ImportArgs, LabelArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
+    RecordFormat, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
@@ -29,7 +29,7 @@ pub(crate) use volumes::{CopyArgs, FsckArgs, SnapshotCommand, VolumeCommand};
     name = "millrace",
     version,
     arg_required_else_help = true,
-    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left,\n8 damage was found and repaired."
+    after_help = "Start here:\n  millrace quickstart          the whole pipeline on 1,797 handwritten digits\n  millrace up                  run what ./millrace.toml or HOME/millrace.toml declares\n\nExit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 not found,\n4 in use or in conflict, 5 a prerequisite is missing, 6 data is corrupt, 7 no space left,\n8 damage was found and repaired, 9 past a limit that was set."
 )]
 pub(crate) struct Cli {
     /// Folder that holds all embedded state [default: the XDG data folder]
@@ -130,7 +130,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
     )]
     Feed(FeedArgs),
-    /// Make, import and inspect models
+    /// Make, import, quantize and inspect models
     #[command(
         subcommand,
         after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx"

@@ -1,7 +1,9 @@
-//! `millrace model init|import|label|show`.
+//! `millrace model init|import|label|quantize|show`.
 
 mod import;
 pub(crate) mod label;
+mod publish;
+pub(crate) mod quantize;
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -33,6 +35,10 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
         ModelCommand::Label(args) => match &args.volume {
             Some(volume) => label::in_volume(context, &args, volume).await,
             None => label::in_folder(context.out, &args).await,
+        },
+        ModelCommand::Quantize(args) => match args.volume.clone() {
+            Some(volume) => quantize::in_volume(context, args, &volume).await,
+            None => quantize::in_folder(context.out, args).await,
         },
         ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } | ModelCommand::Import(_) => {
             files(context.out, command)
@@ -80,8 +86,8 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
             let Some(models) = models else { return Ok(()) };
             show_bundle(out, &import::into_folder(&file, &name, &models)?)
         }
-        // It waits for a store, so it has a call of its own.
-        ModelCommand::Label(_) => Ok(()),
+        // They wait for a store, so they have calls of their own.
+        ModelCommand::Label(_) | ModelCommand::Quantize(_) => Ok(()),
     }
 }
 
@@ -198,6 +204,10 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
         vec!["outputs".into(), tensors(&manifest.signature.outputs)],
     ];
     rows.extend(origin(&manifest.lineage));
+    if let Some(quantized) = &manifest.lineage.quantized {
+        rows.push(vec!["quantized from".into(), format!("version {}", quantized.version)]);
+        rows.push(vec!["compared on".into(), quantized.sample.clone()]);
+    }
     rows.push(vec!["sha256".into(), manifest.model_sha256().to_owned()]);
     rows.push(vec!["created".into(), manifest.created_at.clone()]);
     for (name, value) in &manifest.metrics {

@@ -4,6 +4,7 @@ mod columns;
 mod read;
 mod write;
 
+use std::path::PathBuf;
 use std::pin::pin;
 use std::time::Instant;
 
@@ -12,11 +13,11 @@ use futures::StreamExt;
 use millrace_serving::client::Client;
 use tokio::sync::mpsc;
 
-use crate::cli::PredictArgs;
+use crate::cli::{PredictArgs, RecordFormat};
 use crate::context::Context;
 use crate::credentials::credentials;
 use crate::failure::{Exit, fail};
-use crate::inference::{Batch, Predictor, server};
+use crate::inference::{Batch, Intake, Predictor, server};
 
 use read::{Source, Wanted};
 use write::Predictions;
@@ -31,7 +32,7 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let predictor = Predictor::new(client, &args.model, args.version, &args.input, rows_max).await?;
     let started = Instant::now();
     let bar = context.out.progress("predict", "records", read::records(&sources));
-    let wanted = Wanted { predictor: predictor.clone(), label: args.label.clone() };
+    let wanted = Wanted { intake: predictor.intake().clone(), label: args.label.clone() };
     let batches = reading(sources, wanted, args.in_flight as usize)?;
     let mut answers = pin!(predictor.answers(batches, args.in_flight as usize));
     loop {
@@ -48,6 +49,23 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     }
     bar.finish_and_clear();
     predictions.finish(context, &args.model, started.elapsed().as_secs_f64())
+}
+
+/// The first `records_max` records of files, and a few more where these fill a batch, as what a model takes.
+pub(crate) fn sample(
+    paths: &[PathBuf],
+    format: Option<RecordFormat>,
+    intake: Intake,
+    records_max: u64,
+) -> Result<Vec<Batch>> {
+    let wanted = Wanted { intake, label: None };
+    let (mut batches, mut records) = (Vec::new(), 0);
+    read::all(read::open(paths, format)?, &wanted, |batch: Batch| {
+        records += batch.records();
+        batches.push(batch);
+        records < records_max
+    })?;
+    Ok(batches)
 }
 
 /// Reads on a thread of its own, as a terminal or a pipe may take for ever, and not much further than the

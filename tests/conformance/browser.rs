@@ -32,6 +32,7 @@ async fn the_page_shows_models_and_runs_them() {
         steps: 120,
         epochs: 3,
         imported: None,
+        quantized: None,
     };
     let store = LocalFileSystem::new_with_prefix(&models).unwrap();
     let kept = echo(&[("number", DataType::Int64, &[-1]), ("text", DataType::String, &[-1])]);

@@ -12,6 +12,7 @@ mod kills;
 mod labels;
 mod load;
 mod predicting;
+mod quantized;
 mod quickstart;
 mod readme;
 mod rooms;

@@ -6,6 +6,7 @@
 //!
 //! What is here:
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
+//! - [`quantize`]: graphs that compute with 8-bit integers;
 //! - [`fixed`], [`collective`]: sums that do not depend on who adds up what;
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them.
 //!
@@ -57,6 +58,7 @@ mod lock;
 pub mod metrics;
 pub mod optim;
 mod publish;
+pub mod quantize;
 mod replica;
 mod source;
 mod state;

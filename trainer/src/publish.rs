@@ -113,6 +113,7 @@ pub(crate) fn publish(
             steps: state.step,
             epochs: state.ledger.epochs.len() as u64,
             imported: None,
+            quantized: None,
         };
         let bundle =
             Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state)).map_err(bad)?;

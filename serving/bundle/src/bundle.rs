@@ -95,6 +95,22 @@ impl Bundle {
         Ok(self)
     }
 
+    /// The same with another file beside the graph.
+    ///
+    /// # Errors
+    /// [`Error::InvalidManifest`] for a path that no manifest may have or that is there already, and for more
+    /// files than it may list.
+    pub fn with_file(mut self, path: &str, content: Bytes) -> Result<Bundle> {
+        self.manifest.files.push(FileEntry {
+            path: path.to_owned(),
+            bytes: content.len() as u64,
+            sha256: sha256_hex(&content),
+        });
+        self.manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        self.files.push((path.to_owned(), content));
+        Ok(self)
+    }
+
     /// From parts whose digests were compared by the caller.
     pub(crate) fn from_verified(manifest: Manifest, files: Vec<(String, Bytes)>) -> Bundle {
         Bundle { manifest, files }

@@ -80,6 +80,25 @@ pub struct Lineage {
     /// The file that the model came in, where it was made elsewhere.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
+    /// The version that the model was quantized from, where it was; the rest is as that version has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantized: Option<Quantized>,
+}
+
+/// The version that a model was quantized from, and how.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Quantized {
+    /// The version.
+    pub version: u64,
+    /// SHA-256 of its `model.onnx`.
+    pub model_sha256: String,
+    /// What weights and inputs have become.
+    pub method: String,
+    /// Matrix products that are computed with integers.
+    pub layers: u64,
+    /// What both versions were compared on.
+    pub sample: String,
 }
 
 /// The ONNX file that a model was imported from.

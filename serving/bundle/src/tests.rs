@@ -130,6 +130,37 @@ fn names_versions_and_metrics_are_checked() {
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error}");
 }
 
+#[tokio::test]
+async fn other_files_belong_to_a_version_and_are_verified() {
+    let with = |path: &str| bundle("digits", 3).with_file(path, Bytes::from_static(b"{}"));
+    for path in ["", "..", "/a", "a//b", "model.onnx", "bundle.json", "a b"] {
+        assert!(matches!(with(path), Err(Error::InvalidManifest { .. })), "{path}");
+    }
+    let mut full = bundle("digits", 3);
+    for number in 0..63 {
+        full = full.with_file(&format!("f{number}"), Bytes::new()).unwrap();
+    }
+    assert!(matches!(full.with_file("one-more", Bytes::new()), Err(Error::InvalidManifest { .. })));
+    let made = with("statistics.json").unwrap();
+    let store = store_with(std::slice::from_ref(&made)).await;
+    let read = load(store.as_ref(), "models", "digits", 3).await.unwrap();
+    assert_eq!(read.files(), made.files());
+    put(store.as_ref(), "models/digits/3/statistics.json", "[]").await;
+    let error = load(store.as_ref(), "models", "digits", 3).await.unwrap_err();
+    assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+}
+
+#[test]
+fn manifests_of_before_have_no_word_of_quantization() {
+    let lineage: Lineage = serde_json::from_str(r#"{"volume": "v", "steps": 3}"#).unwrap();
+    assert_eq!((lineage.quantized.clone(), lineage.steps), (None, 3));
+    assert!(!serde_json::to_string(&lineage).unwrap().contains("quantized"));
+    let from = crate::Quantized { version: 2, layers: 4, ..Default::default() };
+    let lineage = Lineage { quantized: Some(from), ..lineage };
+    let again: Lineage = serde_json::from_str(&serde_json::to_string(&lineage).unwrap()).unwrap();
+    assert_eq!(again, lineage);
+}
+
 #[test]
 fn graphs_without_a_usable_signature_are_refused() {
     let refused = |model: Vec<u8>| {

@@ -51,29 +51,7 @@ impl Requests {
         shapes: &BTreeMap<String, Vec<i64>>,
         seed: u64,
     ) -> Result<Requests, InferError> {
-        if let Some(name) = shapes.keys().find(|name| signature.inputs.iter().all(|spec| spec.name != **name))
-        {
-            let inputs: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
-            return Err(InferError::invalid(format!(
-                "a shape for input {name:?}, the inputs of the model are {inputs:?}"
-            )));
-        }
-        let mut random = StdRng::seed_from_u64(seed);
-        let mut left = INPUT_BYTES_MAX;
-        let mut inputs = Vec::with_capacity(signature.inputs.len());
-        for spec in &signature.inputs {
-            let shape = extents(spec, rows, shapes.get(&spec.name))?;
-            let count = element_count(&spec.name, &shape)?;
-            let bytes = count.checked_mul(spec.datatype.element_bytes().unwrap_or(TEXT_BYTES));
-            left = bytes.and_then(|bytes| left.checked_sub(bytes)).ok_or_else(|| {
-                InferError::invalid(format!(
-                    "input {:?} with shape {} takes the request beyond {INPUT_BYTES_MAX} bytes: send fewer rows",
-                    spec.name,
-                    shown(&shape)
-                ))
-            })?;
-            inputs.push(Tensor::new(&spec.name, shape, draw(spec.datatype, count, &mut random))?);
-        }
+        let inputs = drawn_inputs(signature, rows, shapes, seed)?;
         Ok(Requests::of([write_request(model, version, inputs, Form::Raw)]))
     }
 
@@ -129,6 +107,41 @@ impl Requests {
     pub(super) fn message(&self, number: u64) -> Bytes {
         self.messages[(number % self.messages.len() as u64) as usize].clone()
     }
+}
+
+/// Inputs of `rows` rows for a model, drawn by `seed` as [`Requests::generated`] says.
+///
+/// # Errors
+/// As [`Requests::generated`].
+pub fn drawn_inputs(
+    signature: &Signature,
+    rows: usize,
+    shapes: &BTreeMap<String, Vec<i64>>,
+    seed: u64,
+) -> Result<Vec<Tensor>, InferError> {
+    if let Some(name) = shapes.keys().find(|name| signature.inputs.iter().all(|spec| spec.name != **name)) {
+        let inputs: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
+        return Err(InferError::invalid(format!(
+            "a shape for input {name:?}, the inputs of the model are {inputs:?}"
+        )));
+    }
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut left = INPUT_BYTES_MAX;
+    let mut inputs = Vec::with_capacity(signature.inputs.len());
+    for spec in &signature.inputs {
+        let shape = extents(spec, rows, shapes.get(&spec.name))?;
+        let count = element_count(&spec.name, &shape)?;
+        let bytes = count.checked_mul(spec.datatype.element_bytes().unwrap_or(TEXT_BYTES));
+        left = bytes.and_then(|bytes| left.checked_sub(bytes)).ok_or_else(|| {
+            InferError::invalid(format!(
+                "input {:?} with shape {} takes the request beyond {INPUT_BYTES_MAX} bytes: send fewer rows",
+                spec.name,
+                shown(&shape)
+            ))
+        })?;
+        inputs.push(Tensor::new(&spec.name, shape, draw(spec.datatype, count, &mut random))?);
+    }
+    Ok(inputs)
 }
 
 /// What a generated text takes in a message.

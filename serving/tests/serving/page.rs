@@ -68,6 +68,7 @@ async fn lineage_is_what_the_manifest_says() {
         steps: 120,
         epochs: 3,
         imported: None,
+        quantized: None,
     };
     let bundle = Bundle::new("mlp", 2, mlp(), lineage.clone(), [("loss".to_owned(), 0.25)].into()).unwrap();
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir.path()).unwrap();

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::cli::RecordFormat;
 use crate::failure::{Exit, fail};
-use crate::inference::{Batch, Predictor};
+use crate::inference::{Batch, Intake};
 
 /// Longest line of JSON, in bytes.
 const LINE_BYTES_MAX: u64 = 16 << 20;
@@ -28,7 +28,7 @@ const PARQUET_ROWS: usize = 1024;
 /// What records become.
 pub(super) struct Wanted {
     /// The inputs of this model.
-    pub(super) predictor: Predictor,
+    pub(super) intake: Intake,
     /// With the class of this field.
     pub(super) label: Option<String>,
 }
@@ -228,13 +228,8 @@ struct Records<'a, S> {
 impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
     /// The fields that are needed.
     fn fields(&self) -> Vec<&'a str> {
-        let mut fields: Vec<&str> = self
-            .wanted
-            .predictor
-            .inputs()
-            .map(|(_, field)| field)
-            .chain(self.wanted.label.as_deref())
-            .collect();
+        let mut fields: Vec<&str> =
+            self.wanted.intake.inputs().map(|(_, field)| field).chain(self.wanted.label.as_deref()).collect();
         fields.sort_unstable();
         fields.dedup();
         fields
@@ -245,7 +240,7 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
         let Value::Object(record) = record else {
             return wrong(&"an object is expected, with a field for each input");
         };
-        let row = match self.wanted.predictor.row(&record) {
+        let row = match self.wanted.intake.row(&record) {
             Ok(row) => row,
             Err(error) => return wrong(&format!("{error} (--input names the field of an input)")),
         };
@@ -265,7 +260,7 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
     }
 
     fn flush(&mut self, all: bool) {
-        for batch in self.wanted.predictor.batches(&mut self.pending, all) {
+        for batch in self.wanted.intake.batches(&mut self.pending, all) {
             self.gone = self.gone || !(self.send)(batch);
         }
     }

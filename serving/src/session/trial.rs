@@ -1,0 +1,46 @@
+//! A version that runs by itself, outside of a server: to compare two, and to see how long a run takes.
+
+use std::time::{Duration, Instant};
+
+use millrace_bundle::{Bundle, TensorSpec};
+
+use super::Session;
+use super::values::run;
+use crate::config::{Config, Device};
+use crate::error::{Error, InferError, Result};
+use crate::tensor::Tensor;
+
+/// One session of a version on one thread of the processor, as a server has several for small models.
+#[derive(Debug)]
+pub struct Trial {
+    session: Session,
+    outputs: Vec<TensorSpec>,
+}
+
+impl Trial {
+    /// Opens a version as a server would. Blocks while ONNX Runtime optimises the graph.
+    ///
+    /// # Errors
+    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]; [`Error::Model`] when it cannot be served.
+    pub fn open(bundle: &Bundle) -> Result<Trial> {
+        let config = Config { threads_max: 1, sessions_max: 1, ..Config::default() };
+        let manifest = bundle.manifest();
+        let session = super::sessions(bundle, &config, Device::Cpu)?.pop().ok_or_else(|| Error::Model {
+            model: manifest.name.clone(),
+            version: manifest.version,
+            reason: "it has no session".into(),
+        })?;
+        Ok(Trial { session, outputs: manifest.signature.outputs.clone() })
+    }
+
+    /// Runs it on inputs in the signature's order: all outputs, and the time from one to the other.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
+    pub fn run(&mut self, inputs: &[Tensor]) -> Result<(Vec<Tensor>, Duration), InferError> {
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let outputs: Vec<&TensorSpec> = self.outputs.iter().collect();
+        let (tensors, times) = run(&mut self.session, &inputs, &outputs, Instant::now())?;
+        Ok((tensors, times.end.saturating_duration_since(times.computing)))
+    }
+}

@@ -1,0 +1,149 @@
+//! How a bundle that is no training's becomes a version of a model, in a volume or in a folder.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use millrace_bundle::{Bundle, check_name, next_version};
+use millrace_datafs::{Publish, View};
+use millrace_serving::config::VOLUME_ROOT;
+use object_store::ObjectStore;
+use tokio::runtime::Handle;
+
+use crate::failure::{Exit, fail};
+use crate::home::write_atomically;
+
+/// How often another version is tried because somebody else was faster.
+const ATTEMPTS: usize = 16;
+
+/// Publishes what `make` gives for a version, the next one unless it is `wanted`: in one publish, which fails
+/// where another one of the model came first, as trainers do it.
+pub(super) fn into_volume(
+    view: &View,
+    runtime: &Handle,
+    name: &str,
+    wanted: Option<u64>,
+    make: impl Fn(u64) -> Result<Bundle>,
+) -> Result<Bundle> {
+    check_name(name)?;
+    let store = view.object_store();
+    let latest_key = format!("{VOLUME_ROOT}/{name}/latest");
+    for _ in 0..ATTEMPTS {
+        let latest = view.key_get(&latest_key)?;
+        let last: u64 = latest
+            .as_deref()
+            .and_then(|bytes| std::str::from_utf8(bytes).ok())
+            .and_then(|text| text.parse().ok())
+            .unwrap_or_default();
+        let version = match wanted {
+            Some(version) if runtime.block_on(is_taken(store.as_ref(), name, version))? => {
+                return taken(name, version);
+            }
+            Some(version) => version,
+            None => {
+                let free = runtime.block_on(next_version(store.as_ref(), VOLUME_ROOT, name))?;
+                free.max(last.saturating_add(1))
+            }
+        };
+        let bundle = make(version)?;
+        let mut publish = Publish::new()
+            .expect_key(latest_key.clone(), latest)
+            .put_key(latest_key.clone(), version.max(last).to_string());
+        for (path, bytes) in bundle.files() {
+            let mut staged = view.stage()?;
+            staged.append(&bytes)?;
+            publish = publish.file(format!("{VOLUME_ROOT}/{name}/{version}/{path}"), staged.finish()?);
+        }
+        match view.publish(publish) {
+            Ok(()) => return Ok(bundle),
+            Err(millrace_datafs::Error::Conflict { .. }) => {}
+            Err(error) => {
+                return Err(error).with_context(|| format!("cannot publish model {name} to {}", view.spec()));
+            }
+        }
+    }
+    busy(name)
+}
+
+/// Whether there is anything at the place of a version.
+async fn is_taken(store: &dyn ObjectStore, name: &str, version: u64) -> Result<bool> {
+    let place = object_store::path::Path::from(format!("{VOLUME_ROOT}/{name}/{version}"));
+    match store.list_with_delimiter(Some(&place)).await {
+        Ok(listing) => Ok(!listing.objects.is_empty() || !listing.common_prefixes.is_empty()),
+        Err(object_store::Error::NotFound { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Writes what `make` gives for a version, the next one unless it is `wanted`; after a failure nothing is left
+/// of it.
+pub(super) fn into_folder(
+    folder: &Path,
+    name: &str,
+    wanted: Option<u64>,
+    make: impl Fn(u64) -> Result<Bundle>,
+) -> Result<Bundle> {
+    check_name(name)?;
+    if !folder.is_dir() {
+        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
+    }
+    let model = folder.join(name);
+    let claimed = claim(&model, wanted).with_context(|| format!("cannot write to {}", model.display()))?;
+    let (version, place) = match (claimed, wanted) {
+        (Some(claimed), _) => claimed,
+        (None, Some(version)) => return taken(name, version),
+        (None, None) => return busy(name),
+    };
+    let written = make(version).and_then(|bundle| {
+        for (path, bytes) in bundle.files() {
+            let path = place.join(path);
+            write_atomically(&path, &bytes).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        for made in [model.as_path(), folder] {
+            File::open(made)?.sync_all().with_context(|| format!("cannot sync {}", made.display()))?;
+        }
+        Ok(bundle)
+    });
+    if written.is_err() {
+        fs::remove_dir_all(&place).ok();
+        // Stays while there are other versions.
+        fs::remove_dir(&model).ok();
+    }
+    written
+}
+
+/// Makes the folder of a version, the next one unless it is `wanted`, which only one process can. None when
+/// others took all that were tried.
+fn claim(model: &Path, wanted: Option<u64>) -> io::Result<Option<(u64, PathBuf)>> {
+    fs::create_dir_all(model)?;
+    let first = match wanted {
+        Some(version) => version,
+        None => {
+            let mut highest = 0u64;
+            for entry in fs::read_dir(model)? {
+                let version = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+                highest = version.map_or(highest, |version| highest.max(version));
+            }
+            highest.saturating_add(1)
+        }
+    };
+    let attempts = if wanted.is_some() { 1 } else { ATTEMPTS };
+    for version in (first..=u64::MAX).take(attempts) {
+        let place = model.join(version.to_string());
+        match fs::create_dir(&place) {
+            Ok(()) => return Ok(Some((version, place))),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn busy<T>(name: &str) -> Result<T> {
+    fail(Exit::Conflict, format!("other versions of model {name} are being published: run it again"))
+}
+
+fn taken<T>(name: &str, version: u64) -> Result<T> {
+    fail(Exit::Conflict, format!("model {name} has a version {version} already: versions are never replaced"))
+}

@@ -1,0 +1,273 @@
+//! Dynamic quantization: the matrix products of an ONNX graph, computed with 8-bit integers.
+//!
+//! A `MatMul` or `Gemm` with constant float32 weights of rank 2 that nothing else reads becomes
+//!
+//! ```text
+//! x ── DynamicQuantizeLinear ── MatMulInteger ── Cast ── Mul ── [Add] ── y
+//! ```
+//!
+//! which is what ONNX Runtime's own tool makes: weights symmetric, inputs with the range that each run has
+//! (8 bits, unsigned). All of it is in operator set 11, so every library that reads ONNX runs it. Everything
+//! else of the graph stays as it is, convolutions too, and so do the names of its inputs and outputs.
+//!
+//! Weights have a scale for each output, and use 7 of their 8 bits: processors without instructions for
+//! products of bytes add two of them up in 16 bits, which 8 bits would overflow. So every processor gives the
+//! same sums.
+//!
+//! The range of an input is that of all rows of a run: rows that run together change each other's last digits.
+
+mod error;
+mod names;
+mod rewrite;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use std::collections::HashMap;
+
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, tensor_proto};
+use serde::Serialize;
+
+pub use error::QuantizeError;
+use rewrite::Rewrite;
+use weights::Weights;
+
+/// Oldest operator set: it brought `DynamicQuantizeLinear`.
+const OPSET_MIN: i64 = 11;
+/// Newest operator set whose definitions of the operators here were compared.
+const OPSET_MAX: i64 = 25;
+/// From this version of the file format on, weights are no inputs.
+const IR_MIN: i64 = 4;
+/// Characters of a name from a model that are told.
+const SHOWN_MAX: usize = 160;
+
+/// Operators that only a quantized graph has.
+const QUANTIZED: [&str; 12] = [
+    "ConvInteger",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "DynamicQuantizeMatMul",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "MatMulNBits",
+    "QAttention",
+    "QGemm",
+    "QLinearConv",
+    "QLinearMatMul",
+    "QuantizeLinear",
+];
+/// Operators that have weights, too, and stay as they are.
+const OTHERS: [&str; 5] = ["Conv", "ConvTranspose", "GRU", "LSTM", "RNN"];
+
+/// A matrix product that is computed with integers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Layer {
+    /// Name of the node, or of its output when it has none.
+    pub node: String,
+    /// What it was: `MatMul` or `Gemm`.
+    pub operator: String,
+    /// Rows of its weights: what it sums up.
+    pub inputs: usize,
+    /// Columns of its weights: what it gives.
+    pub outputs: usize,
+}
+
+/// A node with weights that stays as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Kept {
+    /// Name of the node, or of its output when it has none.
+    pub node: String,
+    /// Its operator.
+    pub operator: String,
+    /// Why it stays.
+    pub reason: String,
+}
+
+/// A quantized model, and what became of its nodes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Quantized {
+    /// The model.
+    pub model: ModelProto,
+    /// What is computed with integers, in the graph's order; at least one.
+    pub layers: Vec<Layer>,
+    /// Nodes with weights that stayed as they were.
+    pub kept: Vec<Kept>,
+}
+
+/// Quantizes a model. Never panics, whatever the bytes held that it was decoded from.
+///
+/// # Errors
+/// What keeps the model as a whole from it, and [`QuantizeError::Nothing`] when no node could be quantized.
+pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
+    check(&model)?;
+    let Some(graph) = model.graph.as_mut() else { return Err(QuantizeError::NoGraph) };
+    let mut readers = HashMap::new();
+    count_readers(graph, &mut readers);
+    let places: HashMap<String, usize> = graph
+        .initializer
+        .iter()
+        .enumerate()
+        .map(|(place, tensor)| (tensor.name().to_owned(), place))
+        .collect();
+    let (mut layers, mut kept) = (Vec::new(), Vec::new());
+    let nodes = std::mem::take(&mut graph.node);
+    let mut rewrite = Rewrite::new(graph, &nodes);
+    for node in nodes {
+        for inner in subgraphs(&node) {
+            keep_inner(inner, &mut kept);
+        }
+        let operator = onnx_operator(&node);
+        let found = match operator {
+            Some("MatMul" | "Gemm") => weights_of(&node, rewrite.graph(), &readers, &places),
+            Some(other) if OTHERS.contains(&other) => Err("only matrix products are quantized".to_owned()),
+            _ => {
+                rewrite.keep(node);
+                continue;
+            }
+        };
+        match found {
+            Ok((place, weights)) => {
+                layers.push(Layer {
+                    node: shown(&node),
+                    operator: node.op_type().to_owned(),
+                    inputs: weights.rows,
+                    outputs: weights.columns,
+                });
+                rewrite.replace(node, place, weights);
+            }
+            Err(reason) => {
+                kept.push(Kept { node: shown(&node), operator: node.op_type().to_owned(), reason });
+                rewrite.keep(node);
+            }
+        }
+    }
+    rewrite.finish();
+    if layers.is_empty() {
+        return Err(QuantizeError::nothing(&kept));
+    }
+    Ok(Quantized { model, layers, kept })
+}
+
+/// Refuses what could not be quantized as a whole.
+fn check(model: &ModelProto) -> Result<(), QuantizeError> {
+    let graph = model.graph.as_ref().ok_or(QuantizeError::NoGraph)?;
+    let opset = model.opset_import.iter().find(|set| matches!(set.domain(), "" | "ai.onnx"));
+    let opset = opset.map(|set| set.version());
+    if !opset.is_some_and(|version| (OPSET_MIN..=OPSET_MAX).contains(&version)) {
+        return Err(QuantizeError::Opset { found: opset, oldest: OPSET_MIN, newest: OPSET_MAX });
+    }
+    if model.ir_version() < IR_MIN {
+        return Err(QuantizeError::Format { found: model.ir_version(), oldest: IR_MIN });
+    }
+    if !model.training_info.is_empty() {
+        return Err(QuantizeError::Training);
+    }
+    let external = |tensor: &&TensorProto| {
+        !tensor.external_data.is_empty() || tensor.data_location() == tensor_proto::DataLocation::External
+    };
+    if let Some(tensor) = graph.initializer.iter().find(external) {
+        return Err(QuantizeError::External { tensor: shorten(tensor.name()) });
+    }
+    match quantized(graph) {
+        Some(node) => Err(QuantizeError::Already { node: shown(node), operator: shorten(node.op_type()) }),
+        None => Ok(()),
+    }
+}
+
+/// A node that only quantized graphs have.
+fn quantized(graph: &GraphProto) -> Option<&NodeProto> {
+    graph.node.iter().find_map(|node| {
+        if QUANTIZED.contains(&node.op_type()) { Some(node) } else { subgraphs(node).find_map(quantized) }
+    })
+}
+
+/// The place and the integers of a node's weights, or why it has none.
+fn weights_of(
+    node: &NodeProto,
+    graph: &GraphProto,
+    readers: &HashMap<String, usize>,
+    places: &HashMap<String, usize>,
+) -> Result<(usize, Weights), String> {
+    let name = match (node.op_type(), &node.input[..]) {
+        (_, [_, name]) | ("Gemm", [_, name, _]) => name,
+        (_, inputs) => return Err(format!("it has {} inputs", inputs.len())),
+    };
+    if node.output.len() != 1 {
+        return Err(format!("it has {} outputs", node.output.len()));
+    }
+    let transposed = form(node)?;
+    let place = *places.get(name).ok_or("its second input is no initializer of the graph")?;
+    let tensor = graph.initializer.get(place).ok_or("its weights are gone")?;
+    match readers.get(name).copied().unwrap_or_default() {
+        1 => {}
+        others => return Err(format!("its weights are read in {others} places")),
+    }
+    Ok((place, Weights::of(tensor, transposed)?))
+}
+
+/// Whether the weights lie transposed; the reason when the node computes anything but `x · w [+ c]`.
+fn form(node: &NodeProto) -> Result<bool, String> {
+    let mut transposed = false;
+    for attribute in &node.attribute {
+        match (node.op_type(), attribute.name()) {
+            ("Gemm", "transB") => transposed = attribute.i() != 0,
+            ("Gemm", "transA") if attribute.i() == 0 => {}
+            ("Gemm", "alpha" | "beta") if attribute.f() == 1.0 => {}
+            ("Gemm", name @ ("transA" | "alpha" | "beta")) => {
+                return Err(format!("its {name} is not the default"));
+            }
+            (_, name) => return Err(format!("it has the attribute {:?}", shorten(name))),
+        }
+    }
+    Ok(transposed)
+}
+
+/// The operator of a node that is one of ONNX's own.
+fn onnx_operator(node: &NodeProto) -> Option<&str> {
+    matches!(node.domain(), "" | "ai.onnx").then(|| node.op_type())
+}
+
+/// Graphs inside a node of control flow. Decoding bounds how deep they are.
+fn subgraphs(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
+    node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs))
+}
+
+/// How often each value is read: by nodes, also those inside of others, and as an output.
+fn count_readers(graph: &GraphProto, readers: &mut HashMap<String, usize>) {
+    for node in &graph.node {
+        for name in &node.input {
+            *readers.entry(name.clone()).or_default() += 1;
+        }
+        for inner in subgraphs(node) {
+            count_readers(inner, readers);
+        }
+    }
+    for output in &graph.output {
+        *readers.entry(output.name().to_owned()).or_default() += 1;
+    }
+}
+
+/// Tells which nodes with weights are inside of others.
+fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
+    for node in &graph.node {
+        let has_weights =
+            |operator: &str| ["MatMul", "Gemm"].contains(&operator) || OTHERS.contains(&operator);
+        if onnx_operator(node).is_some_and(has_weights) {
+            let reason = "it is inside of a node of control flow".to_owned();
+            kept.push(Kept { node: shown(node), operator: node.op_type().to_owned(), reason });
+        }
+        for inner in subgraphs(node) {
+            keep_inner(inner, kept);
+        }
+    }
+}
+
+/// The name of a node, or of its output when it has none.
+fn shown(node: &NodeProto) -> String {
+    let output = node.output.first().map_or("", String::as_str);
+    shorten(if node.name().is_empty() { output } else { node.name() })
+}
+
+fn shorten(text: &str) -> String {
+    text.chars().take(SHOWN_MAX).collect()
+}
