@@ -1,6 +1,7 @@
 //! The `[serving]` table of `millrace.toml`: where models come from, where the server listens, how
 //! much it takes, and the topic-to-topic pipes.
 
+mod drift;
 mod model;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,8 @@ use std::str::FromStr;
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
+pub use drift::Drift;
+pub(crate) use drift::ROWS_MIN;
 pub use model::ModelOptions;
 
 /// Root path of the models inside a volume.
@@ -63,6 +66,8 @@ pub struct Config {
     pub drain_ms_max: u64,
     /// How requests that wait run together.
     pub batching: Batching,
+    /// How inputs are compared with those of the training.
+    pub drift: Drift,
     /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
     /// or `*` for all; none when empty.
     pub cors_origins: Vec<String>,
@@ -110,6 +115,7 @@ impl Default for Config {
             trace_directory: None,
             drain_ms_max: 10_000,
             batching: Batching::default(),
+            drift: Drift::default(),
             cors_origins: Vec::new(),
             shared_memory: None,
             tls: None,

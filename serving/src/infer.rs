@@ -290,6 +290,9 @@ pub(crate) async fn infer_with(
         )));
     }
     let queued = Instant::now();
+    if let Some(drift) = &model.drift {
+        drift.observe(&inputs, queued);
+    }
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
     // A time that the clock does not reach bounds nothing.
     let expires = timeout.and_then(|timeout| queued.checked_add(timeout));

@@ -62,6 +62,7 @@ pub mod config;
 mod connections;
 mod control;
 mod delivery;
+mod drift;
 pub mod error;
 mod grpc;
 pub mod infer;

@@ -1,6 +1,7 @@
 //! Prometheus metrics of this crate, in the default registry. Labels carry names of loaded models only:
 //! names that a request makes up never become label values.
 
+mod drift;
 mod triton;
 
 use std::sync::LazyLock;
@@ -208,6 +209,7 @@ impl ModelMetrics {
 pub(crate) fn render(repository: Option<&Repository>) -> String {
     let mut families: Vec<MetricFamily> = prometheus::gather();
     families.extend(repository.map(triton::gather).unwrap_or_default());
+    families.extend(repository.map(drift::gather).unwrap_or_default());
     let encoder = prometheus::TextEncoder::new();
     encoder.encode_to_string(&families).unwrap_or_else(|error| {
         tracing::warn!(%error, "the metrics cannot be written");

@@ -25,6 +25,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::blocking::blocking;
 use crate::config::{Config, Control};
+use crate::drift::Drift;
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
 use crate::session::Pool;
@@ -51,6 +52,8 @@ pub struct Model {
     pub(crate) pool: Pool,
     pub(crate) metrics: ModelMetrics,
     pub(crate) statistics: Statistics,
+    /// Compares inputs with those of the training, where the bundle has statistics of them.
+    pub(crate) drift: Option<Drift>,
     /// Fires when the last request has let the version go.
     gone: CancellationToken,
     // The last field, so that the sessions are gone before it fires.
@@ -155,12 +158,13 @@ impl Repository {
     ///
     /// # Errors
     /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it or in `models` that none
-    /// is, for more sessions than there may be, and for levels of priority that there cannot be;
+    /// is, for more sessions than there may be, and for levels of priority and windows of drift that there cannot be;
     /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
     /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         control::check(config)?;
         config.batching.check()?;
+        config.drift.check()?;
         config.check_sessions()?;
         let checked = config.clone();
         blocking("model loading", move || crate::session::check_device(&checked)).await?;

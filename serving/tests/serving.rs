@@ -19,6 +19,8 @@ mod control;
 mod cors;
 #[path = "serving/devices.rs"]
 mod devices;
+#[path = "serving/drift.rs"]
+mod drift;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
 #[path = "serving/lifecycle.rs"]

@@ -219,6 +219,26 @@ fn publish(folder: &Path, name: &str, onnx: Vec<u8>) {
 }
 
 #[test]
+fn what_else_a_version_holds_comes_along() {
+    let home = Home::new();
+    let folder = folder(&home);
+    let onnx = std::fs::read(folder.join("m/1/model.onnx")).unwrap();
+    let lineage = Lineage { volume: "digits".into(), snapshot: "v1".into(), seed: 3, ..Lineage::default() };
+    let bundle = Bundle::new("t", 4, onnx, lineage, [("train_loss".to_owned(), 0.5)].into()).unwrap();
+    let bundle = bundle.with_file("notes/read.me", "said".into()).unwrap();
+    let store = LocalFileSystem::new_with_prefix(&folder).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(bundle.write(&store, "")).unwrap();
+    home.ok(["model", "quantize", "t", "--models", text(&folder)]);
+    let made = runtime.block_on(millrace_bundle::load(&store, "", "t", 5)).unwrap();
+    let manifest = made.manifest();
+    assert_eq!((manifest.lineage.snapshot.as_str(), manifest.lineage.seed), ("v1", 3));
+    assert_eq!(manifest.lineage.quantized.as_ref().unwrap().version, 4);
+    assert_eq!(manifest.metrics["train_loss"], 0.5);
+    assert_eq!(std::fs::read(folder.join("t/5/notes/read.me")).unwrap(), b"said");
+}
+
+#[test]
 fn what_cannot_be_quantized_is_one_line_and_leaves_nothing() {
     let home = Home::new();
     let folder = folder(&home);

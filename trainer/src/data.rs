@@ -33,6 +33,11 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
+    /// The inputs, row by row.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = &[f32]> {
+        self.inputs.chunks_exact(self.input_width.max(1))
+    }
+
     /// The shard of the rows in `range`.
     pub(crate) fn shard(&self, range: Range<usize>) -> ShardBatch {
         let labels = match &self.labels {

@@ -62,6 +62,7 @@ pub mod quantize;
 mod replica;
 mod source;
 mod state;
+mod statistics;
 pub mod train;
 pub mod worker;
 

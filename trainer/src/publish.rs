@@ -4,7 +4,7 @@
 //! must not have been there: the same run can never become two versions.
 use std::collections::BTreeMap;
 
-use millrace_bundle::{Bundle, Lineage};
+use millrace_bundle::{Bundle, Lineage, Statistics};
 use millrace_datafs::{Publish, View};
 use prost::Message;
 use serde::{Deserialize, Serialize};
@@ -69,7 +69,8 @@ pub(crate) fn published(output: &View, job: &JobFile, run: &str) -> Result<Optio
     Ok(value.and_then(|value| serde_json::from_slice(&value).ok()))
 }
 
-/// Publishes the finished run `state` as the next version, or finds the version it already has.
+/// Publishes the finished run `state` as the next version, or finds the version it already has. Asks for the
+/// statistics of its inputs where it has none.
 ///
 /// Blocks; `runtime` must not be the caller's own thread's.
 pub(crate) fn publish(
@@ -78,8 +79,13 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &State,
+    statistics: impl FnOnce() -> Result<Statistics>,
     runtime: &tokio::runtime::Handle,
 ) -> Result<Published> {
+    if let Some(published) = published(&checkpoints.view, job, &origin.run)? {
+        return Ok(published);
+    }
+    let statistics = statistics()?;
     engine.set_weights(&state.weights)?;
     let model = engine.export().encode_to_vec();
     let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
@@ -115,8 +121,9 @@ pub(crate) fn publish(
             imported: None,
             quantized: None,
         };
-        let bundle =
-            Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state)).map_err(bad)?;
+        let bundle = Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state))
+            .and_then(|bundle| bundle.with_statistics(&statistics))
+            .map_err(bad)?;
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let mut publish = Publish::new()
             .expect_key(run_key(job, &origin.run), None)

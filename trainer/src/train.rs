@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::Datafs;
+use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
 use prost::Message;
 use serde::Serialize;
@@ -27,6 +28,7 @@ use crate::publish::{self, Origin};
 use crate::replica::open_output;
 use crate::source;
 use crate::state::State;
+use crate::statistics;
 use crate::worker::Assignment;
 
 /// Largest ONNX file.
@@ -199,6 +201,7 @@ struct Prepared {
     job: JobFile,
     setup: Setup,
     engine: Engine,
+    dataset: OpenDataset,
     plan: Arc<Plan>,
     checkpoints: Checkpoints,
     origin: Origin,
@@ -260,6 +263,7 @@ impl Prepared {
             job,
             setup,
             engine,
+            dataset,
             plan,
             checkpoints,
             origin,
@@ -335,12 +339,23 @@ impl Prepared {
         let Some(state) = state else { return Ok(report) };
         fill(&mut report, &state);
         if report.end != End::Stopped {
+            let columns = source::columns(&self.job, &self.engine);
+            let input = self.engine.graph().input_name().to_owned();
+            let statistics = || {
+                let feed = {
+                    let _context = self.runtime.enter();
+                    let cache = self.setup.config.feed_cache_bytes;
+                    source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache)?
+                };
+                statistics::collect(&feed, &columns, &input, &self.runtime)
+            };
             let published = publish::publish(
                 &self.checkpoints,
                 &self.job,
                 &self.origin,
                 &mut self.engine,
                 &state,
+                statistics,
                 &self.runtime,
             )?;
             report.version = Some(published.version);

@@ -9,8 +9,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
-use arrow::datatypes::{DataType, Field, Schema};
+use arrow::array::{ArrayRef, AsArray, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
+use arrow::datatypes::{DataType, Field, Float32Type, Schema};
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_trainer::job::JobFile;
 use millrace_trainer::launch::{ENV_COORDINATOR, WorkerCommand};
@@ -188,6 +188,27 @@ fn versions(home: &Path) -> usize {
     runtime().block_on(millrace_bundle::list(store.as_ref(), "models")).unwrap().len()
 }
 
+/// They are of every row of the snapshot, once.
+fn check_statistics(statistics: &millrace_bundle::Statistics) {
+    let all = rows(0..ROWS);
+    let pixels = all.column(0).as_fixed_size_list().values().as_primitive::<Float32Type>().values().to_vec();
+    assert_eq!((statistics.rows, statistics.column.as_str()), (ROWS as u64, "pixels"));
+    assert_eq!(statistics.features.len(), WIDTH);
+    for (place, feature) in statistics.features.iter().enumerate() {
+        let values: Vec<f64> =
+            pixels.iter().skip(place).step_by(WIDTH).map(|value| f64::from(*value)).collect();
+        assert_eq!((feature.input.as_str(), feature.element), ("input", place));
+        assert_eq!(feature.min, values.iter().copied().fold(f64::MAX, f64::min));
+        assert_eq!(feature.max, values.iter().copied().fold(f64::MIN, f64::max));
+        let mean = values.iter().sum::<f64>() / ROWS as f64;
+        assert!((feature.mean - mean).abs() < 1e-9, "{feature:?}");
+        for bin in 0..feature.bins() {
+            let inside = values.iter().filter(|value| feature.bin(**value) == bin).count();
+            assert!((feature.share(bin) - inside as f64 / ROWS as f64).abs() < 1e-9, "{feature:?}");
+        }
+    }
+}
+
 #[test]
 fn any_number_of_workers_gives_the_same_model() {
     let home = home();
@@ -213,6 +234,7 @@ fn any_number_of_workers_gives_the_same_model() {
         assert_eq!(bundle.manifest().metrics["train_accuracy"], report.accuracy.unwrap());
         digests.push(report.model_sha256.unwrap());
         assert_eq!(bundle.model_sha256(), digests[0]);
+        check_statistics(&bundle.statistics().unwrap().unwrap());
     }
     assert_eq!(digests, vec![digests[0].clone(); 3]);
 

@@ -15,6 +15,7 @@ use crate::manifest::{
 use crate::onnx;
 use crate::repository::version_path;
 use crate::signature::Signature;
+use crate::statistics::{STATISTICS_FILE, Statistics};
 
 /// A model version: its manifest and the bytes of its files.
 #[derive(Debug, Clone)]
@@ -109,6 +110,24 @@ impl Bundle {
         self.manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
         self.files.push((path.to_owned(), content));
         Ok(self)
+    }
+
+    /// The same with statistics of the inputs that it was trained on.
+    ///
+    /// # Errors
+    /// [`Error::InvalidManifest`] for statistics that no file may hold, and where there are some already.
+    pub fn with_statistics(self, statistics: &Statistics) -> Result<Bundle> {
+        statistics.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        self.with_file(STATISTICS_FILE, statistics.written().into())
+    }
+
+    /// Statistics of the inputs that it was trained on, where it has some.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn statistics(&self) -> std::result::Result<Option<Statistics>, String> {
+        let file = self.files.iter().find(|(path, _)| path == STATISTICS_FILE);
+        file.map(|(_, content)| Statistics::read(content)).transpose()
     }
 
     /// From parts whose digests were compared by the caller.

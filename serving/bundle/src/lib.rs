@@ -7,7 +7,8 @@
 //! <root>/<name>/<version>/bundle.json      written last: signature, digests, lineage, metrics
 //! ```
 //!
-//! which is also Triton's repository layout plus a manifest. The crate works over any
+//! which is also Triton's repository layout plus a manifest. Other files may lie beside them, as the manifest
+//! lists them: [`Statistics`] of the inputs that a model was trained on. The crate works over any
 //! [`object_store::ObjectStore`] and a root path, so a volume, a snapshot of a volume and a plain
 //! directory are the same to it.
 //!
@@ -47,6 +48,7 @@ mod folder;
 mod manifest;
 mod repository;
 mod signature;
+mod statistics;
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod onnx {
@@ -68,6 +70,7 @@ pub use repository::{
     Limits, Listing, ModelVersion, Skipped, check_name, list, load, load_with, next_version, scan, scan_model,
 };
 pub use signature::{Datatype, Signature, TensorSpec};
+pub use statistics::{FEATURES_MAX, Feature, Moments, STATISTICS_FILE, Statistics};
 
 #[cfg(test)]
 mod tests;

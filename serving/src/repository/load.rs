@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use millrace_bundle::MODEL_FILE;
+use millrace_bundle::{Bundle, MODEL_FILE};
 use tokio_util::sync::CancellationToken;
 
 use super::versions::{Content, Origin};
 use super::{Model, Repository};
 use crate::blocking::blocking;
+use crate::config::Drift as DriftOptions;
+use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
 use crate::metrics::ModelMetrics;
 use crate::model_config::max_batch_size;
@@ -59,6 +61,7 @@ impl Repository {
             let manifest = bundle.manifest().clone();
             let metrics = ModelMetrics::new(&manifest.name, manifest.version);
             let gone = CancellationToken::new();
+            let drift = watched(&bundle, &config.drift);
             Ok(Model {
                 max_batch_size: declared
                     .unwrap_or_else(|| max_batch_size(&manifest.signature, config.limits.message_bytes_max)),
@@ -69,10 +72,30 @@ impl Repository {
                 pool,
                 metrics,
                 statistics: Statistics::default(),
+                drift,
                 _leaving: gone.clone().drop_guard(),
                 gone,
             })
         })
         .await
+    }
+}
+
+/// What compares inputs with those of the training. Statistics that cannot be read keep no version from
+/// being served.
+fn watched(bundle: &Bundle, options: &DriftOptions) -> Option<Drift> {
+    let manifest = bundle.manifest();
+    match bundle.statistics() {
+        Ok(statistics) => Drift::new(statistics?, &manifest.signature, options),
+        Err(reason) => {
+            let (model, version) = (&manifest.name, manifest.version);
+            tracing::warn!(
+                model,
+                version,
+                reason,
+                "the statistics of a bundle cannot be read: its inputs are not watched"
+            );
+            None
+        }
     }
 }

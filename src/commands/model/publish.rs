@@ -98,7 +98,11 @@ pub(super) fn into_folder(
     let written = make(version).and_then(|bundle| {
         for (path, bytes) in bundle.files() {
             let path = place.join(path);
-            write_atomically(&path, &bytes).with_context(|| format!("cannot write {}", path.display()))?;
+            // Files of a bundle may lie in folders of their own.
+            path.parent()
+                .map_or(Ok(()), fs::create_dir_all)
+                .and_then(|()| write_atomically(&path, &bytes))
+                .with_context(|| format!("cannot write {}", path.display()))?;
         }
         for made in [model.as_path(), folder] {
             File::open(made)?.sync_all().with_context(|| format!("cannot sync {}", made.display()))?;

@@ -137,6 +137,8 @@ fn attempt(args: &QuantizeArgs, source: &Bundle) -> Result<(Bundle, Report)> {
     let quantized = millrace_trainer::quantize::quantize(model)
         .map_err(|error| failure(Exit::Usage, format!("{place}: {error}")))?;
     let onnx = quantized.model.encode_to_vec();
+    // It holds the weights once more.
+    drop(quantized.model);
     let made = Bundle::new(name, from, onnx, Lineage::default(), BTreeMap::new())?
         .with_signature(manifest.signature.clone())?;
 

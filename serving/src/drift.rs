@@ -1,0 +1,173 @@
+//! How far the inputs of a version are from those that it was trained on: a fading histogram of some of its
+//! rows, beside the statistics in its bundle.
+//!
+//! The work is bounded: a fixed number of rows a second, of which each costs a search among a few numbers for
+//! each feature, and nobody waits for the histogram. A version without statistics pays for one comparison.
+
+mod histogram;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use millrace_bundle::{Datatype, Feature, Signature, Statistics};
+use parking_lot::Mutex;
+
+use crate::config::Drift as Options;
+use crate::config::ROWS_MIN;
+use crate::tensor::{Data, Tensor};
+use histogram::Histogram;
+
+/// Watches the inputs of one version.
+#[derive(Debug)]
+pub(crate) struct Drift {
+    features: Vec<Watched>,
+    rows_per_second_max: u32,
+    window_rows: u64,
+    began: Instant,
+    /// The second since `began` in the upper half, the rows that were taken in it in the lower.
+    taken: AtomicU64,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    feature: Feature,
+    name: String,
+    /// Which of the inputs it is of.
+    input: usize,
+}
+
+#[derive(Debug)]
+struct Seen {
+    rows: u64,
+    /// Rows of the window, in which the oldest count less.
+    window: u64,
+    histograms: Vec<Histogram>,
+}
+
+/// What is told of a version.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Figures {
+    /// Rows that were looked at since it was loaded.
+    pub(crate) rows: u64,
+    /// Those that its features are told of; none are before there are enough.
+    pub(crate) window_rows: u64,
+    /// The features with their names.
+    pub(crate) features: Vec<(String, FeatureDrift)>,
+}
+
+/// How far a feature is from the training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct FeatureDrift {
+    /// Population stability index.
+    pub(crate) psi: f64,
+    /// Distance of the means in standard deviations of the training; none where it had a constant, or no
+    /// number came.
+    pub(crate) mean_shift: Option<f64>,
+    /// Share of the values outside of the training's range.
+    pub(crate) outside: f64,
+}
+
+impl Drift {
+    /// Watches what the statistics are of; nothing where that is switched off, and of inputs that the signature
+    /// does not have as 32-bit floats, as those of trainers are.
+    pub(crate) fn new(statistics: Statistics, signature: &Signature, options: &Options) -> Option<Drift> {
+        let watched = |feature: Feature| {
+            let input = signature.inputs.iter().position(|spec| spec.name == feature.input)?;
+            let name = feature.name();
+            let is_float = signature.inputs[input].datatype == Datatype::Fp32;
+            is_float.then_some(Watched { feature, name, input })
+        };
+        let features: Vec<Watched> = statistics.features.into_iter().filter_map(watched).collect();
+        if features.is_empty() || options.rows_per_second_max == 0 {
+            return None;
+        }
+        let histograms = features.iter().map(|watched| Histogram::new(&watched.feature)).collect();
+        Some(Drift {
+            features,
+            rows_per_second_max: options.rows_per_second_max,
+            window_rows: options.window_rows,
+            began: Instant::now(),
+            taken: AtomicU64::new(0),
+            seen: Mutex::new(Seen { rows: 0, window: 0, histograms }),
+        })
+    }
+
+    /// Looks at some rows of inputs in the signature's order, which were checked against it.
+    pub(crate) fn observe(&self, inputs: &[Tensor], now: Instant) {
+        let rows = rows_of(inputs.first());
+        let granted = self.grant(rows, now);
+        if granted == 0 {
+            return;
+        }
+        // Whoever finds it in use goes on: a request never waits here.
+        let Some(mut seen) = self.seen.try_lock() else { return };
+        for turn in 0..granted {
+            // Evenly spread over the request, whose rows may be in an order.
+            let row = (turn as u128 * rows as u128 / granted as u128) as usize;
+            self.add_row(&mut seen, inputs, rows, row);
+        }
+    }
+
+    /// How many of so many rows may be looked at in this second.
+    fn grant(&self, rows: usize, now: Instant) -> usize {
+        let second = now.saturating_duration_since(self.began).as_secs() & u64::from(u32::MAX);
+        let wanted = u32::try_from(rows).unwrap_or(u32::MAX);
+        let mut before = self.taken.load(Ordering::Relaxed);
+        loop {
+            let taken = if before >> 32 == second { before as u32 } else { 0 };
+            let granted = wanted.min(self.rows_per_second_max.saturating_sub(taken));
+            if granted == 0 {
+                return 0;
+            }
+            // At most the limit, which fits into the lower half.
+            let after = (second << 32) | u64::from(taken + granted);
+            match self.taken.compare_exchange_weak(before, after, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return granted as usize,
+                Err(other) => before = other,
+            }
+        }
+    }
+
+    fn add_row(&self, seen: &mut Seen, inputs: &[Tensor], rows: usize, row: usize) {
+        for (watched, histogram) in self.features.iter().zip(&mut seen.histograms) {
+            let Some(tensor) = inputs.get(watched.input).filter(|tensor| rows_of(Some(tensor)) == rows)
+            else {
+                continue;
+            };
+            let Data::Fp32(values) = &tensor.data else { continue };
+            let width = values.len() / rows;
+            if watched.feature.element < width {
+                histogram.add(&watched.feature, f64::from(values[row * width + watched.feature.element]));
+            }
+        }
+        seen.rows += 1;
+        seen.window += 1;
+        if seen.window >= self.window_rows.saturating_mul(2) {
+            seen.window /= 2;
+            seen.histograms.iter_mut().for_each(Histogram::fade);
+        }
+    }
+
+    /// What there is to tell by now.
+    pub(crate) fn figures(&self) -> Figures {
+        let seen = self.seen.lock();
+        let enough = seen.window >= ROWS_MIN;
+        let told = self.features.iter().zip(&seen.histograms).filter(|_| enough);
+        let features = told
+            .filter_map(|(watched, histogram)| {
+                Some((watched.name.clone(), histogram.drift(&watched.feature)?))
+            })
+            .collect();
+        Figures { rows: seen.rows, window_rows: seen.window, features }
+    }
+}
+
+/// Rows of a tensor; one where it has no extents.
+fn rows_of(tensor: Option<&Tensor>) -> usize {
+    let extent = tensor.map(|tensor| tensor.shape.first().copied().unwrap_or(1));
+    extent.and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests;

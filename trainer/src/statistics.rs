@@ -1,0 +1,155 @@
+//! Statistics of the inputs that a run was trained on, for servers that watch what its model is asked.
+//!
+//! They come from one more look at the rows of the first epoch, in its order, so that they depend on the run
+//! alone, as the model does: not on its workers, nor on where it was interrupted.
+
+use millrace_bundle::{FEATURES_MAX, Feature, Moments, Statistics};
+use millrace_streams::feed::Feed;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use tokio::runtime::Handle;
+
+use crate::data::Columns;
+use crate::error::{Error, Result};
+use crate::source;
+
+/// Rows that are looked at, at most. The order of an epoch is shuffled, so those are rows of all of it.
+const ROWS_MAX: u64 = 1 << 20;
+/// Rows whose values tell how they are spread.
+const SAMPLE_ROWS: usize = 4096;
+/// Seed of the choice of these rows.
+const SEED: u64 = 7;
+
+/// Reads the statistics of a job's features, which feed the model's input of that name. Blocks.
+pub(crate) fn collect(feed: &Feed, columns: &Columns, input: &str, runtime: &Handle) -> Result<Statistics> {
+    let plan = feed.plan();
+    let mut collector = Collector::new(columns.input_width);
+    for step in 0..plan.steps_for_epochs(1) {
+        let batch = runtime
+            .block_on(feed.batch(step, 0..plan.batch_rows()))
+            .map_err(|e| Error::feed(format!("read dataset {} for its statistics", columns.dataset), e))?;
+        let rows = source::decode(plan, columns, &batch.batch, &batch.rows)?;
+        // The last batch of an epoch may end with rows of the next.
+        for (row, _) in rows.inputs().zip(&batch.epochs).filter(|(_, epoch)| **epoch == 0) {
+            collector.add(row);
+        }
+        if collector.rows >= ROWS_MAX {
+            break;
+        }
+    }
+    Ok(collector.finish(input, &columns.features))
+}
+
+/// Takes rows in one by one; memory does not grow with them.
+struct Collector {
+    /// Places of a row that are looked at.
+    elements: Vec<usize>,
+    moments: Vec<Moments>,
+    rows: u64,
+    /// Rows of `elements`, chosen evenly of all (Vitter's algorithm R).
+    sample: Vec<f32>,
+    random: ChaCha8Rng,
+}
+
+impl Collector {
+    /// For rows of so many numbers. Of more than [`FEATURES_MAX`] as many are looked at, evenly apart.
+    fn new(width: usize) -> Collector {
+        let count = width.min(FEATURES_MAX);
+        let place = |feature: usize| (feature as u128 * width as u128 / count as u128) as usize;
+        Collector {
+            elements: (0..count).map(place).collect(),
+            moments: vec![Moments::default(); count],
+            rows: 0,
+            sample: Vec::new(),
+            random: ChaCha8Rng::seed_from_u64(SEED),
+        }
+    }
+
+    /// Takes a row of finite numbers in.
+    fn add(&mut self, row: &[f32]) {
+        let values = self.elements.iter().map(|element| row[*element]);
+        for (moments, value) in self.moments.iter_mut().zip(values.clone()) {
+            moments.add(f64::from(value));
+        }
+        if self.rows < SAMPLE_ROWS as u64 {
+            self.sample.extend(values);
+        } else {
+            let place = self.random.next_u64() % (self.rows + 1);
+            if place < SAMPLE_ROWS as u64 {
+                let start = place as usize * self.elements.len();
+                for (kept, value) in self.sample[start..].iter_mut().zip(values) {
+                    *kept = value;
+                }
+            }
+        }
+        self.rows += 1;
+    }
+
+    fn finish(self, input: &str, column: &str) -> Statistics {
+        let count = self.elements.len();
+        let features = (0..count).filter_map(|feature| {
+            let sample = self.sample.iter().skip(feature).step_by(count).map(|value| f64::from(*value));
+            Feature::new(input, self.elements[feature], &self.moments[feature], sample.collect())
+        });
+        Statistics::new(column, self.rows, features.collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::probe::numbers;
+
+    fn collected(rows: &[Vec<f32>]) -> Statistics {
+        let mut collector = Collector::new(rows[0].len());
+        rows.iter().for_each(|row| collector.add(row));
+        collector.finish("x", "pixels")
+    }
+
+    proptest! {
+        #[test]
+        fn features_are_those_of_the_rows(width in 1usize..5, count in 1usize..200, seed in 0u64..1000) {
+            let rows: Vec<Vec<f32>> = numbers(width * count, seed).chunks(width).map(<[f32]>::to_vec).collect();
+            let statistics = collected(&rows);
+            prop_assert_eq!(statistics.rows, count as u64);
+            prop_assert_eq!(statistics.features.len(), width);
+            for (place, feature) in statistics.features.iter().enumerate() {
+                let values: Vec<f64> = rows.iter().map(|row| f64::from(row[place])).collect();
+                prop_assert_eq!((feature.input.as_str(), feature.element), ("x", place));
+                prop_assert_eq!(feature.min, values.iter().copied().fold(f64::MAX, f64::min));
+                prop_assert_eq!(feature.max, values.iter().copied().fold(f64::MIN, f64::max));
+                let mean = values.iter().sum::<f64>() / count as f64;
+                prop_assert!((feature.mean - mean).abs() < 1e-9);
+                let inside = values.iter().filter(|value| feature.bin(**value) == 1).count() as f64;
+                prop_assert!((feature.share(1) - inside / count as f64).abs() < 1e-9);
+            }
+        }
+    }
+
+    #[test]
+    fn a_sample_stands_for_many_rows() {
+        let rows: Vec<Vec<f32>> = numbers(40_000, 3).chunks(2).map(<[f32]>::to_vec).collect();
+        let statistics = collected(&rows);
+        assert_eq!(collected(&rows), statistics);
+        assert_eq!(statistics.rows, 20_000);
+        for (place, feature) in statistics.features.iter().enumerate() {
+            for bin in 1..feature.bins() - 1 {
+                let inside = rows.iter().filter(|row| feature.bin(f64::from(row[place])) == bin).count();
+                let share = inside as f64 / rows.len() as f64;
+                assert!((share - feature.share(bin)).abs() < 0.02, "{share} {bin} {feature:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn of_wide_rows_some_numbers_stand_for_all() {
+        let statistics = collected(&[(0..1000).map(|value| value as f32).collect()]);
+        assert_eq!(statistics.features.len(), FEATURES_MAX);
+        let places: Vec<usize> = statistics.features.iter().map(|feature| feature.element).collect();
+        assert!(places.is_sorted_by(|a, b| a < b) && places[0] == 0 && places[63] == 984, "{places:?}");
+        assert!(statistics.features.iter().all(|feature| feature.mean == feature.element as f64));
+        assert!(Collector::new(0).finish("x", "pixels").features.is_empty());
+    }
+}
