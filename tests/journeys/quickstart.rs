@@ -70,6 +70,13 @@ fn keep_leaves_everything_running_for_other_commands() {
         home.json(["predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--label", "label"]);
     assert_eq!(predicted["predicted"], 360, "{predicted}");
     assert!(predicted["accuracy"].as_f64().unwrap() >= 0.95);
+    // The bundle knows what its inputs were like in training, so the server tells how far these are from it.
+    let metrics = report["addresses"]["metrics"].as_str().unwrap();
+    crate::support::until("enough rows were looked at", || {
+        home.ok(["predict", "digits", test.to_str().unwrap(), "--input", "pixels"]);
+        crate::support::scrape(metrics)
+            .contains("millrace_serving_drift_psi{feature=\"input[63]\",model=\"digits\"")
+    });
     if fuse_permitted() {
         let mount = std::path::Path::new(report["addresses"]["mount"].as_str().unwrap());
         assert!(mount.join(".snapshots/quickstart/train").is_dir());
