@@ -2,10 +2,10 @@
 
 use millrace_serving::client::{ClientError, Credentials};
 
-use crate::cli::CredentialArgs;
+use crate::cli::ServerArgs;
 
 /// What the flags name; the token is read here.
-pub(crate) fn credentials(args: &CredentialArgs) -> Result<Credentials, ClientError> {
+pub(crate) fn credentials(args: &ServerArgs) -> Result<Credentials, ClientError> {
     let credentials = Credentials {
         ca: args.ca.clone(),
         // Clap asks for both or none.

@@ -9,7 +9,7 @@ use millrace_bundle::{Signature, TensorSpec};
 use millrace_serving::InferError;
 use millrace_serving::client::{Client, ClientError, Prediction};
 use millrace_serving::record::{Mapping, Row, row_outputs};
-use millrace_serving::tensor::Tensor;
+use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
 use serde_json::{Map, Value};
 
@@ -29,26 +29,34 @@ pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
     }
 }
 
+/// What is known of a record beside its inputs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Known {
+    /// The true class.
+    pub(crate) label: Option<i64>,
+    /// The file, where a record is one of its own.
+    pub(crate) file: Option<String>,
+}
+
 /// Records that go into one request, or wait to.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Batch {
     /// Number of the first record among all, from 1.
     first: u64,
     rows: Vec<Row>,
-    /// The true classes, where they are known.
-    labels: Vec<Option<i64>>,
+    known: Vec<Known>,
 }
 
 impl Batch {
     /// No records yet, of all that will come.
     pub(crate) fn new() -> Batch {
-        Batch { first: 1, rows: Vec::new(), labels: Vec::new() }
+        Batch { first: 1, rows: Vec::new(), known: Vec::new() }
     }
 
     /// Adds a record.
-    pub(crate) fn push(&mut self, row: Row, label: Option<i64>) {
+    pub(crate) fn push(&mut self, row: Row, known: Known) {
         self.rows.push(row);
-        self.labels.push(label);
+        self.known.push(known);
     }
 
     /// How many records there are.
@@ -61,7 +69,7 @@ impl Batch {
         let rest = Batch {
             first: self.first + count as u64,
             rows: self.rows.split_off(count),
-            labels: self.labels.split_off(count),
+            known: self.known.split_off(count),
         };
         std::mem::replace(self, rest)
     }
@@ -70,8 +78,8 @@ impl Batch {
 /// What the model says of a batch.
 #[derive(Debug)]
 pub(crate) struct Answer {
-    /// The true classes, where they are known.
-    pub(crate) labels: Vec<Option<i64>>,
+    /// What is known of each record.
+    pub(crate) known: Vec<Known>,
     /// The version that answered, and its outputs.
     pub(crate) prediction: Prediction,
 }
@@ -108,6 +116,11 @@ impl Intake {
     /// The inputs of one record.
     pub(crate) fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
         self.mapping.row(record)
+    }
+
+    /// The same of inputs that were read elsewhere: shape without the batch dimension, and elements.
+    pub(crate) fn row_of(&self, inputs: Vec<(Vec<i64>, Data)>) -> Result<Row, InferError> {
+        self.mapping.row_of(inputs)
     }
 
     /// Takes the batches out that are complete: of rows of one shape, no larger than may be. With `all` what
@@ -178,16 +191,16 @@ impl Predictor {
     ) -> Result<Classes> {
         let mut pending = Batch::new();
         for (record, label) in records {
-            pending.push(self.intake.row(record)?, Some(label));
+            pending.push(self.intake.row(record)?, Known { label: Some(label), file: None });
         }
         let batches = stream::iter(self.intake.batches(&mut pending, true)).map(Ok);
         let mut given = Classes::default();
         let mut answers = pin!(self.answers(batches, 1));
         while let Some(answer) = answers.next().await.transpose()? {
-            let rows = answer.labels.len();
-            for (row, label) in answer.labels.iter().enumerate() {
+            let rows = answer.known.len();
+            for (row, known) in answer.known.iter().enumerate() {
                 let class = answer.class(&row_outputs(&answer.prediction.outputs, row, rows)?.argmax);
-                given.accuracy.count(class, *label);
+                given.accuracy.count(class, known.label);
                 given.classes.push(class);
             }
             given.version = answer.prediction.version;
@@ -198,13 +211,13 @@ impl Predictor {
     async fn answer(mut self, batch: Result<Batch>) -> Result<Answer> {
         let batch = batch?;
         let inputs = self.intake.tensors(&batch)?;
-        let Batch { first, rows, labels } = batch;
+        let Batch { first, rows, known } = batch;
         let asked = self.client.infer(&self.model, self.version, inputs, Form::Raw).await;
         let prediction = asked.with_context(|| match rows.len() {
-            1 => format!("record {first}"),
+            1 => known[0].file.clone().unwrap_or_else(|| format!("record {first}")),
             more => format!("records {first} to {}", first + more as u64 - 1),
         })?;
-        Ok(Answer { labels, prediction })
+        Ok(Answer { known, prediction })
     }
 }
 

@@ -63,9 +63,10 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     if let Command::Umount { path } = &cli.command {
         return commands::mount::umount(out, path);
     }
-    if let Command::Model(cli::ModelCommand::Label(args @ cli::LabelArgs { volume: None, .. })) = &cli.command
+    if let Command::Model(cli::ModelCommand::Rollout(command)) = &cli.command
+        && command.place().volume.is_none()
     {
-        return commands::model::label::in_folder(out, args).await;
+        return commands::model::rollout::in_folder(out, command).await;
     }
     if let Command::Model(cli::ModelCommand::Quantize(args @ cli::QuantizeArgs { volume: None, .. })) =
         cli.command

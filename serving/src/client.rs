@@ -2,12 +2,12 @@
 //! server that speaks the protocol.
 
 mod credentials;
+mod remote;
 
-use std::time::Duration;
+use std::sync::Arc;
 
 use millrace_bundle::{Signature, TensorSpec};
-use tonic::metadata::{Ascii, MetadataValue};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use crate::error::InferError;
@@ -16,6 +16,7 @@ use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient;
 use crate::wire::{Form, read_outputs, write_request};
 pub use credentials::Credentials;
+pub(crate) use remote::Remote;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +35,7 @@ pub enum ClientError {
     },
     /// Nobody answers there.
     #[error(
-        "no inference server answers at {address}: start one with millrace serve, or name another with --address"
+        "no inference server answers at {address}: start one with millrace serve, or name another with --grpc"
     )]
     Unreachable {
         /// The address.
@@ -95,7 +96,7 @@ impl Prediction {
 #[derive(Debug, Clone)]
 pub struct Client {
     inner: GrpcInferenceServiceClient<Channel>,
-    bearer: Option<MetadataValue<Ascii>>,
+    remote: Arc<Remote>,
 }
 
 impl Client {
@@ -113,21 +114,16 @@ impl Client {
     /// [`ClientError::Address`], [`ClientError::Unreachable`]; [`ClientError::Credentials`] for files that
     /// cannot be used.
     pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
-        let bearer = credentials.bearer()?;
-        let channel = channel(address, credentials).await?;
-        let inner = GrpcInferenceServiceClient::new(channel)
+        let remote = Arc::new(Remote::new(address, credentials)?);
+        let inner = GrpcInferenceServiceClient::new(remote.connect().await?)
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX);
-        Ok(Client { inner, bearer })
+        Ok(Client { inner, remote })
     }
 
     /// A call with its token.
     fn call<T>(&self, message: T) -> Request<T> {
-        let mut request = Request::new(message);
-        if let Some(bearer) = &self.bearer {
-            request.metadata_mut().insert("authorization", bearer.clone());
-        }
-        request
+        self.remote.call(message)
     }
 
     /// Whether the server runs.
@@ -254,24 +250,4 @@ impl Client {
     ) -> Result<pb::ModelInferResponse, ClientError> {
         Ok(self.inner.model_infer(self.call(request)).await?.into_inner())
     }
-}
-
-/// A connection without a token.
-///
-/// # Errors
-/// As [`Client::connect_with`].
-pub(crate) async fn channel(address: &str, credentials: &Credentials) -> Result<Channel, ClientError> {
-    let scheme = if credentials.ca.is_some() { "https" } else { "http" };
-    let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
-    let secure = url.starts_with("https://");
-    let endpoint = Endpoint::from_shared(url)
-        .map_err(|_| ClientError::Address { address: address.to_owned() })?
-        .connect_timeout(Duration::from_secs(5))
-        .tcp_nodelay(true);
-    let connected = if secure {
-        endpoint.connect_with_connector(credentials.connector()?).await
-    } else {
-        endpoint.connect().await
-    };
-    connected.map_err(|source| ClientError::Unreachable { address: address.to_owned(), source })
 }

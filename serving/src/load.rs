@@ -23,9 +23,9 @@ mod schedule;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-pub use closed::{Closed, closed};
+pub use closed::{Closed, closed, closed_with};
 pub use histogram::Histogram;
-pub use open::{Open, open};
+pub use open::{Open, open, open_with};
 pub use picture::{Point, QUANTILES, picture};
 pub use requests::{Requests, drawn_inputs};
 pub use schedule::Poisson;

@@ -9,7 +9,7 @@ use serde_json::{Map, Number, Value};
 
 use crate::error::{Error, InferError, Result, quote};
 use crate::rest::Elements;
-use crate::tensor::{Data, Tensor};
+use crate::tensor::{Data, Tensor, element_count};
 
 /// Which field of a record feeds which input of a model, checked against its signature.
 #[derive(Debug, Clone)]
@@ -68,9 +68,35 @@ impl Mapping {
             let value = record
                 .get(column)
                 .ok_or_else(|| InferError::invalid(format!("the record has no field {column:?}")))?;
-            row_of(spec, column, value)
+            input(spec, column, value)
         };
         Ok(Row { inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()? })
+    }
+
+    /// The inputs of one record that were read elsewhere: of each, in the signature's order, the shape
+    /// without the batch dimension and the elements.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when they are not what the model takes.
+    pub fn row_of(&self, inputs: Vec<(Vec<i64>, Data)>) -> Result<Row, InferError> {
+        if inputs.len() != self.inputs.len() {
+            let reason = format!("{} inputs, the model takes {}", inputs.len(), self.inputs.len());
+            return Err(InferError::invalid(reason));
+        }
+        for ((spec, column), (shape, data)) in self.inputs.iter().zip(&inputs) {
+            let declared = spec.shape.get(1..).unwrap_or_default();
+            let reason = if !fits(declared, shape) {
+                format!("it has shape {shape:?}, the model takes {declared:?}")
+            } else if data.datatype() != spec.datatype {
+                format!("it holds {}, the model takes {}", data.datatype(), spec.datatype)
+            } else if element_count(&spec.name, shape)? != data.len() {
+                format!("{} elements for shape {shape:?}", data.len())
+            } else {
+                continue;
+            };
+            return Err(InferError::invalid(format!("field {column:?}: {reason}")));
+        }
+        Ok(Row { inputs })
     }
 
     /// How many of the first rows fit into one call: those of one shape, at most `rows_max`.
@@ -108,7 +134,11 @@ impl Mapping {
     }
 }
 
-fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, Data), InferError> {
+/// Reads what a record has for an input: its shape without the batch dimension, and its elements.
+///
+/// # Errors
+/// [`InferError::Invalid`] when it is not what the input takes; `column` is named as where it came from.
+pub fn input(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, Data), InferError> {
     let invalid = |reason: String| InferError::invalid(format!("field {column:?}: {reason}"));
     let elements = match value {
         Value::Array(_) => Elements::deserialize(value),
@@ -119,9 +149,7 @@ fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, D
     let declared = spec.shape.get(1..).unwrap_or_default();
     let shape: Vec<i64> = if declared.contains(&-1) {
         let extents: Vec<i64> = elements.extents().iter().map(|extent| *extent as i64).collect();
-        let fits = extents.len() == declared.len()
-            && declared.iter().zip(&extents).all(|(want, found)| *want == -1 || want == found);
-        if !fits {
+        if !fits(declared, &extents) {
             return Err(invalid(format!("it has shape {extents:?}, the model takes {declared:?}")));
         }
         extents
@@ -131,6 +159,12 @@ fn row_of(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, D
     let data =
         elements.into_data(&spec.name, spec.datatype, &shape).map_err(|error| invalid(error.to_string()))?;
     Ok((shape, data))
+}
+
+/// Whether a shape is what an input takes, of whose extents -1 is the caller's to choose.
+fn fits(declared: &[i64], shape: &[i64]) -> bool {
+    shape.len() == declared.len()
+        && declared.iter().zip(shape).all(|(want, found)| *want == -1 || want == found)
 }
 
 /// Parses a record.

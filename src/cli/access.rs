@@ -1,4 +1,4 @@
-//! Flags of `millrace serve token`, and what its clients show to a model server.
+//! Flags of `millrace serve token`, and of all that are clients of a model server.
 
 use std::path::PathBuf;
 
@@ -17,9 +17,12 @@ pub(crate) struct TokenArgs {
     pub(crate) control: bool,
 }
 
-/// What a client of a model server shows and asks beyond its address
+/// Which model server a command asks, and what it shows it
 #[derive(Debug, Args)]
-pub(crate) struct CredentialArgs {
+pub(crate) struct ServerArgs {
+    /// The model server, HOST:PORT or https://HOST:PORT [default: the one of this home, else serving.grpc]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) grpc: Option<String>,
     /// PEM file of who may have issued the server's certificate; connects with TLS [default for https://…:
     /// those that the system trusts]
     #[arg(long, value_name = "FILE")]

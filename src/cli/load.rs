@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use millrace_serving::load::{CLIENTS_MAX, RATE_MAX};
 
+use super::access::ServerArgs;
+
 /// `millrace serve bench`
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -13,9 +15,6 @@ pub(crate) struct BenchArgs {
     /// Which version [default: the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
-    /// The model server [default: the one of this home, else serving.grpc]
-    #[arg(long, value_name = "HOST:PORT")]
-    pub(crate) grpc: Option<String>,
     /// Closed loops of so many clients, each waiting for its answers [default: 1,8,64 without --rate]
     #[arg(long, value_name = "CLIENTS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=CLIENTS_MAX as i64))]
     pub(crate) concurrency: Vec<u32>,
@@ -49,6 +48,9 @@ pub(crate) struct BenchArgs {
     /// Draw latency against rate into this SVG file
     #[arg(long, value_name = "FILE")]
     pub(crate) picture: Option<PathBuf>,
+    /// Who is asked
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
 }
 
 fn rate(text: &str) -> Result<f64, String> {

@@ -1,10 +1,12 @@
 //! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
 
 mod access;
+mod images;
 mod load;
 mod models;
 mod mounts;
 mod records;
+mod rollout;
 mod volumes;
 
 use std::net::SocketAddr;
@@ -13,14 +15,16 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use millrace_datafs::Name;
 
-pub(crate) use access::{CredentialArgs, TokenArgs};
+pub(crate) use access::{ServerArgs, TokenArgs};
+pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ImportArgs, LabelArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
+    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
     RecordFormat, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
+pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
 pub(crate) use volumes::{CopyArgs, FsckArgs, SnapshotCommand, VolumeCommand};
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.
@@ -146,7 +150,7 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     /// Send records to a model server and show what it predicts
     #[command(
-        after_help = "Values become what the model says that it takes: numbers must fit, lists must have the shape of the\ninput without its first extent, or be flat. A record that does not fit is named with its file and place,\nand no file is written. People see the first records; --json gives all as one object, --output writes\nthem in the model's own types, in the order of the records.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
+        after_help = "Values become what the model says that it takes: numbers must fit, lists must have the shape of the\ninput without its first extent, or be flat. A record that does not fit is named with its file and place,\nand no file is written. People see the first records; --json gives all as one object, --output writes\nthem in the model's own types, in the order of the records.\n\nA cell of a CSV file is one element, a JSON list of them, or one of the columns FIRST..LAST that --input\nnames. It is read as the type of the input: true, false, 1, 0 for BOOL; nan and inf are floats, too.\n\nImages (PNG, JPEG, folders of them) are for models with one input. They become grey or RGB as its channels\nsay, and are scaled to its height and width; values stay from 0 to 255 unless --scaling, or --mean and\n--std say otherwise. Answers name the files.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict iris iris.csv --input features=sepal_length..petal_width --label species\n  millrace predict resnet photos/ cat.jpg --scaling imagenet --output classes.jsonl\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
     )]
     Predict(PredictArgs),
     /// Predict from topic to topic (at least once)

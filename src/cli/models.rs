@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use millrace_datafs::{Name, VolumeSpec};
 
-use super::access::{CredentialArgs, TokenArgs};
+use super::access::{ServerArgs, TokenArgs};
+use super::images::ImageArgs;
 use super::load::BenchArgs;
 use super::mounts::seconds;
+use super::rollout::RolloutCommand;
 
 /// Where a model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -46,16 +48,14 @@ pub(crate) enum ModelCommand {
         after_help = "The file holds its weights itself; its inputs and outputs are read off its graph. The version is one\nabove the highest that is there, and is seen once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
     )]
     Import(ImportArgs),
-    /// Give a version of a model a name that clients may use instead of its number
-    #[command(
-        after_help = "The label is written to rollout.json beside the versions; servers move it with their next look through the\nrepository, once the version is ready, without losing a request.\n\nExamples:\n  millrace model label digits stable 4 --volume models\n  millrace model label digits canary --remove --models ./models"
-    )]
-    Label(LabelArgs),
     /// Make a version of a model that computes its matrix products with 8-bit integers
     #[command(
         after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and all else stay as they\nare. Both versions run on a sample; where an output differs by more than --limit on the mean, in parts\nof its range, nothing is written and the exit code is 9. The new version says in its lineage what it\nwas made from. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
     )]
     Quantize(QuantizeArgs),
+    /// Which versions answer whom
+    #[command(flatten)]
+    Rollout(RolloutCommand),
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
     #[command(
         after_help = "Examples:\n  millrace model show mlp.onnx\n  millrace model show digits --volume digits"
@@ -84,27 +84,6 @@ pub(crate) struct ImportArgs {
     #[arg(long, conflicts_with = "models", required_unless_present = "models")]
     pub(crate) volume: Option<Name>,
     /// Folder to put it into
-    #[arg(long, value_name = "DIR")]
-    pub(crate) models: Option<PathBuf>,
-}
-
-/// `millrace model label`
-#[derive(Debug, Args)]
-pub(crate) struct LabelArgs {
-    /// Name of the model
-    pub(crate) model: String,
-    /// The label: a letter, then letters, digits, '.', '_', '-'
-    pub(crate) label: String,
-    /// The version, which is there and complete
-    #[arg(required_unless_present = "remove", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) version: Option<u64>,
-    /// Take the label away
-    #[arg(long, conflicts_with = "version")]
-    pub(crate) remove: bool,
-    /// Volume that holds the model, below models/
-    #[arg(long, conflicts_with = "models", required_unless_present = "models")]
-    pub(crate) volume: Option<Name>,
-    /// Folder that holds the model
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
 }
@@ -267,12 +246,12 @@ pub(crate) struct ServeArgs {
 pub(crate) enum ServeCommand {
     /// Put load on a model server and show how long its answers take
     #[command(
-        after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8"
+        after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8\n  millrace serve bench digits --grpc models.example.org:8001 --ca ca.pem --token-file token"
     )]
     Bench(Box<BenchArgs>),
     /// Show what a running model server does: rates, queues, batch sizes, latencies
     #[command(
-        after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json"
+        after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval. Of a server with tokens it shows the\nmodels that the one in --token-file may use; the metrics have neither tokens nor TLS.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json\n  millrace serve top --grpc models.example.org:8001 --ca ca.pem --cert me.pem --key me.key --token-file token"
     )]
     Top(TopArgs),
     /// Make a bearer token: its line for the file that serving.tokens names, and on standard error the token
@@ -287,9 +266,6 @@ pub(crate) enum ServeCommand {
 pub(crate) struct TopArgs {
     /// Only this model
     pub(crate) model: Option<String>,
-    /// The model server, HOST:PORT [default: the one of this home, else serving.grpc]
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) grpc: Option<String>,
     /// Its metrics, HOST:PORT [default: those of this home, else serving.metrics; with --grpc, that host
     /// and the port of serving.metrics]
     #[arg(long, value_name = "ADDR")]
@@ -300,6 +276,9 @@ pub(crate) struct TopArgs {
     /// End after so many intervals
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
+    /// Who is asked
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
 }
 
 /// Who decides which models are served.
@@ -327,8 +306,12 @@ pub(crate) enum RecordFormat {
     Jsonl,
     /// A list of objects, or an object whose fields are lists with an entry for each record
     Json,
+    /// A header that names the columns, then a record per row
+    Csv,
     /// A row is a record
     Parquet,
+    /// A PNG or JPEG file is a record
+    Image,
 }
 
 /// `millrace predict`
@@ -336,13 +319,14 @@ pub(crate) enum RecordFormat {
 pub(crate) struct PredictArgs {
     /// The model
     pub(crate) model: String,
-    /// Files of records [default: standard input]
+    /// Files of records, images, or folders of images [default: standard input]
     pub(crate) files: Vec<PathBuf>,
-    /// How the files hold their records [default: by their names: .json, .parquet, else JSON lines]
+    /// How the files hold their records [default: by their names: .json, .csv, .parquet, .png, .jpg,
+    /// .jpeg, else JSON lines]
     #[arg(long, value_enum)]
     pub(crate) format: Option<RecordFormat>,
-    /// The field or column that feeds an input; just FIELD for a model with one input [default: the
-    /// input's own name]
+    /// The field or column that feeds an input; just FIELD for a model with one input; of CSV also the
+    /// columns FIRST..LAST, one element each [default: the input's own name]
     #[arg(long, value_name = "INPUT=FIELD")]
     pub(crate) input: Vec<String>,
     /// The field that holds the true class, to report accuracy
@@ -351,9 +335,6 @@ pub(crate) struct PredictArgs {
     /// Where all predictions go: FILE.parquet, FILE.jsonl, or - for JSON lines on standard output
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// The model server, HOST:PORT [default: the one of this home, else serving.grpc]
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) grpc: Option<String>,
     /// Which version [default: the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
@@ -363,9 +344,12 @@ pub(crate) struct PredictArgs {
     /// Requests that are on their way at the same time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) in_flight: u32,
-    /// What it shows the server
+    /// Who is asked
     #[command(flatten)]
-    pub(crate) credentials: CredentialArgs,
+    pub(crate) server: ServerArgs,
+    /// What images become
+    #[command(flatten)]
+    pub(crate) images: ImageArgs,
 }
 
 /// `millrace pipe`

@@ -1,9 +1,12 @@
-//! `millrace model init|import|label|quantize|show`.
+//! `millrace model init|import|quantize|label|split|shadow|show`.
 
 mod import;
-pub(crate) mod label;
+mod label;
 mod publish;
 pub(crate) mod quantize;
+pub(crate) mod rollout;
+mod shadow;
+mod split;
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -32,9 +35,9 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             let bundle = import::into_volume(context, file, name, &volume).await?;
             show_bundle(context.out, &bundle)
         }
-        ModelCommand::Label(args) => match &args.volume {
-            Some(volume) => label::in_volume(context, &args, volume).await,
-            None => label::in_folder(context.out, &args).await,
+        ModelCommand::Rollout(command) => match &command.place().volume {
+            Some(volume) => rollout::in_volume(context, &command, volume).await,
+            None => rollout::in_folder(context.out, &command).await,
         },
         ModelCommand::Quantize(args) => match args.volume.clone() {
             Some(volume) => quantize::in_volume(context, args, &volume).await,
@@ -87,7 +90,7 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
             show_bundle(out, &import::into_folder(&file, &name, &models)?)
         }
         // They wait for a store, so they have calls of their own.
-        ModelCommand::Label(_) | ModelCommand::Quantize(_) => Ok(()),
+        ModelCommand::Rollout(_) | ModelCommand::Quantize(_) => Ok(()),
     }
 }
 

@@ -1,7 +1,11 @@
 //! `millrace predict`: records of a file to a model server, what it predicts to the caller.
 
 mod columns;
+mod csv;
+mod images;
+mod pixels;
 mod read;
+mod source;
 mod write;
 
 use std::path::PathBuf;
@@ -16,23 +20,26 @@ use tokio::sync::mpsc;
 use crate::cli::{PredictArgs, RecordFormat};
 use crate::context::Context;
 use crate::credentials::credentials;
-use crate::failure::{Exit, fail};
+use crate::failure::{Exit, fail, failure};
 use crate::inference::{Batch, Intake, Predictor, server};
 
-use read::{Source, Wanted};
+use pixels::Form;
+use read::Wanted;
+use source::Source;
 use write::Predictions;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
-    let sources = read::open(&args.files, args.format)?;
+    let sources = source::open(&args)?;
     let mut predictions = Predictions::new(context, args.output.as_deref(), args.label.is_some())?;
-    let server = server(context, args.grpc.as_deref());
-    let client = Client::connect_with(&server, &credentials(&args.credentials)?).await?;
+    let server = server(context, args.server.grpc.as_deref());
+    let client = Client::connect_with(&server, &credentials(&args.server)?).await?;
     let rows_max = args.batch_rows as usize;
     let predictor = Predictor::new(client, &args.model, args.version, &args.input, rows_max).await?;
     let started = Instant::now();
-    let bar = context.out.progress("predict", "records", read::records(&sources));
-    let wanted = Wanted { intake: predictor.intake().clone(), label: args.label.clone() };
+    let bar = context.out.progress("predict", "records", source::records(&sources));
+    let images = if source::are_images(&sources) { Some(form(predictor.intake(), &args)?) } else { None };
+    let wanted = Wanted { intake: predictor.intake().clone(), label: args.label.clone(), images };
     let batches = reading(sources, wanted, args.in_flight as usize)?;
     let mut answers = pin!(predictor.answers(batches, args.in_flight as usize));
     loop {
@@ -45,7 +52,7 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
         if !predictions.add(context, &answer)? {
             return Ok(());
         }
-        bar.inc(answer.labels.len() as u64);
+        bar.inc(answer.known.len() as u64);
     }
     bar.finish_and_clear();
     predictions.finish(context, &args.model, started.elapsed().as_secs_f64())
@@ -58,14 +65,25 @@ pub(crate) fn sample(
     intake: Intake,
     records_max: u64,
 ) -> Result<Vec<Batch>> {
-    let wanted = Wanted { intake, label: None };
+    let wanted = Wanted { intake, label: None, images: None };
     let (mut batches, mut records) = (Vec::new(), 0);
-    read::all(read::open(paths, format)?, &wanted, |batch: Batch| {
+    read::all(source::of_records(paths, format)?, &wanted, |batch: Batch| {
         records += batch.records();
         batches.push(batch);
         records < records_max
     })?;
     Ok(batches)
+}
+
+/// How images become the model's only input.
+fn form(intake: &Intake, args: &PredictArgs) -> Result<Form> {
+    let inputs: Vec<_> = intake.inputs().map(|(spec, _)| spec).collect();
+    let [spec] = inputs[..] else {
+        let names: Vec<&str> = inputs.iter().map(|spec| spec.name.as_str()).collect();
+        let names = names.join(", ");
+        return fail(Exit::Usage, format!("images are for models with one input, this one has {names}"));
+    };
+    Form::new(spec, &args.images).map_err(|reason| failure(Exit::Usage, reason))
 }
 
 /// Reads on a thread of its own, as a terminal or a pipe may take for ever, and not much further than the

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::support::{Home, program};
 
 /// A repository as Triton has it, with a model of two versions.
-fn repository(home: &Home) -> String {
+pub(crate) fn repository(home: &Home) -> String {
     let folder = home.dir.path().join("models");
     let onnx = home.dir.path().join("mlp.onnx");
     home.ok(["model", "init", "mlp", "--inputs", "2", "--classes", "2", onnx.to_str().unwrap()]);
@@ -25,7 +25,8 @@ fn repository(home: &Home) -> String {
     folder.to_str().unwrap().to_owned()
 }
 
-async fn answers(client: &mut Client, version: &str) -> Result<String, ClientError> {
+/// The version that answers a request for that one.
+pub(crate) async fn answers(client: &mut Client, version: &str) -> Result<String, ClientError> {
     let request = pb::ModelInferRequest {
         model_name: "m".into(),
         model_version: version.into(),

@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod habits;
+mod images;
 mod imported;
 mod instances;
 mod kills;
@@ -16,7 +17,10 @@ mod quantized;
 mod quickstart;
 mod readme;
 mod rooms;
+mod secured;
+mod shares;
 mod supervised;
+mod tabular;
 mod tokens;
 mod unprivileged;
 mod up;

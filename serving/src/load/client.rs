@@ -1,6 +1,7 @@
 //! A client that costs little: messages that were encoded before go out, answers come in and are thrown
 //! away.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Buf as _, BufMut as _, Bytes};
@@ -8,10 +9,10 @@ use tonic::client::Grpc;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
-use tonic::{Code, Request, Status};
+use tonic::{Code, Status};
 
 use super::requests::Requests;
-use crate::client::{ClientError, Credentials, channel};
+use crate::client::{ClientError, Credentials, Remote};
 
 const PATH: &str = "/inference.GRPCInferenceService/ModelInfer";
 
@@ -29,22 +30,32 @@ pub(super) trait Server: Clone + Send + 'static {
 #[derive(Debug, Clone)]
 pub(super) struct Connection {
     grpc: Grpc<Channel>,
+    remote: Arc<Remote>,
     requests: Requests,
 }
 
 impl Connection {
-    /// Connects.
-    pub(super) async fn open(address: &str, requests: &Requests) -> Result<Connection, ClientError> {
-        let grpc =
-            Grpc::new(channel(address, &Credentials::default()).await?).max_decoding_message_size(usize::MAX);
-        Ok(Connection { grpc, requests: requests.clone() })
+    /// Opens so many connections to a server.
+    pub(super) async fn open(
+        address: &str,
+        credentials: &Credentials,
+        requests: &Requests,
+        count: usize,
+    ) -> Result<Vec<Connection>, ClientError> {
+        let remote = Arc::new(Remote::new(address, credentials)?);
+        let mut connections = Vec::with_capacity(count);
+        for _ in 0..count {
+            let grpc = Grpc::new(remote.connect().await?).max_decoding_message_size(usize::MAX);
+            connections.push(Connection { grpc, remote: Arc::clone(&remote), requests: requests.clone() });
+        }
+        Ok(connections)
     }
 }
 
 impl Server for Connection {
     async fn call(&mut self, number: u64, timeout: Option<Duration>) -> Result<(), Code> {
         self.grpc.ready().await.map_err(|_| Code::Unavailable)?;
-        let mut request = Request::new(self.requests.message(number));
+        let mut request = self.remote.call(self.requests.message(number));
         if let Some(timeout) = timeout {
             // Tells the server, and gives up here when it is over.
             request.set_timeout(timeout);

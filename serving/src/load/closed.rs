@@ -7,6 +7,7 @@ use tokio::task::JoinSet;
 use super::client::{Connection, Server, status};
 use super::requests::Requests;
 use super::{CLIENTS_MAX, LoadError, Measured, processor_time};
+use crate::client::Credentials;
 
 /// How long a client waits after a failure: one that did not would only measure how quick a server fails.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -22,19 +23,29 @@ pub struct Closed {
     pub duration: Duration,
 }
 
-/// Puts the load on the server at `address`. To be dropped at any time.
+/// Puts the load on the server at `address`, which is shown nothing.
 ///
 /// # Errors
-/// [`LoadError::Load`] for no clients or too many; [`LoadError::Client`] when the server cannot be reached.
-/// What is answered with an error is counted.
+/// As [`closed_with`].
 pub async fn closed(address: &str, requests: &Requests, load: &Closed) -> Result<Measured, LoadError> {
+    closed_with(address, &Credentials::default(), requests, load).await
+}
+
+/// Puts the load on the server at `address`, which is shown the credentials. To be dropped at any time.
+///
+/// # Errors
+/// [`LoadError::Load`] for no clients or too many; [`LoadError::Client`] when the server cannot be reached,
+/// or the credentials cannot be used. What is answered with an error is counted.
+pub async fn closed_with(
+    address: &str,
+    credentials: &Credentials,
+    requests: &Requests,
+    load: &Closed,
+) -> Result<Measured, LoadError> {
     if load.clients == 0 || load.clients > CLIENTS_MAX {
         return Err(LoadError::Load(format!("{} clients: from 1 to {CLIENTS_MAX} can call", load.clients)));
     }
-    let mut connections = Vec::with_capacity(load.clients);
-    for _ in 0..load.clients {
-        connections.push(Connection::open(address, requests).await?);
-    }
+    let connections = Connection::open(address, credentials, requests, load.clients).await?;
     let begin = Instant::now() + load.warm_up;
     let mut clients = JoinSet::new();
     for (index, connection) in connections.into_iter().enumerate() {

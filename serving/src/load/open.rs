@@ -11,6 +11,7 @@ use super::clock::{Clock, Monotonic};
 use super::requests::Requests;
 use super::schedule::Poisson;
 use super::{CLIENTS_MAX, LoadError, Measured, RATE_MAX, processor_time};
+use crate::client::Credentials;
 
 /// Most requests that wait for their answers; further ones are counted as not sent. Each is a task of some
 /// kilobytes.
@@ -39,12 +40,26 @@ pub struct Open {
     pub seed: u64,
 }
 
-/// Puts the load on the server at `address`. To be dropped at any time.
+/// Puts the load on the server at `address`, which is shown nothing.
+///
+/// # Errors
+/// As [`open_with`].
+pub async fn open(address: &str, requests: &Requests, load: &Open) -> Result<Measured, LoadError> {
+    open_with(address, &Credentials::default(), requests, load).await
+}
+
+/// Puts the load on the server at `address`, which is shown the credentials. To be dropped at any time.
 ///
 /// # Errors
 /// [`LoadError::Load`] for a rate or a number of connections that there cannot be; [`LoadError::Client`]
-/// when the server cannot be reached; [`LoadError::Timer`]. What is answered with an error is counted.
-pub async fn open(address: &str, requests: &Requests, load: &Open) -> Result<Measured, LoadError> {
+/// when the server cannot be reached, or the credentials cannot be used; [`LoadError::Timer`]. What is
+/// answered with an error is counted.
+pub async fn open_with(
+    address: &str,
+    credentials: &Credentials,
+    requests: &Requests,
+    load: &Open,
+) -> Result<Measured, LoadError> {
     if !(load.rate > 0.0 && load.rate <= RATE_MAX) {
         return Err(LoadError::Load(format!(
             "a rate of {} requests per second: it is above 0 and at most {RATE_MAX}",
@@ -57,10 +72,7 @@ pub async fn open(address: &str, requests: &Requests, load: &Open) -> Result<Mea
             load.connections
         )));
     }
-    let mut connections = Vec::with_capacity(load.connections);
-    for _ in 0..load.connections {
-        connections.push(Connection::open(address, requests).await?);
-    }
+    let connections = Connection::open(address, credentials, requests, load.connections).await?;
     let processor = processor_time();
     let mut measured = drive(Monotonic::start()?, connections, load).await;
     let window = load.duration.as_secs_f64() / (load.warm_up + load.duration).as_secs_f64();

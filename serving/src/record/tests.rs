@@ -81,3 +81,21 @@ fn rows_of_free_extents_batch_with_their_likes() {
     assert!(mapping.batch(&rows).is_err());
     assert_eq!(mapping.batch(&rows[2..]).unwrap()[0].shape, [1, 1]);
 }
+
+#[test]
+fn inputs_that_were_read_elsewhere_are_checked() {
+    let mapping = Mapping::new(&signature(vec![-1, 2, -1]), &columns()).unwrap();
+    let row = mapping.row_of(vec![(vec![2, 3], Data::Fp32(vec![0.5; 6]))]).unwrap();
+    assert_eq!(mapping.batch(&[row.clone(), row]).unwrap()[0].shape, [2, 2, 3]);
+    for (inputs, reason) in [
+        (vec![], "0 inputs, the model takes 1"),
+        (vec![(vec![3, 2], Data::Fp32(vec![0.5; 6]))], "it has shape [3, 2], the model takes [2, -1]"),
+        (vec![(vec![2], Data::Fp32(vec![0.5; 2]))], "it has shape [2]"),
+        (vec![(vec![2, 1], Data::Uint8(vec![1; 2]))], "it holds UINT8, the model takes FP32"),
+        (vec![(vec![2, 2], Data::Fp32(vec![0.5; 3]))], "3 elements for shape [2, 2]"),
+        (vec![(vec![2, -1], Data::Fp32(vec![]))], "is negative or too large"),
+    ] {
+        let error = mapping.row_of(inputs).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+}

@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use millrace_bundle::Signature;
-use millrace_serving::client::ClientError;
+use millrace_serving::client::{Client, ClientError, Credentials};
 use millrace_serving::load::{
-    CLIENTS_MAX, Closed, LoadError, Measured, Open, Poisson, RATE_MAX, Requests, closed, open,
+    CLIENTS_MAX, Closed, LoadError, Measured, Open, Poisson, RATE_MAX, Requests, closed, closed_with, open,
+    open_with,
 };
+use millrace_serving::{Config, new_token};
 
 use crate::support::*;
+use crate::tls::Files;
 
 const WARM_UP: Duration = Duration::from_millis(200);
 const DURATION: Duration = Duration::from_millis(800);
@@ -161,6 +164,48 @@ async fn loads_that_cannot_be_say_why() {
             Err(LoadError::Client(ClientError::Address { .. })) => assert!(!unreachable),
             other => panic!("{other:?}"),
         }
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loads_show_what_the_server_asks_for() {
+    if !have_runtime() {
+        return;
+    }
+    let files = Files::new();
+    let (token, line) = new_token("bench", &["mlp".to_owned()], false).unwrap();
+    files.write("tokens", &line);
+    let mut config = Config { tokens: Some(files.path("tokens")), ..files.config() };
+    config.tls.as_mut().unwrap().client_ca = Some(files.path("ca.pem"));
+    let server = Server::start(config, &[]).await;
+    let address = server.serving.addresses().grpc.to_string();
+    let known = Credentials { token: Some(token), ..files.credentials(Some("client")) };
+    let mut client = Client::connect_with(&address, &known).await.unwrap();
+    let signature = client.signature("mlp", "").await.unwrap();
+    let requests = Requests::generated("mlp", None, &signature, 2, &BTreeMap::new(), 5).unwrap();
+
+    let rate = poisson(100.0);
+    let (_, counted) = scheduled(&rate);
+    let measured = open_with(&address, &known, &requests, &rate).await.unwrap();
+    assert!(measured.failed.is_empty() && measured.in_time == counted, "{measured:?}");
+    let unknown = Credentials { token: None, ..known.clone() };
+    let measured = open_with(&address, &unknown, &requests, &rate).await.unwrap();
+    assert_eq!(measured.failed, BTreeMap::from([("UNAUTHENTICATED", counted)]));
+
+    let load = Closed { clients: 2, warm_up: Duration::ZERO, duration: DURATION };
+    loop {
+        let measured = closed_with(&address, &known, &requests, &load).await.unwrap();
+        assert!(measured.failed.is_empty(), "{measured:?}");
+        // A machine that is busy elsewhere may have answered none.
+        if measured.latency.count() > 0 {
+            break;
+        }
+    }
+    let lost = Credentials { ca: Some(files.path("none")), ..known };
+    match closed_with(&address, &lost, &requests, &load).await {
+        Err(LoadError::Client(ClientError::Credentials { reason })) => assert!(reason.contains("none")),
+        other => panic!("{other:?}"),
     }
     server.stop().await;
 }

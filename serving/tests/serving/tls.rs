@@ -53,13 +53,13 @@ impl Authority {
 }
 
 /// A folder with what a server and a client need.
-struct Files {
+pub(crate) struct Files {
     dir: TempDir,
     authority: Authority,
 }
 
 impl Files {
-    fn new() -> Files {
+    pub(crate) fn new() -> Files {
         let files = Files { dir: tempfile::tempdir().unwrap(), authority: Authority::new("ours") };
         files.write("ca.pem", &files.authority.pem);
         files.issue("server");
@@ -67,12 +67,12 @@ impl Files {
         files
     }
 
-    fn path(&self, name: &str) -> std::path::PathBuf {
+    pub(crate) fn path(&self, name: &str) -> std::path::PathBuf {
         self.dir.path().join(name)
     }
 
     /// Puts a file where it is read, whole at once.
-    fn write(&self, name: &str, content: &str) {
+    pub(crate) fn write(&self, name: &str, content: &str) {
         let next = self.path(".next");
         std::fs::write(&next, content).unwrap();
         std::fs::rename(next, self.path(name)).unwrap();
@@ -85,12 +85,12 @@ impl Files {
         certificate
     }
 
-    fn config(&self) -> Config {
+    pub(crate) fn config(&self) -> Config {
         let tls = Tls { certificate: self.path("server.pem"), key: self.path("server.key"), client_ca: None };
         Config { tls: Some(tls), ..config() }
     }
 
-    fn credentials(&self, identity: Option<&str>) -> Credentials {
+    pub(crate) fn credentials(&self, identity: Option<&str>) -> Credentials {
         let pair = |name: &str| (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
         Credentials { ca: Some(self.path("ca.pem")), identity: identity.map(pair), ..Credentials::default() }
     }

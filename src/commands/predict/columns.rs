@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result};
 use arrow::array::{
     Array, ArrayRef, BinaryArray, BooleanArray, Int64Array, ListArray, PrimitiveArray, RecordBatch,
+    StringArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{self as types, Field, Schema};
@@ -17,8 +18,9 @@ use parquet::file::properties::WriterProperties;
 use crate::failure::{Exit, fail};
 use crate::inference::Answer;
 
-/// A Parquet file: a column for each output, `label` where the true classes are known. An output with one
-/// element per record is a column of such elements, any other one a column of lists, row major.
+/// A Parquet file: a column for each output, `label` where the true classes are known, `file` where each
+/// record is a file. An output with one element per record is a column of such elements, any other one a
+/// column of lists, row major.
 pub(super) struct Columns {
     labelled: bool,
     file: Option<File>,
@@ -33,7 +35,7 @@ impl Columns {
 
     /// Adds the rows of an answer.
     pub(super) fn write(&mut self, answer: &Answer) -> Result<()> {
-        let rows = answer.labels.len();
+        let rows = answer.known.len();
         let mut fields = Vec::new();
         let mut columns: Vec<ArrayRef> = Vec::new();
         for output in &answer.prediction.outputs {
@@ -43,7 +45,12 @@ impl Columns {
         }
         if self.labelled {
             fields.push(Field::new("label", types::DataType::Int64, true));
-            columns.push(Arc::new(Int64Array::from(answer.labels.clone())));
+            columns.push(Arc::new(answer.known.iter().map(|known| known.label).collect::<Int64Array>()));
+        }
+        if answer.known.iter().any(|known| known.file.is_some()) {
+            fields.push(Field::new("file", types::DataType::Utf8, true));
+            let files = answer.known.iter().map(|known| known.file.as_deref());
+            columns.push(Arc::new(files.collect::<StringArray>()));
         }
         let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns)?;
         if let Some(file) = self.file.take() {

@@ -1,22 +1,23 @@
-//! Where `millrace predict` takes its records from: JSON lines, JSON documents, Parquet. Every error names
-//! the file and the place in it.
+//! Where `millrace predict` takes its records from: JSON lines, JSON documents, CSV, Parquet, images. Every
+//! error names the file and the place in it.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::io::{BufRead, Read};
 
 use anyhow::{Context as _, Result};
 use arrow::array::RecordBatch;
 use arrow::datatypes::DataType;
 use arrow::json::WriterBuilder;
 use arrow::json::writer::LineDelimited;
+use millrace_serving::record::Row;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Map, Value};
 
+use super::pixels::Form;
+use super::source::{Content, Source};
 use crate::cli::RecordFormat;
 use crate::failure::{Exit, fail};
-use crate::inference::{Batch, Intake};
+use crate::inference::{Batch, Intake, Known};
 
 /// Longest line of JSON, in bytes.
 const LINE_BYTES_MAX: u64 = 16 << 20;
@@ -31,20 +32,8 @@ pub(super) struct Wanted {
     pub(super) intake: Intake,
     /// With the class of this field.
     pub(super) label: Option<String>,
-}
-
-/// Opens files, standard input when there are none; the format of each follows from its name unless it is
-/// given.
-pub(super) fn open(paths: &[PathBuf], format: Option<RecordFormat>) -> Result<Vec<Source>> {
-    if paths.is_empty() {
-        return Ok(vec![Source::open(None, format)?]);
-    }
-    paths.iter().map(|path| Source::open(Some(path), format)).collect()
-}
-
-/// Number of records, where the files say it beforehand.
-pub(super) fn records(sources: &[Source]) -> Option<u64> {
-    sources.iter().map(Source::records).sum()
+    /// How images become the input, where the records are images.
+    pub(super) images: Option<Form>,
 }
 
 /// Reads all records as what the model takes. `send` gets them in batches, and says whether there is still
@@ -55,7 +44,9 @@ pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch)
         match source.format {
             RecordFormat::Jsonl => source.lines(&mut records)?,
             RecordFormat::Json => source.document(&mut records)?,
+            RecordFormat::Csv => source.csv(&mut records)?,
             RecordFormat::Parquet => source.parquet(&mut records)?,
+            RecordFormat::Image => source.image(&mut records)?,
         }
         if records.gone {
             break;
@@ -68,51 +59,9 @@ pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch)
     Ok(())
 }
 
-/// A file, or standard input, that was found.
-pub(super) struct Source {
-    name: String,
-    format: RecordFormat,
-    file: Option<File>,
-}
-
 impl Source {
-    /// Opens a file; the format follows from its name unless it is given.
-    fn open(path: Option<&Path>, format: Option<RecordFormat>) -> Result<Source> {
-        let extension = path.and_then(Path::extension).and_then(|extension| extension.to_str());
-        let format = format.unwrap_or(match extension {
-            Some("json") => RecordFormat::Json,
-            Some("parquet") => RecordFormat::Parquet,
-            _ => RecordFormat::Jsonl,
-        });
-        let Some(path) = path else {
-            return Ok(Source { name: "standard input".into(), format, file: None });
-        };
-        let name = path.display().to_string();
-        match File::open(path) {
-            Ok(file) => Ok(Source { name, format, file: Some(file) }),
-            Err(error) => {
-                let missing = error.kind() == std::io::ErrorKind::NotFound;
-                let exit = if missing { Exit::NotFound } else { Exit::Failed };
-                fail(exit, format!("cannot read {name}: {error}"))
-            }
-        }
-    }
-
-    fn records(&self) -> Option<u64> {
-        let (RecordFormat::Parquet, Some(file)) = (self.format, &self.file) else { return None };
-        let reader = ParquetRecordBatchReaderBuilder::try_new(file.try_clone().ok()?).ok()?;
-        u64::try_from(reader.metadata().file_metadata().num_rows()).ok()
-    }
-
-    fn reader(&mut self) -> Box<dyn BufRead> {
-        match self.file.take() {
-            Some(file) => Box::new(BufReader::new(file)),
-            None => Box::new(BufReader::new(std::io::stdin())),
-        }
-    }
-
     fn lines<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
-        let mut source = self.reader();
+        let mut source = self.reader()?;
         let mut line = Vec::new();
         for number in 1_u64.. {
             line.clear();
@@ -137,7 +86,7 @@ impl Source {
 
     fn document<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
         let mut text = Vec::new();
-        let read = self.reader().take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
+        let read = self.reader()?.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
         if read.with_context(|| format!("cannot read {}", self.name))? as u64 > DOCUMENT_BYTES_MAX {
             let message = format!(
                 "{} is larger than {DOCUMENT_BYTES_MAX} bytes: write one record per line (JSON lines)",
@@ -169,7 +118,7 @@ impl Source {
 
     fn parquet<S: FnMut(Batch) -> bool>(self, records: &mut Records<'_, S>) -> Result<()> {
         let name = &self.name;
-        let Some(file) = self.file else {
+        let Content::Open(file) = self.content else {
             return fail(Exit::Usage, "Parquet cannot be read from standard input: name a file");
         };
         let unreadable = |error: &dyn std::fmt::Display| format!("{name} cannot be read as Parquet: {error}");
@@ -216,13 +165,13 @@ impl Source {
 }
 
 /// The records that were read, on their way to the model.
-struct Records<'a, S> {
-    wanted: &'a Wanted,
+pub(super) struct Records<'a, S> {
+    pub(super) wanted: &'a Wanted,
     send: S,
     pending: Batch,
     read: u64,
     /// Nobody wants more.
-    gone: bool,
+    pub(super) gone: bool,
 }
 
 impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
@@ -253,10 +202,15 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
                 }
             },
         };
-        self.pending.push(row, label);
+        self.push(row, Known { label, file: None });
+        Ok(())
+    }
+
+    /// Takes what a record became.
+    pub(super) fn push(&mut self, row: Row, known: Known) {
+        self.pending.push(row, known);
         self.read += 1;
         self.flush(false);
-        Ok(())
     }
 
     fn flush(&mut self, all: bool) {

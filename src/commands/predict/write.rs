@@ -14,7 +14,7 @@ use tempfile::TempPath;
 use super::columns::Columns;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::inference::{Accuracy, Answer};
+use crate::inference::{Accuracy, Answer, Known};
 use crate::output::count;
 
 /// Predictions shown to people; programs get all.
@@ -82,21 +82,21 @@ impl Predictions {
     /// Takes the next answer; false once the reader of standard output has gone away.
     pub(super) fn add(&mut self, context: &Context, answer: &Answer) -> Result<bool> {
         let outputs = &answer.prediction.outputs;
-        let rows = answer.labels.len();
+        let rows = answer.known.len();
         if let Out::Parquet(columns, _) = &mut self.out {
             columns.write(answer)?;
         }
-        for (row, label) in answer.labels.iter().enumerate() {
+        for (row, known) in answer.known.iter().enumerate() {
             let number = self.predicted + row as u64 + 1;
             let shown = matches!(&self.out, Out::Table(shown) if shown.len() < SHOWN);
             let whole = matches!(self.out, Out::Object(_) | Out::Lines | Out::LinesFile(..));
-            if !shown && !whole && label.is_none() {
+            if !shown && !whole && known.label.is_none() {
                 continue;
             }
             let one = row_outputs(outputs, row, rows)?;
-            self.accuracy.count(answer.class(&one.argmax), *label);
+            self.accuracy.count(answer.class(&one.argmax), known.label);
             match &mut self.out {
-                Out::Table(lines) if shown => lines.push(self::line(number, outputs, &one, *label)),
+                Out::Table(lines) if shown => lines.push(self::line(number, outputs, &one, known)),
                 Out::Object(predictions) if predictions.len() == OBJECT_MAX => {
                     let message = format!(
                         "more than {} predictions for one JSON object: write them with --output FILE.parquet, FILE.jsonl or -",
@@ -104,14 +104,14 @@ impl Predictions {
                     );
                     return fail(Exit::Usage, message);
                 }
-                Out::Object(predictions) => predictions.push(object(one, *label)),
+                Out::Object(predictions) => predictions.push(object(one, known)),
                 Out::Lines => {
-                    if !context.out.piece(&object(one, *label).to_string())? {
+                    if !context.out.piece(&object(one, known).to_string())? {
                         return Ok(false);
                     }
                 }
                 Out::LinesFile(file, whole) => {
-                    writeln!(file, "{}", object(one, *label)).with_context(|| whole.unwritable())?;
+                    writeln!(file, "{}", object(one, known)).with_context(|| whole.unwritable())?;
                 }
                 Out::Table(_) | Out::Parquet(..) => {}
             }
@@ -196,19 +196,23 @@ impl Whole {
 }
 
 /// A prediction for programs.
-fn object(one: RowOutputs, label: Option<i64>) -> Value {
+fn object(one: RowOutputs, known: &Known) -> Value {
     let mut object = Map::from_iter([
         ("outputs".to_owned(), Value::Object(one.outputs)),
         ("argmax".to_owned(), json!(one.argmax)),
     ]);
-    if let Some(label) = label {
+    if let Some(label) = known.label {
         object.insert("label".to_owned(), label.into());
+    }
+    if let Some(file) = &known.file {
+        object.insert("file".to_owned(), file.as_str().into());
     }
     Value::Object(object)
 }
 
-/// A prediction for people: each output with its first elements, and where its largest one is.
-fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, label: Option<i64>) -> Vec<String> {
+/// A prediction for people: the number of the record or its file, each output with its first elements, and
+/// where its largest one is.
+fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &Known) -> Vec<String> {
     let elements = |values: &[Value]| {
         let first: Vec<String> = values.iter().take(ELEMENTS_SHOWN).map(element).collect();
         let more = values.len().saturating_sub(ELEMENTS_SHOWN);
@@ -224,11 +228,11 @@ fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, label: Option<i64>) -
         Some(format!("{at} ({value})"))
     });
     let mut cells = vec![
-        number.to_string(),
+        known.file.clone().unwrap_or_else(|| number.to_string()),
         shown.collect::<Vec<_>>().join("\n"),
         largest.collect::<Vec<_>>().join("\n"),
     ];
-    cells.extend(label.map(|label| label.to_string()));
+    cells.extend(known.label.map(|label| label.to_string()));
     cells
 }
 

@@ -8,13 +8,17 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use millrace_serving::client::Client;
-use millrace_serving::load::{Closed, Measured, Open, Point, QUANTILES, Requests, closed, open, picture};
+use millrace_serving::load::{
+    Closed, Measured, Open, Point, QUANTILES, Requests, closed_with, open_with, picture,
+};
 use millrace_serving::record::{self, Mapping, Row};
 use serde::Serialize;
 
 use crate::cli::BenchArgs;
 use crate::context::Context;
+use crate::credentials::credentials;
 use crate::failure::{Exit, fail, failure};
+use crate::inference::server;
 use crate::output::{count, duration};
 
 /// Clients of the loads when none are asked for.
@@ -67,17 +71,17 @@ async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
             return fail(Exit::Usage, reason);
         }
     }
-    let running = || context.home.running().and_then(|running| running.grpc);
-    let configured = || context.loaded.settings.serving.grpc;
-    let address = args.grpc.clone().unwrap_or_else(|| running().unwrap_or_else(configured).to_string());
-    let requests = requests(context, &args, &address).await?;
+    let address = server(context, args.server.grpc.as_deref());
+    let credentials = credentials(&args.server)?;
+    let client = Client::connect_with(&address, &credentials).await?;
+    let requests = requests(context, &args, client).await?;
     let loads = loads(&args);
     let bar = context.out.progress("bench", "loads", Some(loads.len() as u64));
     let mut done = Vec::with_capacity(loads.len());
     for load in loads {
         let measured = match &load {
-            Load::Closed(load) => closed(&address, &requests, load).await,
-            Load::Open(load) => open(&address, &requests, load).await,
+            Load::Closed(load) => closed_with(&address, &credentials, &requests, load).await,
+            Load::Open(load) => open_with(&address, &credentials, &requests, load).await,
         };
         done.push((load, measured?));
         bar.inc(1);
@@ -97,8 +101,7 @@ async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
 }
 
 /// The requests, the first of which the server has answered.
-async fn requests(context: &Context, args: &BenchArgs, address: &str) -> Result<Requests> {
-    let mut client = Client::connect(address).await?;
+async fn requests(context: &Context, args: &BenchArgs, mut client: Client) -> Result<Requests> {
     let asked = args.version.map(|version| version.to_string()).unwrap_or_default();
     let signature = client.signature(&args.model, &asked).await?;
     let requests = match args.data.clone() {

@@ -12,6 +12,7 @@ use tokio::time::MissedTickBehavior;
 use super::scrape::{Latencies, Scrape, Scraper};
 use crate::cli::TopArgs;
 use crate::context::Context;
+use crate::credentials::credentials;
 use crate::failure::{Exit, fail};
 use crate::inference::server;
 use crate::output::{count, duration, table};
@@ -24,9 +25,9 @@ type Version = (String, String);
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
-    let address = server(context, args.grpc.as_deref());
+    let address = server(context, args.server.grpc.as_deref());
     let mut watched = Watched {
-        client: Client::connect(&address).await?,
+        client: Client::connect_with(&address, &credentials(&args.server)?).await?,
         scraper: Scraper::new(&metrics(context, &args))?,
         address,
         model: args.model.clone(),
@@ -62,7 +63,7 @@ pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
 
 /// Where the metrics are: as the caller says, beside the server of this home, or as configured.
 fn metrics(context: &Context, args: &TopArgs) -> String {
-    match (&args.metrics, &args.grpc) {
+    match (&args.metrics, &args.server.grpc) {
         (Some(address), _) => address.clone(),
         (None, None) => {
             let running = context.home.running().and_then(|running| running.metrics);
@@ -70,8 +71,8 @@ fn metrics(context: &Context, args: &TopArgs) -> String {
         }
         // Another machine's server has them at the usual port.
         (None, Some(grpc)) => {
-            let host =
-                grpc.trim_start_matches("http://").rsplit_once(':').map_or(grpc.as_str(), |(host, _)| host);
+            let host = grpc.split_once("://").map_or(grpc.as_str(), |(_, host)| host).trim_end_matches('/');
+            let host = host.rsplit_once(':').map_or(host, |(host, _)| host);
             format!("{host}:{}", context.loaded.settings.serving.metrics.port())
         }
     }

@@ -1,0 +1,63 @@
+//! A server as clients reach it: its address, and what it is shown, read once for any number of connections.
+
+use std::time::Duration;
+
+use tonic::Request;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::transport::{Channel, Endpoint};
+
+use super::ClientError;
+use super::credentials::{Connector, Credentials};
+
+/// Longest wait for a connection.
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+
+/// A server at an address, and what it is shown.
+#[derive(Debug, Clone)]
+pub(crate) struct Remote {
+    address: String,
+    endpoint: Endpoint,
+    /// For addresses of `https`.
+    secure: Option<Connector>,
+    bearer: Option<MetadataValue<Ascii>>,
+}
+
+impl Remote {
+    /// Reads what the credentials name. Connects to nobody yet.
+    ///
+    /// # Errors
+    /// [`ClientError::Address`]; [`ClientError::Credentials`] for files that cannot be used.
+    pub(crate) fn new(address: &str, credentials: &Credentials) -> Result<Remote, ClientError> {
+        let bearer = credentials.bearer()?;
+        let scheme = if credentials.ca.is_some() { "https" } else { "http" };
+        let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
+        let secure = url.starts_with("https://");
+        let endpoint = Endpoint::from_shared(url)
+            .map_err(|_| ClientError::Address { address: address.to_owned() })?
+            .connect_timeout(CONNECT_MAX)
+            .tcp_nodelay(true);
+        let secure = if secure { Some(credentials.connector()?) } else { None };
+        Ok(Remote { address: address.to_owned(), endpoint, secure, bearer })
+    }
+
+    /// Connects once more.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`].
+    pub(crate) async fn connect(&self) -> Result<Channel, ClientError> {
+        let connected = match &self.secure {
+            Some(connector) => self.endpoint.connect_with_connector(connector.clone()).await,
+            None => self.endpoint.connect().await,
+        };
+        connected.map_err(|source| ClientError::Unreachable { address: self.address.clone(), source })
+    }
+
+    /// A call with its token.
+    pub(crate) fn call<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(bearer) = &self.bearer {
+            request.metadata_mut().insert("authorization", bearer.clone());
+        }
+        request
+    }
+}

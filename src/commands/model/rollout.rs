@@ -1,0 +1,142 @@
+//! `millrace model label`, `split` and `shadow`: which versions of a model answer whom, also in servers that
+//! run. All of it is in one file beside the versions, which is read, changed and written as a whole.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use millrace_bundle::{ROLLOUT_FILE, scan_model};
+use millrace_datafs::Name;
+use millrace_serving::config::VOLUME_ROOT;
+use millrace_serving::repository::{Rollout, Target};
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
+
+use super::{label, shadow, split};
+use crate::cli::RolloutCommand;
+use crate::context::{Context, live};
+use crate::failure::{Exit, fail, failure};
+use crate::output::Output;
+
+/// Largest file that is read.
+const BYTES_MAX: u64 = 64 << 10;
+
+/// What says which versions of a model answer, and which there are.
+pub(super) struct Versions {
+    pub(super) model: String,
+    /// Complete ones.
+    there: BTreeSet<u64>,
+    pub(super) rollout: Rollout,
+}
+
+/// Runs the command on a model in a volume.
+pub(super) async fn in_volume(context: &Context, command: &RolloutCommand, volume: &Name) -> Result<()> {
+    let datafs = context.datafs()?;
+    let spec = live(volume);
+    let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
+    let versions =
+        change(store.as_ref(), VOLUME_ROOT, command).await.with_context(|| format!("volume {volume}"))?;
+    show(context.out, command, &versions)
+}
+
+/// Runs the command on a model in a folder, for which no home is needed.
+pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<()> {
+    // Clap requires one where there is no volume.
+    let folder = command.place().models.as_deref().unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
+    }
+    let store = LocalFileSystem::new_with_prefix(folder)?;
+    let versions =
+        change(&store, "", command).await.with_context(|| format!("folder {}", folder.display()))?;
+    show(out, command, &versions)
+}
+
+/// Writes what is to be, of the versions that are there, unless the command only asks.
+async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -> Result<Versions> {
+    let mut versions = Versions::read(store, root, command.model()).await?;
+    let changed = match command {
+        RolloutCommand::Label(args) => label::change(&mut versions, args)?,
+        RolloutCommand::Split(args) => split::change(&mut versions, args)?,
+        RolloutCommand::Shadow(args) => shadow::change(&mut versions, args)?,
+    };
+    if changed {
+        let rollout = &versions.rollout;
+        rollout.check().map_err(|reason| failure(Exit::Usage, reason))?;
+        let content = rollout.written().into();
+        millrace_bundle::write_beside(store, root, &versions.model, ROLLOUT_FILE, content).await?;
+    }
+    Ok(versions)
+}
+
+fn show(out: Output, command: &RolloutCommand, versions: &Versions) -> Result<()> {
+    match command {
+        RolloutCommand::Label(_) => label::show(out, versions),
+        RolloutCommand::Split(_) => split::show(out, versions),
+        RolloutCommand::Shadow(_) => shadow::show(out, versions),
+    }
+}
+
+impl Versions {
+    async fn read(store: &dyn ObjectStore, root: &str, model: &str) -> Result<Versions> {
+        let listing = scan_model(store, root, model).await?;
+        let complete = listing.complete.iter().map(|found| found.version);
+        let there: BTreeSet<u64> = complete.chain(listing.plain.iter().map(|found| found.version)).collect();
+        if there.is_empty() {
+            return fail(Exit::NotFound, format!("there is no complete version of a model {model:?}"));
+        }
+        let read = millrace_bundle::read_beside(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
+        let rollout = match read {
+            Ok(content) => Rollout::read(&content).map_err(|reason| {
+                failure(
+                    Exit::Corrupt,
+                    format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (mend or remove it)"),
+                )
+            })?,
+            Err(millrace_bundle::Error::NotFound { .. }) => Rollout::default(),
+            Err(error) => return Err(error.into()),
+        };
+        Ok(Versions { model: model.to_owned(), there, rollout })
+    }
+
+    /// Refuses a version that is not there, or not complete.
+    pub(super) fn check(&self, version: u64) -> Result<()> {
+        if self.there.contains(&version) {
+            return Ok(());
+        }
+        let Versions { model, there, .. } = self;
+        fail(Exit::NotFound, format!("model {model:?} has no complete version {version}, it has {there:?}"))
+    }
+
+    /// Refuses what is neither a complete version nor a label of one.
+    pub(super) fn check_target(&self, target: &Target) -> Result<()> {
+        let model = &self.model;
+        match target {
+            Target::Version(version) => self.check(*version),
+            Target::Label(label) => match self.rollout.labels.get(label) {
+                Some(version) => self.check(*version).with_context(|| format!("label {label:?}")),
+                None => fail(
+                    Exit::NotFound,
+                    format!(
+                        "model {model:?} has no label {label:?} in {ROLLOUT_FILE}: give it to a version first \
+                         (millrace model label {model} {label} VERSION)"
+                    ),
+                ),
+            },
+        }
+    }
+
+    /// A target for people: a label with the version that it names.
+    pub(super) fn shown(&self, target: &Target) -> String {
+        let version = match target {
+            Target::Version(_) => None,
+            Target::Label(label) => self.rollout.labels.get(label),
+        };
+        version.map_or_else(|| target.to_string(), |version| format!("{target} (version {version})"))
+    }
+
+    /// That there is nothing to take away.
+    pub(super) fn missing<T>(&self, what: &str) -> Result<T> {
+        fail(Exit::NotFound, format!("model {:?} has no {what} in {ROLLOUT_FILE}", self.model))
+    }
+}

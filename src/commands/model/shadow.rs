@@ -1,0 +1,41 @@
+//! `millrace model shadow`: which version of a model runs copies of requests that others answer.
+
+use anyhow::Result;
+use millrace_serving::repository::ShadowTarget;
+
+use super::rollout::Versions;
+use crate::cli::ShadowArgs;
+use crate::output::Output;
+
+/// Sets the shadow, or takes it away; false when it is only asked for.
+pub(super) fn change(versions: &mut Versions, args: &ShadowArgs) -> Result<bool> {
+    if args.remove {
+        if versions.rollout.shadow.take().is_none() {
+            return versions.missing("shadow");
+        }
+        return Ok(true);
+    }
+    // Clap asks for both or none.
+    let Some((target, share)) = args.target.as_ref().zip(args.share) else { return Ok(false) };
+    versions.check_target(target)?;
+    versions.rollout.shadow = Some(ShadowTarget { version: target.clone(), share });
+    Ok(true)
+}
+
+/// The shadow, where there is one.
+pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
+    let model = &versions.model;
+    let value = serde_json::json!({ "model": model, "shadow": versions.rollout.shadow });
+    match &versions.rollout.shadow {
+        None => {
+            let text =
+                format!("no shadow of {model}: no request is copied, unless millrace.toml says otherwise");
+            out.table(&value, &[], [vec![text]])
+        }
+        Some(shadow) => out.table(
+            &value,
+            &[&format!("shadow of {model}"), "share of the requests to others"],
+            [vec![versions.shown(&shadow.version), format!("{:.2} %", shadow.share * 100.0)]],
+        ),
+    }
+}

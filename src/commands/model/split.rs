@@ -1,0 +1,51 @@
+//! `millrace model split`: how requests that name no version are split between versions.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::rollout::Versions;
+use crate::cli::SplitArgs;
+use crate::failure::{Exit, fail};
+use crate::output::Output;
+
+/// Sets the split, or takes it away; false when it is only asked for.
+pub(super) fn change(versions: &mut Versions, args: &SplitArgs) -> Result<bool> {
+    if args.remove {
+        if versions.rollout.split.is_empty() {
+            return versions.missing("split");
+        }
+        versions.rollout.split.clear();
+        return Ok(true);
+    }
+    if args.weights.is_empty() {
+        return Ok(false);
+    }
+    let mut split = BTreeMap::new();
+    for (target, weight) in &args.weights {
+        versions.check_target(target)?;
+        if split.insert(target.clone(), *weight).is_some() {
+            return fail(Exit::Usage, format!("{target} is there twice: it has one weight"));
+        }
+    }
+    versions.rollout.split = split;
+    Ok(true)
+}
+
+/// The weights, and the shares that they are.
+pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
+    let split = &versions.rollout.split;
+    let model = &versions.model;
+    let value = serde_json::json!({ "model": model, "split": split });
+    if split.is_empty() {
+        let text = format!(
+            "no split of {model}: its newest version answers who names none, unless millrace.toml says otherwise"
+        );
+        return out.table(&value, &[], [vec![text]]);
+    }
+    let total: f64 = split.values().sum();
+    let rows = split.iter().map(|(target, weight)| {
+        vec![versions.shown(target), weight.to_string(), format!("{:.2} %", weight / total * 100.0)]
+    });
+    out.table(&value, &[&format!("version of {model}"), "weight", "share"], rows.collect::<Vec<_>>())
+}

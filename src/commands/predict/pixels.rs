@@ -1,0 +1,192 @@
+//! Pictures as elements of a tensor: which extents are the channels, how large, in what range.
+
+use image::DynamicImage;
+use image::imageops::{FilterType, resize};
+use millrace_bundle::{Datatype, TensorSpec};
+use millrace_serving::tensor::Data;
+
+use crate::cli::{ImageArgs, Layout, Scaling};
+
+/// Most bytes of one picture in a request: what a message of a server's default limit holds.
+const INPUT_BYTES_MAX: u64 = 64 << 20;
+/// Most pixels that are in between when one is scaled, as its columns are before its rows: of 16 bytes each.
+const SCALED_PIXELS_MAX: u64 = 64 << 20;
+
+/// How pictures become what an input takes.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Form {
+    /// `None` where the input has no extent for channels, so one of them.
+    layout: Option<Layout>,
+    channels: usize,
+    /// `None` where each picture keeps its own.
+    height: Option<u32>,
+    width: Option<u32>,
+    elements: Elements,
+}
+
+/// What values from 0 to 255 become.
+#[derive(Debug, Clone, PartialEq)]
+enum Elements {
+    Bytes,
+    /// By channel and value.
+    Floats(Vec<Vec<f32>>),
+}
+
+impl Form {
+    /// As the shape and the type of the input say, and the flags what these leave open.
+    ///
+    /// # Errors
+    /// What does not fit, or is not said.
+    pub(super) fn new(spec: &TensorSpec, args: &ImageArgs) -> Result<Form, String> {
+        let name = &spec.name;
+        let declared = spec.shape.get(1..).unwrap_or_default();
+        let is_channels = |extent: i64| extent == 1 || extent == 3;
+        let (layout, channels, height, width) = match (declared, args.layout) {
+            ([height, width], None) => (None, 1, *height, *width),
+            ([first, height, width], Some(Layout::Nchw)) => (args.layout, *first, *height, *width),
+            ([height, width, last], Some(Layout::Nhwc)) => (args.layout, *last, *height, *width),
+            ([first, second, last], None) => match (is_channels(*first), is_channels(*last)) {
+                (true, false) => (Some(Layout::Nchw), *first, *second, *last),
+                (false, true) => (Some(Layout::Nhwc), *last, *first, *second),
+                _ => {
+                    return Err(format!(
+                        "the shape {declared:?} of input {name:?} does not say which extent is that of the channels: \
+                         say --layout nchw or nhwc"
+                    ));
+                }
+            },
+            _ => {
+                return Err(format!(
+                    "input {name:?} takes shape {declared:?} behind the rows, an image has channels, height and \
+                     width, or without --layout height and width"
+                ));
+            }
+        };
+        let channels = match channels {
+            1 => 1,
+            3 | -1 => 3,
+            other => return Err(format!("input {name:?} has {other} channels, images have 1 or 3")),
+        };
+        let side = |extent: i64, wanted: Option<u32>, what: &str| match (u32::try_from(extent), wanted) {
+            (Ok(0), _) => Err(format!("input {name:?} takes images of {what} 0")),
+            (Ok(extent), Some(wanted)) if extent != wanted => {
+                Err(format!("--size: input {name:?} takes images of {what} {extent}, not {wanted}"))
+            }
+            (Ok(extent), _) => Ok(Some(extent)),
+            (Err(_), wanted) if extent == -1 => Ok(wanted),
+            (Err(_), _) => Err(format!("input {name:?} takes images of {what} {extent}, which none has")),
+        };
+        let height = side(height, args.size.map(|(height, _)| height), "height")?;
+        let width = side(width, args.size.map(|(_, width)| width), "width")?;
+        let elements = match spec.datatype {
+            Datatype::Fp32 => Elements::Floats(tables(args, channels)?),
+            Datatype::Uint8 if is_plain(args) => Elements::Bytes,
+            Datatype::Uint8 => {
+                return Err(format!(
+                    "input {name:?} takes UINT8, values from 0 to 255 as they are: leave --scaling, --mean and --std \
+                     out"
+                ));
+            }
+            other => {
+                return Err(format!("input {name:?} takes {other}, images become FP32 or UINT8"));
+            }
+        };
+        Ok(Form { layout, channels, height, width, elements })
+    }
+
+    /// The shape of a picture without the batch dimension, and its elements.
+    ///
+    /// # Errors
+    /// The picture would take too much of a request.
+    pub(super) fn elements(&self, image: DynamicImage) -> Result<(Vec<i64>, Data), String> {
+        let (height, width) = (self.height.unwrap_or(image.height()), self.width.unwrap_or(image.width()));
+        let each = if self.elements == Elements::Bytes { 1 } else { 4 };
+        let bytes =
+            u64::from(height).saturating_mul(u64::from(width)).saturating_mul(self.channels as u64 * each);
+        if bytes > INPUT_BYTES_MAX {
+            return Err(format!(
+                "{width} by {height} pixels are {bytes} bytes of a request, at most {INPUT_BYTES_MAX} are sent: --size \
+                 scales it down where the model leaves the size open"
+            ));
+        }
+        let as_it_is = (image.width(), image.height()) == (width, height);
+        if !as_it_is && u64::from(image.width()) * u64::from(height) > SCALED_PIXELS_MAX {
+            return Err(format!(
+                "{} by {} pixels are too many to become {width} by {height}",
+                image.width(),
+                image.height()
+            ));
+        }
+        // A new pixel is made of all that it covers, weighted by a triangle, as image libraries of Python do.
+        let samples = match (self.channels, as_it_is) {
+            (1, true) => image.into_luma8().into_raw(),
+            (1, false) => resize(&image.into_luma8(), width, height, FilterType::Triangle).into_raw(),
+            (_, true) => image.into_rgb8().into_raw(),
+            (_, false) => resize(&image.into_rgb8(), width, height, FilterType::Triangle).into_raw(),
+        };
+        let (channels, height, width) = (self.channels as i64, i64::from(height), i64::from(width));
+        let shape = match self.layout {
+            None => vec![height, width],
+            Some(Layout::Nchw) => vec![channels, height, width],
+            Some(Layout::Nhwc) => vec![height, width, channels],
+        };
+        let data = match &self.elements {
+            Elements::Bytes => Data::Uint8(self.ordered(&samples, |_, value| value)),
+            Elements::Floats(tables) => {
+                Data::Fp32(self.ordered(&samples, |channel, value| tables[channel][usize::from(value)]))
+            }
+        };
+        Ok((shape, data))
+    }
+
+    /// Samples, pixel by pixel, in the order of the input.
+    fn ordered<T>(&self, samples: &[u8], element: impl Fn(usize, u8) -> T) -> Vec<T> {
+        let channels = self.channels;
+        if self.layout != Some(Layout::Nchw) {
+            return samples.iter().enumerate().map(|(at, value)| element(at % channels, *value)).collect();
+        }
+        let mut elements = Vec::with_capacity(samples.len());
+        for channel in 0..channels {
+            elements
+                .extend(samples.iter().skip(channel).step_by(channels).map(|value| element(channel, *value)));
+        }
+        elements
+    }
+}
+
+/// Whether values stay as they are.
+fn is_plain(args: &ImageArgs) -> bool {
+    matches!(args.scaling, None | Some(Scaling::None)) && args.mean.is_empty() && args.std.is_empty()
+}
+
+/// What each value becomes in each channel: divided, less a mean, divided by a deviation.
+fn tables(args: &ImageArgs, channels: usize) -> Result<Vec<Vec<f32>>, String> {
+    let each = |values: &[f32], flag: &str, absent: f32| match values {
+        [] => Ok(vec![absent; channels]),
+        [one] => Ok(vec![*one; channels]),
+        several if several.len() == channels => Ok(several.to_vec()),
+        several => Err(format!("{flag} has {} values, the model takes {channels} channels", several.len())),
+    };
+    let explicit = !(args.mean.is_empty() && args.std.is_empty());
+    let (range, means, deviations) = match (explicit, args.scaling.unwrap_or(Scaling::None)) {
+        (true, _) => (255.0, each(&args.mean, "--mean", 0.0)?, each(&args.std, "--std", 1.0)?),
+        (_, Scaling::None) => (1.0, vec![0.0; channels], vec![1.0; channels]),
+        (_, Scaling::Unit) => (255.0, vec![0.0; channels], vec![1.0; channels]),
+        (_, Scaling::Inception) => (127.5, vec![1.0; channels], vec![1.0; channels]),
+        (_, Scaling::Vgg) if channels == 1 => (1.0, vec![128.0], vec![1.0]),
+        (_, Scaling::Vgg) => (1.0, vec![123.0, 117.0, 104.0], vec![1.0; channels]),
+        (_, Scaling::Imagenet) if channels == 1 => {
+            return Err(
+                "--scaling imagenet is of three channels, the model takes one: give --mean and --std".into(),
+            );
+        }
+        (_, Scaling::Imagenet) => (255.0, vec![0.485, 0.456, 0.406], vec![0.229, 0.224, 0.225]),
+    };
+    let table = |(mean, deviation): (&f32, &f32)| {
+        (0..=u8::MAX).map(|value| (f32::from(value) / range - mean) / deviation).collect::<Vec<f32>>()
+    };
+    Ok(means.iter().zip(&deviations).map(table).collect())
+}
+
+#[cfg(test)]
+mod tests;
