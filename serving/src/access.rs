@@ -1,7 +1,7 @@
 //! The access log: a line for each call over gRPC and REST, under the target `millrace_serving::access`
 //! at level DEBUG, so `--log info,millrace_serving::access=debug` shows it. Beside it, a request's
-//! `x-request-id` comes back on its reply, and the line has the trace that its `traceparent` (W3C Trace
-//! Context) is part of.
+//! `x-request-id` comes back on its reply, the line has the trace that its `traceparent` (W3C Trace
+//! Context) is part of, and requests that are sampled have their spans from here to the end of the reply.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -16,6 +16,7 @@ use tonic::server::NamedService;
 use tonic::transport::server::TcpConnectInfo;
 
 use crate::error::quote;
+use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Who calls, among the extensions of requests that do not say it otherwise.
 #[derive(Debug, Clone, Copy)]
@@ -25,9 +26,6 @@ pub(crate) struct Peer(pub(crate) SocketAddr);
 const REQUEST_ID: &str = "x-request-id";
 /// Longest id that is repeated.
 const REQUEST_ID_BYTES_MAX: usize = 256;
-
-/// Says which trace a request is part of.
-const TRACE_PARENT: &str = "traceparent";
 
 fn enabled() -> bool {
     tracing::enabled!(target: "millrace_serving::access", tracing::Level::DEBUG)
@@ -64,12 +62,18 @@ pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
 pub(crate) struct Logged<S> {
     service: S,
     peer: Option<SocketAddr>,
+    telemetry: Option<Arc<Telemetry>>,
 }
 
 impl<S> Logged<S> {
     /// `peer` is who calls, where the requests do not say it themselves.
     pub(crate) fn new(service: S, peer: Option<SocketAddr>) -> Logged<S> {
-        Logged { service, peer }
+        Logged { service, peer, telemetry: None }
+    }
+
+    /// Requests have spans, if there is a collector.
+    pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Logged<S> {
+        Logged { telemetry, ..self }
     }
 }
 
@@ -95,9 +99,11 @@ where
             request.extensions_mut().insert(Peer(peer));
         }
         let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
+        let span = self.telemetry.as_ref().and_then(|telemetry| {
+            telemetry.begin(&request, || connected(request.extensions()).or(self.peer), id.as_ref())
+        });
         let line = enabled().then(|| {
-            let connected =
-                request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+            let connected = connected(request.extensions());
             let signature = Signature::default();
             request.extensions_mut().insert(signature.clone());
             Box::new(Line {
@@ -105,7 +111,11 @@ where
                 method: request.method().clone(),
                 path: quote(request.uri().path()),
                 peer: connected.or(self.peer),
-                trace_id: request.headers().get(TRACE_PARENT).and_then(trace_id),
+                trace_id: request
+                    .headers()
+                    .get(TRACE_PARENT)
+                    .and_then(Parent::parse)
+                    .map(|parent| hex::encode(parent.trace)),
                 request_id: id.as_ref().map(|id| quote(&String::from_utf8_lossy(id.as_bytes()))),
                 answered: None,
                 status: None,
@@ -113,8 +123,13 @@ where
                 start: Instant::now(),
             })
         });
-        Answer { answering: Box::pin(self.service.call(request)), id, line }
+        Answer { answering: Box::pin(self.service.call(request)), id, line, span }
     }
+}
+
+/// Who is at the other end of the connection, where the server of gRPC says it.
+fn connected(extensions: &http::Extensions) -> Option<SocketAddr> {
+    extensions.get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr)
 }
 
 /// The future reply of a logged call.
@@ -122,6 +137,7 @@ pub(crate) struct Answer<F> {
     answering: Pin<Box<F>>,
     id: Option<http::HeaderValue>,
     line: Option<Box<Line>>,
+    span: Option<Open>,
 }
 
 impl<F, R> Future for Answer<F>
@@ -131,36 +147,29 @@ where
     type Output = Result<http::Response<Counted<R>>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Ok(mut response) = ready!(self.answering.as_mut().poll(cx));
+        let Answer { answering, span, .. } = &mut *self;
+        let answered = match span {
+            None => answering.as_mut().poll(cx),
+            Some(span) => span.within(|| answering.as_mut().poll(cx)),
+        };
+        let Ok(mut response) = ready!(answered);
         if let Some(id) = self.id.take() {
             response.headers_mut().insert(REQUEST_ID, id);
         }
-        let mut line = self.line.take();
+        let (mut line, mut span) = (self.line.take(), self.span.take());
+        if let Some(span) = &mut span {
+            span.set_status(Some(response.status().as_u16()), grpc_status(response.headers()));
+        }
         if let Some(line) = &mut line {
             line.answered = response.extensions_mut().remove();
             line.status = Some(grpc_status(response.headers()).unwrap_or(response.status().as_u16()));
         }
-        Poll::Ready(Ok(response.map(|body| Counted { body, line })))
+        Poll::Ready(Ok(response.map(|body| Counted { body, line, span })))
     }
 }
 
 fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
     headers.get("grpc-status")?.to_str().ok()?.parse().ok()
-}
-
-/// The trace of a `traceparent`: 32 digits behind a version of 2, before a span of 16 and flags of 2, all
-/// of them hexadecimal and small. Later versions may append more.
-fn trace_id(value: &http::HeaderValue) -> Option<String> {
-    let text = value.to_str().ok()?;
-    let mut fields = text.split('-');
-    let mut digits = |count: usize| {
-        let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        fields.next().filter(|field| field.len() == count && field.bytes().all(hex))
-    };
-    let (version, trace, span, _flags) = (digits(2)?, digits(32)?, digits(16)?, digits(2)?);
-    let nothing = |field: &str| field.bytes().all(|byte| byte == b'0');
-    let whole = version != "ff" && (version != "00" || fields.next().is_none());
-    (whole && !nothing(trace) && !nothing(span)).then(|| trace.to_owned())
 }
 
 /// What is logged of one call. It is written when the body of the reply has ended, or nobody takes it.
@@ -203,6 +212,8 @@ impl Drop for Line {
 pub(crate) struct Counted<R> {
     body: R,
     line: Option<Box<Line>>,
+    /// Ends with the body.
+    span: Option<Open>,
 }
 
 impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
@@ -214,6 +225,11 @@ impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<bytes::Bytes>, R::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if let (Some(span), Some(Ok(frame))) = (&mut self.span, &frame)
+            && let Some(status) = frame.trailers_ref().and_then(grpc_status)
+        {
+            span.set_status(None, Some(status));
+        }
         if let (Some(line), Some(Ok(frame))) = (&mut self.line, &frame) {
             if let Some(data) = frame.data_ref() {
                 line.bytes += data.len() as u64;
@@ -230,33 +246,5 @@ impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_trace_is_known_by_a_whole_traceparent_alone() {
-        let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
-        for (text, whole) in [
-            (format!("00-{trace}-00f067aa0ba902b7-01"), true),
-            (format!("00-{trace}-00f067aa0ba902b7-00"), true),
-            (format!("cc-{trace}-00f067aa0ba902b7-01-what-comes-later"), true),
-            (format!("00-{trace}-00f067aa0ba902b7-01-more"), false),
-            (format!("ff-{trace}-00f067aa0ba902b7-01"), false),
-            (format!("00-{trace}-0000000000000000-01"), false),
-            (format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)), false),
-            (format!("00-{}-00f067aa0ba902b7-01", trace.to_uppercase()), false),
-            (format!("00-{trace}-00f067aa0ba902b7"), false),
-            (format!("00-{trace}0-00f067aa0ba902b7-01"), false),
-            (String::new(), false),
-            ("-".repeat(55), false),
-        ] {
-            let value = http::HeaderValue::try_from(&text).ok();
-            let told = value.as_ref().and_then(trace_id);
-            assert_eq!(told.as_deref(), whole.then_some(trace), "{text}");
-        }
     }
 }

@@ -15,6 +15,7 @@ use crate::tensor::Tensor;
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient;
 use crate::wire::{Form, read_outputs, write_request};
+pub(crate) use credentials::Connector;
 pub use credentials::Credentials;
 pub(crate) use remote::Remote;
 

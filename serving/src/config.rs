@@ -3,6 +3,7 @@
 
 mod drift;
 mod model;
+mod telemetry;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 pub use drift::Drift;
 pub(crate) use drift::ROWS_MIN;
 pub use model::ModelOptions;
+pub use telemetry::Telemetry;
 
 /// Root path of the models inside a volume.
 pub const VOLUME_ROOT: &str = "models";
@@ -62,12 +64,18 @@ pub struct Config {
     /// Folder for the traces that clients ask for, which exists; without it none are written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_directory: Option<PathBuf>,
+    /// Where spans of requests are sent; nowhere when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub telemetry: Option<Telemetry>,
     /// How long running requests may take after the server was told to stop, in milliseconds.
     pub drain_ms_max: u64,
     /// How requests that wait run together.
     pub batching: Batching,
     /// How inputs are compared with those of the training.
     pub drift: Drift,
+    /// Bytes that answers may take which are kept to be given again, of models with `response_cache`; 0
+    /// keeps none.
+    pub response_cache_bytes_max: usize,
     /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
     /// or `*` for all; none when empty.
     pub cors_origins: Vec<String>,
@@ -113,9 +121,11 @@ impl Default for Config {
             models: BTreeMap::new(),
             poll_ms: 1_000,
             trace_directory: None,
+            telemetry: None,
             drain_ms_max: 10_000,
             batching: Batching::default(),
             drift: Drift::default(),
+            response_cache_bytes_max: 0,
             cors_origins: Vec::new(),
             shared_memory: None,
             tls: None,
@@ -154,7 +164,8 @@ impl Config {
         let tls = self.tls.iter_mut();
         let pem =
             tls.flat_map(|tls| [Some(&mut tls.certificate), Some(&mut tls.key), tls.client_ca.as_mut()]);
-        for path in pem.flatten().chain(&mut self.tokens).chain(&mut self.trace_directory) {
+        let collector = self.telemetry.iter_mut().filter_map(|telemetry| telemetry.ca.as_mut());
+        for path in pem.flatten().chain(&mut self.tokens).chain(&mut self.trace_directory).chain(collector) {
             *path = resolve(path);
         }
     }

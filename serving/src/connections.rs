@@ -23,6 +23,7 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 use crate::access::Logged;
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
+use crate::telemetry::Telemetry;
 use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
@@ -49,6 +50,7 @@ pub(crate) struct Listener {
     gauge: IntGauge,
     stalled: Duration,
     securing: Option<Securing>,
+    telemetry: Option<Arc<Telemetry>>,
 }
 
 impl Listener {
@@ -84,7 +86,13 @@ impl Listener {
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
             securing: None,
+            telemetry: None,
         }
+    }
+
+    /// Requests over HTTP have spans, if there is a collector.
+    pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Listener {
+        Listener { telemetry, ..self }
     }
 
     /// Takes connections with TLS alone, if there is something to secure them with.
@@ -294,9 +302,10 @@ pub(crate) async fn serve_http(listener: Listener, routes: Router, closed: Cance
             Some(_) = connections.join_next() => {}
             connection = listener.accept() => {
                 let (protocol, routes, closed) = (protocol.clone(), routes.clone(), closed.clone());
+                let telemetry = listener.telemetry.clone();
                 connections.spawn(async move {
                     let peer = connection.ends.remote_addr();
-                    let service = TowerToHyperService::new(Logged::new(routes, peer));
+                    let service = TowerToHyperService::new(Logged::new(routes, peer).traced(telemetry));
                     let answering = protocol.serve_connection(TokioIo::new(connection), service);
                     tokio::pin!(answering);
                     let ended = tokio::select! {

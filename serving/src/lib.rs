@@ -3,9 +3,9 @@
 //! What is here: the repository that loads model bundles from a volume or a directory, the inference
 //! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
 //! it, with Triton's calls for configurations, statistics, the repository, traces and the log, with
-//! system shared memory, streams and classification; health; reflection; Prometheus metrics), with TLS and
-//! bearer tokens, a client, a generator of load ([`load`]), and the pipe that reads records from one topic
-//! and writes predictions to another.
+//! system shared memory, streams and classification; health; reflection; Prometheus metrics; spans for
+//! OpenTelemetry), with TLS and bearer tokens, a client, a generator of load ([`load`]), and the pipe that
+//! reads records from one topic and writes predictions to another.
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
 //! [`pipe`] knows topics), and any format of models but ONNX (Triton's
@@ -23,6 +23,8 @@
 //! - a request of a wrong form is never answered as INTERNAL or 500, and limits hold after decompression;
 //! - where the server has tokens, a call is known by its own before anything of it is read, and learns
 //!   nothing of models that it may not use;
+//! - no request waits for the collector of its spans, and neither does a server that stops, but for seconds;
+//! - an answer is given again only to a request that asks the same of a version with the same content;
 //! - requests run together only where trying has shown that their rows are independent;
 //! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
 //!   clients that wait for a model take turns by the rows that they ask for;
@@ -78,6 +80,7 @@ pub mod record;
 mod reflection;
 mod reload;
 pub mod repository;
+mod response_cache;
 mod rest;
 pub mod runtime;
 mod server;
@@ -85,13 +88,14 @@ mod session;
 mod shadow;
 mod shared_memory;
 mod statistics;
+mod telemetry;
 pub mod tensor;
 mod tls;
 mod tokens;
 mod trace;
 pub mod wire;
 
-pub use config::{Config, Control, Device, Limits, ModelOptions, PipeConfig, Tls};
+pub use config::{Config, Control, Device, Limits, ModelOptions, PipeConfig, Telemetry, Tls};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};

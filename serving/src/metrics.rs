@@ -171,6 +171,29 @@ pub static SHADOW_ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
+/// Bytes of the answers that are kept to be given again.
+pub static RESPONSE_CACHE_BYTES: LazyLock<IntGauge> = LazyLock::new(|| {
+    gauge("millrace_serving_response_cache_bytes", "Bytes of the answers that are kept to be given again")
+});
+
+/// Answers that were kept and had to make room for others.
+pub static RESPONSE_CACHE_EVICTIONS: LazyLock<IntCounter> = LazyLock::new(|| {
+    counter(
+        "millrace_serving_response_cache_evictions_total",
+        "Answers that were kept and had to make room for others",
+    )
+});
+
+/// Spans of requests, by what became of them: `sent`, `rejected` by the collector, or `dropped`, because it
+/// was away or too slow.
+pub static TELEMETRY_SPANS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_telemetry_spans_total",
+        "Spans of requests, by what became of them",
+        &["outcome"],
+    )
+});
+
 /// Records of a pipe, by outcome: `predicted` or `dead_letter`.
 pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec("millrace_serving_pipe_records_total", "Records of a pipe", &["pipe", "outcome"])

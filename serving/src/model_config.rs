@@ -70,6 +70,7 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         default_model_filename: model.file().to_owned(),
         parameters: parameters(model),
         scheduling_choice: batching(model),
+        response_cache: model.answers.as_ref().map(|_| pb::ModelResponseCache { enable: true }),
         ..Default::default()
     }
 }
@@ -198,6 +199,9 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
             "default_queue_policy": batching.default_queue_policy.as_ref().map(queue_policy_json),
             "priority_queue_policy": {},
         });
+    }
+    if let Some(cache) = &config.response_cache {
+        json["response_cache"] = json!({ "enable": cache.enable });
     }
     json
 }

@@ -28,6 +28,7 @@ use crate::config::{Config, Control};
 use crate::drift::Drift;
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
+use crate::response_cache::{Answers, ResponseCache};
 use crate::session::Pool;
 use crate::shadow::Shadow;
 use crate::statistics::Statistics;
@@ -50,6 +51,8 @@ pub struct Model {
     /// Whether another version runs copies of requests, so that others pay no look-up.
     shadowed: AtomicBool,
     pub(crate) pool: Pool,
+    /// Where its answers are kept, if they are.
+    pub(crate) answers: Option<Answers>,
     pub(crate) metrics: ModelMetrics,
     pub(crate) statistics: Statistics,
     /// Compares inputs with those of the training, where the bundle has statistics of them.
@@ -135,6 +138,7 @@ struct Models {
 struct Inner {
     source: Source,
     config: Config,
+    cache: Option<Arc<ResponseCache>>,
     models: RwLock<Arc<Models>>,
     /// One look through at a time.
     refreshing: tokio::sync::Mutex<()>,
@@ -158,7 +162,8 @@ impl Repository {
     ///
     /// # Errors
     /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it or in `models` that none
-    /// is, for more sessions than there may be, and for levels of priority and windows of drift that there cannot be;
+    /// is, for more sessions than there may be, for answers to be kept where there is no room for any, and for
+    /// levels of priority and windows of drift that there cannot be;
     /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
     /// [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
@@ -166,11 +171,13 @@ impl Repository {
         config.batching.check()?;
         config.drift.check()?;
         config.check_sessions()?;
+        config.check_response_cache()?;
         let checked = config.clone();
         blocking("model loading", move || crate::session::check_device(&checked)).await?;
         let inner = Inner {
             source,
             config: config.clone(),
+            cache: ResponseCache::new(config.response_cache_bytes_max).map(Arc::new),
             models: RwLock::default(),
             refreshing: tokio::sync::Mutex::new(()),
             loading: Mutex::default(),

@@ -28,7 +28,7 @@ use crate::repository::{Repository, Source};
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
-use crate::{grpc, memory, metrics, reflection, rest};
+use crate::{grpc, memory, metrics, reflection, rest, telemetry};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
@@ -91,8 +91,8 @@ impl Serving {
 /// (at most `drain_ms_max`), then the listeners close and [`Serving::join`] returns.
 ///
 /// # Errors
-/// [`Error::Config`] for a limit of 0, for what is no origin, and for certificates and tokens that cannot
-/// be used; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
+/// [`Error::Config`] for a limit of 0, for what is no origin, for certificates and tokens that cannot
+/// be used, and for a collector of spans that is none; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
 /// afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
@@ -132,11 +132,13 @@ pub async fn serve_with(
 struct Entrance {
     certificates: Option<Arc<Reloaded<Certificates>>>,
     tokens: Option<Arc<Tokens>>,
+    /// Where spans of those who passed are sent.
+    telemetry: Option<telemetry::Opened>,
 }
 
 impl Entrance {
     async fn open(config: &Config) -> Result<Entrance> {
-        let (tls, tokens) = (config.tls.clone(), config.tokens.clone());
+        let (tls, tokens, spans) = (config.tls.clone(), config.tokens.clone(), config.telemetry.clone());
         if tokens.is_some() && tls.is_none() && !config.is_local() {
             tracing::warn!(
                 "tokens come over connections without TLS, where others may read them: set [serving.tls]"
@@ -146,6 +148,7 @@ impl Entrance {
             Ok(Entrance {
                 certificates: tls.as_ref().map(Certificates::open).transpose()?,
                 tokens: tokens.as_deref().map(tokens::open).transpose()?,
+                telemetry: spans.as_ref().map(telemetry::Opened::open).transpose()?,
             })
         };
         blocking("configuration", open).await
@@ -183,7 +186,7 @@ fn serve_on(
     config: &Config,
     inference: Inference,
     deps: Deps,
-    entrance: Entrance,
+    mut entrance: Entrance,
     [grpc, http, scrape]: [TcpListener; 3],
     cancel: CancellationToken,
 ) -> Result<Serving> {
@@ -200,6 +203,8 @@ fn serve_on(
     let memory = SharedMemory::new(config.shares_memory(), limits.message_bytes_max);
     let guard = Guard::new(entrance.tokens.clone());
     let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), guard.clone(), config)?;
+    let exporting = entrance.telemetry.take().map(telemetry::Opened::start);
+    let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
@@ -216,7 +221,9 @@ fn serve_on(
         .add_service(Logged::new(Messages::new(health_service, *limits), None))
         .add_service(guarded(reflection::v1()?, &guard, limits))
         .add_service(guarded(reflection::v1alpha()?, &guard, limits))
-        .add_service(grpc::service(inference.clone(), controls, memory, guard, limits));
+        .add_service(
+            grpc::service(inference.clone(), controls, memory, guard, limits).traced(telemetry.clone()),
+        );
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
     let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc));
     let incoming = stream::unfold(listener, |listener| async move {
@@ -231,7 +238,8 @@ fn serve_on(
             .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
     transports.spawn({
-        let listener = Listener::http(http, "REST", limits).secured(securing(Securing::http));
+        let listener =
+            Listener::http(http, "REST", limits).secured(securing(Securing::http)).traced(telemetry);
         let answering = serve_http(listener, routes, closing.clone());
         async {
             answering.await;
@@ -278,6 +286,9 @@ fn serve_on(
             tracing::debug!("connections stayed open and were cut");
         }
         transports.shutdown().await;
+        if let Some(exporting) = exporting {
+            exporting.finish().await;
+        }
         ending.cancel();
         scraping.shutdown().await;
         polling.abort();

@@ -28,9 +28,17 @@ pub(crate) struct Times {
     pub(crate) output_start: Instant,
     /// The outputs were there.
     pub(crate) end: Instant,
+    /// The outputs were found in the response cache, and nothing was computed.
+    pub(crate) cached: bool,
 }
 
 impl Times {
+    /// Of a request whose answer is found now, after a look for it that began at `queued`.
+    pub(crate) fn found(queued: Instant) -> Times {
+        let now = Instant::now();
+        Times { queued, computing: now, input_end: now, output_start: now, end: now, cached: true }
+    }
+
     fn input(&self) -> Duration {
         self.input_end.saturating_duration_since(self.computing)
     }
@@ -85,6 +93,8 @@ pub(crate) struct Statistics {
     input: Spent,
     infer: Spent,
     output: Spent,
+    cache_hit: Spent,
+    cache_miss: Spent,
     sizes: [Size; SIZES_MAX],
 }
 
@@ -100,17 +110,24 @@ impl Default for Statistics {
             input: Spent::default(),
             infer: Spent::default(),
             output: Spent::default(),
+            cache_hit: Spent::default(),
+            cache_miss: Spent::default(),
             sizes: std::array::from_fn(|_| Size::default()),
         }
     }
 }
 
 impl Statistics {
-    /// Counts a request of `rows` that arrived at `arrived` and was answered.
+    /// Counts a request of `rows` that arrived at `arrived` and was answered. As Triton has it, one that was
+    /// answered from the cache waited for nothing, and is no inference.
     pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
         self.arrived();
-        self.rows.fetch_add(rows, Ordering::Relaxed);
         self.success.add(times.end.saturating_duration_since(arrived));
+        if times.cached {
+            self.queue.add(Duration::ZERO);
+            return;
+        }
+        self.rows.fetch_add(rows, Ordering::Relaxed);
         self.queue.add(times.computing.saturating_duration_since(times.queued));
         self.input.add(times.input());
         self.infer.add(times.infer());
@@ -126,6 +143,16 @@ impl Statistics {
             size.infer_nanos.fetch_add(nanos(times.infer()), Ordering::Relaxed);
             size.output_nanos.fetch_add(nanos(times.output()), Ordering::Relaxed);
         }
+    }
+
+    /// Counts an answer that was found in the cache, and the time for that.
+    pub(crate) fn hit(&self, time: Duration) {
+        self.cache_hit.add(time);
+    }
+
+    /// Counts an answer that was not in the cache, and the time for the look and for keeping it.
+    pub(crate) fn missed(&self, time: Duration) {
+        self.cache_miss.add(time);
     }
 
     /// Counts a request that arrived at `arrived` and was refused or failed.
@@ -202,9 +229,8 @@ pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
             compute_input: Some(statistics.input.read()),
             compute_infer: Some(statistics.infer.read()),
             compute_output: Some(statistics.output.read()),
-            // There is no cache of responses.
-            cache_hit: Some(pb::StatisticDuration::default()),
-            cache_miss: Some(pb::StatisticDuration::default()),
+            cache_hit: Some(statistics.cache_hit.read()),
+            cache_miss: Some(statistics.cache_miss.read()),
         }),
         batch_stats: statistics.sizes(),
         memory_usage: Vec::new(),
@@ -255,7 +281,23 @@ mod tests {
 
     fn times(start: Instant) -> Times {
         let at = |micros| start + Duration::from_micros(micros);
-        Times { queued: at(1), computing: at(3), input_end: at(7), output_start: at(15), end: at(31) }
+        let cached = false;
+        Times { queued: at(1), computing: at(3), input_end: at(7), output_start: at(15), end: at(31), cached }
+    }
+
+    #[test]
+    fn a_request_that_the_cache_answers_is_a_success_and_no_inference() {
+        let (statistics, start) = (Statistics::default(), Instant::now());
+        let found = Times::found(start);
+        statistics.hit(found.end.saturating_duration_since(start));
+        statistics.succeeded(8, start, &found);
+        statistics.missed(Duration::from_nanos(5));
+        statistics.succeeded(2, start, &times(start));
+        let counts = [&statistics.success, &statistics.queue, &statistics.infer, &statistics.cache_hit];
+        assert_eq!(counts.map(|spent| spent.read().count), [2, 2, 1, 1]);
+        assert_eq!(statistics.rows.load(Ordering::Relaxed), 2);
+        let missed = statistics.cache_miss.read();
+        assert_eq!((missed.count, missed.ns), (1, 5));
     }
 
     #[test]

@@ -151,11 +151,13 @@ impl Tracer {
             ("REQUEST_END", times.end),
         ];
         let step = |(name, at): (&str, Instant)| serde_json::json!({ "name": name, "ns": self.nanos(at) });
+        // What comes from the response cache is not computed.
+        let steps = steps.into_iter().filter(|(name, _)| !(times.cached && name.starts_with("COMPUTE")));
         let trace = serde_json::json!({
             "id": self.next_id.fetch_add(1, Ordering::Relaxed),
             "model_name": model.name(),
             "model_version": model.version(),
-            "timestamps": steps.map(step),
+            "timestamps": steps.map(step).collect::<Vec<_>>(),
         });
         let traces = state.files.entry(settings.file.clone());
         let traces = traces.or_insert_with(|| Traces::new(directory, &settings.file, settings.log_frequency));

@@ -45,6 +45,10 @@ mod pipe;
 mod protocol;
 #[path = "serving/reflection.rs"]
 mod reflection;
+#[path = "serving/response_cache.rs"]
+mod response_cache;
+#[path = "serving/response_cache_off.rs"]
+mod response_cache_off;
 #[path = "serving/rollout.rs"]
 mod rollout;
 #[path = "serving/scheduling.rs"]
@@ -61,6 +65,8 @@ mod statistics;
 mod stream;
 #[path = "serving/support.rs"]
 mod support;
+#[path = "serving/telemetry.rs"]
+mod telemetry;
 #[path = "serving/tls.rs"]
 mod tls;
 #[path = "serving/tokens.rs"]

@@ -74,7 +74,7 @@ impl Credentials {
     }
 
     /// What connects to addresses of `https`.
-    pub(super) fn connector(&self) -> Result<Connector, ClientError> {
+    pub(crate) fn connector(&self) -> Result<Connector, ClientError> {
         let roots = match &self.ca {
             Some(path) => read_roots("ca", path).map_err(unusable)?,
             None => {
@@ -117,7 +117,7 @@ fn unusable(error: crate::Error) -> ClientError {
 
 /// Connects with TLS.
 #[derive(Debug, Clone)]
-pub(super) struct Connector {
+pub(crate) struct Connector {
     config: Arc<ClientConfig>,
 }
 

@@ -40,6 +40,10 @@ pub struct ModelOptions {
     /// Sessions per version, 0 as in `[serving]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sessions_max: Option<usize>,
+    /// Whether its answers are kept, and equal requests answered with them, for as long as
+    /// `response_cache_bytes_max` has room; when absent as the model's `config.pbtxt` says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub response_cache: Option<bool>,
 }
 
 impl ModelOptions {
@@ -58,6 +62,20 @@ impl Config {
         config.allow_fallback = settings.allow_fallback.unwrap_or(self.allow_fallback);
         config.sessions_max = settings.sessions_max.unwrap_or(self.sessions_max);
         config
+    }
+
+    /// Refuses answers that are to be kept where there is no room for any.
+    pub(crate) fn check_response_cache(&self) -> Result<()> {
+        let mut keeping = self.models.iter().filter(|(_, options)| options.response_cache == Some(true));
+        match keeping.next() {
+            Some((name, _)) if self.response_cache_bytes_max == 0 => Err(Error::Config {
+                reason: format!(
+                    "models.{}: response_cache is true, and response_cache_bytes_max is 0: say how many bytes answers may take",
+                    quote(name)
+                ),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses numbers of sessions that none can have.

@@ -6,6 +6,8 @@
 //! nothing runs ahead of a client that does not read its answers: the others wait in the transport,
 //! whose flow control makes the client wait.
 
+use std::sync::Arc;
+
 use futures::future::FutureExt;
 use futures::stream::{BoxStream, FuturesOrdered, StreamExt, unfold};
 use tokio_util::task::AbortOnDropHandle;
@@ -13,6 +15,7 @@ use tonic::{Request, Status, Streaming};
 
 use super::{Origin, Service};
 use crate::infer::stopping;
+use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::wire::inference::infer_parameter::ParameterChoice;
@@ -42,6 +45,7 @@ pub(super) fn answers(
         origin: Origin { client: request.remote_addr(), deadline: Ok(None) },
         service,
         caller,
+        span: telemetry::current(),
         strict,
         requests: request.into_inner(),
         running: FuturesOrdered::new(),
@@ -58,6 +62,8 @@ struct Conversation {
     origin: Origin,
     service: Service,
     caller: Caller,
+    /// That of the stream, where it is sampled.
+    span: Option<Arc<Active>>,
     strict: bool,
     requests: Streaming<pb::ModelInferRequest>,
     running: FuturesOrdered<AbortOnDropHandle<Answer>>,
@@ -136,7 +142,8 @@ impl Conversation {
     }
 
     fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = Answer> + use<> {
-        answer(self.service.clone(), self.caller.clone(), self.origin.clone(), request, self.strict)
+        let (service, caller, origin) = (self.service.clone(), self.caller.clone(), self.origin.clone());
+        telemetry::nested(self.span.clone(), answer(service, caller, origin, request, self.strict))
     }
 }
 
@@ -150,6 +157,9 @@ async fn answer(
 ) -> Answer {
     let id = request.id.clone();
     let answer = service.infer(&caller, origin, request).await.map(|(response, _)| response);
+    if let Err(error) = &answer {
+        telemetry::failed(None, error);
+    }
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),
         Err(error) if strict => return Err(error.into()),

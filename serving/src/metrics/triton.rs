@@ -15,7 +15,7 @@ const LABELS: [&str; 2] = ["model", "version"];
 type Figure = fn(&pb::ModelStatistics, &pb::InferStatistics) -> u64;
 
 /// Names, what they mean, and where the figure is. Times are in microseconds.
-const COUNTERS: [(&str, &str, Figure); 9] = [
+const COUNTERS: [(&str, &str, Figure); 13] = [
     ("nv_inference_request_success", "Number of successful inference requests", |_, of| count(of.success)),
     ("nv_inference_request_failure", "Number of failed inference requests", |_, of| count(of.fail)),
     ("nv_inference_count", "Number of inferences, each row of a batch counted", |of, _| of.inference_count),
@@ -35,6 +35,22 @@ const COUNTERS: [(&str, &str, Figure); 9] = [
     ("nv_inference_compute_output_duration_us", "Time taking outputs, in microseconds", |_, of| {
         micros(of.compute_output)
     }),
+    ("nv_cache_num_hits_per_model", "Number of answers found in the response cache", |_, of| {
+        count(of.cache_hit)
+    }),
+    ("nv_cache_num_misses_per_model", "Number of answers not found in the response cache", |_, of| {
+        count(of.cache_miss)
+    }),
+    (
+        "nv_cache_hit_duration_per_model",
+        "Time finding answers in the response cache, in microseconds",
+        |_, of| micros(of.cache_hit),
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Time looking for answers and keeping them, in microseconds",
+        |_, of| micros(of.cache_miss),
+    ),
 ];
 
 fn count(spent: Option<pb::StatisticDuration>) -> u64 {

@@ -287,6 +287,7 @@ mod tests {
             inner: Arc::new(Inner {
                 source: Source::new(store, "models"),
                 config: Config { control, ..Config::default() },
+                cache: None,
                 models: Default::default(),
                 refreshing: Default::default(),
                 loading: Default::default(),

@@ -39,6 +39,8 @@ pub(crate) struct Loading {
     /// 0 where the server decides.
     sessions: usize,
     device: Option<Device>,
+    /// Whether answers are kept.
+    pub(crate) response_cache: bool,
 }
 
 impl Declared {
@@ -73,6 +75,7 @@ impl Declared {
             batching: fields::batching(config).map_err(|reason| at("dynamic_batching", reason))?,
             sessions,
             device,
+            response_cache: config.response_cache.as_ref().is_some_and(|cache| cache.enable),
         };
         Ok(Declared { policy, loading, ignored: fields::ignored(config) })
     }

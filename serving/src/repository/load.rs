@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use millrace_bundle::{Bundle, MODEL_FILE};
 use tokio_util::sync::CancellationToken;
 
+use super::declared::Loading;
 use super::versions::{Content, Origin};
 use super::{Model, Repository};
 use crate::blocking::blocking;
@@ -14,6 +15,7 @@ use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
 use crate::metrics::ModelMetrics;
 use crate::model_config::max_batch_size;
+use crate::response_cache::{Answers, ResponseCache};
 use crate::session;
 use crate::statistics::Statistics;
 
@@ -54,6 +56,8 @@ impl Repository {
         }
         // What the server's own configuration says of the model comes before its repository's.
         let config = config.of_model(name);
+        let cache = self.cache_of(name, version, loading.as_ref());
+        let answers = cache.map(|cache| Answers::new(cache, bundle.manifest()));
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
@@ -70,6 +74,7 @@ impl Repository {
                 shadowed: AtomicBool::new(false),
                 manifest,
                 pool,
+                answers,
                 metrics,
                 statistics: Statistics::default(),
                 drift,
@@ -78,6 +83,23 @@ impl Repository {
             })
         })
         .await
+    }
+
+    /// Where the answers of a version are kept, if they are to be.
+    fn cache_of(&self, model: &str, version: u64, loading: Option<&Loading>) -> Option<Arc<ResponseCache>> {
+        let inner = &self.inner;
+        let said = inner.config.models.get(model).and_then(|options| options.response_cache);
+        if !said.unwrap_or_else(|| loading.is_some_and(|loading| loading.response_cache)) {
+            return None;
+        }
+        if inner.cache.is_none() {
+            tracing::info!(
+                model,
+                version,
+                "response_cache of config.pbtxt: no answers are kept, as response_cache_bytes_max is 0"
+            );
+        }
+        inner.cache.clone()
     }
 }
 

@@ -66,7 +66,7 @@ pub(super) fn run(
     let output_start = Instant::now();
     let tensors = outputs.iter().map(|spec| output(&values, spec)).collect::<Result<_, _>>()?;
     let end = Instant::now();
-    Ok((tensors, Times { queued, computing, input_end, output_start, end }))
+    Ok((tensors, Times { queued, computing, input_end, output_start, end, cached: false }))
 }
 
 /// What the runtime says of a request that was checked against the signature. Weights do not change, so

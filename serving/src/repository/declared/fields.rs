@@ -169,7 +169,6 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
         ("metric_tags", !config.metric_tags.is_empty()),
         ("parameters", !config.parameters.is_empty()),
         ("model_warmup", !config.model_warmup.is_empty()),
-        ("response_cache", config.response_cache.is_some()),
         ("model_metrics", config.model_metrics.is_some()),
         ("output.label_filename", config.output.iter().any(|output| !output.label_filename.is_empty())),
     ];

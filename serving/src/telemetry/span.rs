@@ -1,0 +1,269 @@
+//! Spans of requests while these run: what kind of call it is, whose child it is, and what the core says of
+//! the request, which finds the span of its task without being handed it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime};
+
+use axum::http;
+use parking_lot::Mutex;
+
+use super::Telemetry;
+use super::context::{self, Parent, SpanId, TraceId};
+use crate::error::InferError;
+use crate::repository::Model;
+use crate::statistics::Times;
+
+/// The inference service as paths of gRPC name it.
+pub(super) const SERVICE: &str = "inference.GRPCInferenceService";
+/// Characters of a path that are kept.
+const PATH_MAX: usize = 200;
+
+tokio::task_local! {
+    /// The span of the request that is being answered, where it is sampled.
+    static CURRENT: Arc<Active>;
+}
+
+/// The span that a sampled request runs in.
+#[derive(Debug)]
+pub(crate) struct Active {
+    telemetry: Arc<Telemetry>,
+    trace: TraceId,
+    span: SpanId,
+    /// `tracestate` as it came.
+    state: String,
+    outcome: Mutex<Outcome>,
+}
+
+/// What the core says of a request.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    pub(super) model: Option<(String, u64)>,
+    pub(super) times: Option<Times>,
+    /// Kind of the error.
+    pub(super) error: Option<&'static str>,
+}
+
+/// What is called.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Call {
+    /// A method of the inference service.
+    Grpc(&'static str),
+    /// A path of REST, with a version or without.
+    Http { path: String, versioned: bool },
+    /// One request of a stream.
+    InStream,
+}
+
+impl Call {
+    /// Of a request, if it asks for inference.
+    fn of(method: &http::Method, path: &str) -> Option<Call> {
+        if let Some(target) = path.strip_prefix("/v2/models/").and_then(|rest| rest.strip_suffix("/infer")) {
+            let versioned = target.contains("/versions/");
+            let post = method == http::Method::POST;
+            return post.then(|| Call::Http { path: path.chars().take(PATH_MAX).collect(), versioned });
+        }
+        match path.strip_prefix('/')?.strip_prefix(SERVICE)? {
+            "/ModelInfer" => Some(Call::Grpc("ModelInfer")),
+            "/ModelStreamInfer" => Some(Call::Grpc("ModelStreamInfer")),
+            _ => None,
+        }
+    }
+}
+
+/// A span, and all that is sent of it once it has ended.
+#[derive(Debug)]
+pub(super) struct Finished {
+    pub(super) call: Call,
+    pub(super) trace: TraceId,
+    pub(super) span: SpanId,
+    pub(super) parent: Option<SpanId>,
+    pub(super) state: String,
+    /// When it began, by both clocks, and when it ended.
+    pub(super) start: (Instant, SystemTime),
+    pub(super) end: Instant,
+    pub(super) peer: Option<SocketAddr>,
+    pub(super) request_id: Option<String>,
+    /// Of gRPC, else of HTTP; absent where the caller went before there was an answer.
+    pub(super) status: Option<u16>,
+    pub(super) outcome: Outcome,
+}
+
+impl Finished {
+    /// Spans that are made of it: its own, and those of its steps.
+    pub(super) fn spans(&self) -> u64 {
+        1 + match self.outcome.times {
+            None => 0,
+            Some(times) if times.cached => 1,
+            Some(_) => 4,
+        }
+    }
+}
+
+/// A span that has not ended, which it does when dropped.
+#[derive(Debug)]
+pub(crate) struct Open {
+    active: Arc<Active>,
+    finished: Option<Box<Finished>>,
+}
+
+impl Telemetry {
+    /// The span of a request, if it asks for inference and is sampled: where it comes with a parent, as that
+    /// says, else by the rate.
+    pub(crate) fn begin<B>(
+        self: &Arc<Self>,
+        request: &http::Request<B>,
+        peer: impl FnOnce() -> Option<SocketAddr>,
+        request_id: Option<&http::HeaderValue>,
+    ) -> Option<Open> {
+        let call = Call::of(request.method(), request.uri().path())?;
+        let parent = Parent::of(request.headers());
+        if !parent.map_or_else(|| self.turn(), |parent| parent.sampled) {
+            return None;
+        }
+        let trace = match parent {
+            Some(parent) => parent.trace,
+            None => self.id()?,
+        };
+        // Without a parent there is no trace that the rest could be about.
+        let state = parent.map(|_| context::state(request.headers())).unwrap_or_default();
+        let mut open = Open::new(self.clone(), call, trace, parent.map(|parent| parent.span), state)?;
+        if let Some(finished) = &mut open.finished {
+            finished.peer = peer();
+            finished.request_id = request_id.map(|id| String::from_utf8_lossy(id.as_bytes()).into_owned());
+        }
+        Some(open)
+    }
+}
+
+impl Open {
+    fn new(
+        telemetry: Arc<Telemetry>,
+        call: Call,
+        trace: TraceId,
+        parent: Option<SpanId>,
+        state: String,
+    ) -> Option<Open> {
+        let span = telemetry.id()?;
+        let start = (Instant::now(), SystemTime::now());
+        let finished = Finished {
+            call,
+            trace,
+            span,
+            parent,
+            state: state.clone(),
+            start,
+            end: start.0,
+            peer: None,
+            request_id: None,
+            status: None,
+            outcome: Outcome::default(),
+        };
+        let active = Active { telemetry, trace, span, state, outcome: Mutex::default() };
+        Some(Open { active: Arc::new(active), finished: Some(Box::new(finished)) })
+    }
+
+    /// Runs a part of the request within it.
+    pub(crate) fn within<T>(&self, part: impl FnOnce() -> T) -> T {
+        CURRENT.sync_scope(self.active.clone(), part)
+    }
+
+    /// Notes how the call went, as far as its protocol has said it: gRPC does with its own status, which may
+    /// come last.
+    pub(crate) fn set_status(&mut self, http: Option<u16>, grpc: Option<u16>) {
+        if let Some(finished) = &mut self.finished {
+            let said = if matches!(finished.call, Call::Grpc(_)) { grpc } else { http };
+            finished.status = said.or(finished.status);
+        }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if let Some(mut finished) = self.finished.take() {
+            finished.end = Instant::now();
+            finished.outcome = std::mem::take(&mut *self.active.outcome.lock());
+            self.active.telemetry.take(finished);
+        }
+    }
+}
+
+/// The span of the request that is being answered.
+pub(crate) fn current() -> Option<Arc<Active>> {
+    CURRENT.try_with(Arc::clone).ok()
+}
+
+fn note(change: impl FnOnce(&mut Outcome)) {
+    // Most requests have none.
+    let _ = CURRENT.try_with(|active| change(&mut active.outcome.lock()));
+}
+
+/// Notes which version answered, and when it took its steps.
+pub(crate) fn answered(model: &Model, times: &Times) {
+    note(|outcome| {
+        outcome.model = Some((model.name().to_owned(), model.version()));
+        outcome.times = Some(*times);
+    });
+}
+
+/// Notes why there is no answer, and which version was asked, if one was.
+pub(crate) fn failed(model: Option<&Model>, error: &InferError) {
+    note(|outcome| {
+        outcome.error = Some(error.label());
+        if let Some(model) = model {
+            outcome.model = Some((model.name().to_owned(), model.version()));
+        }
+    });
+}
+
+/// Answers a request of a stream in a span of its own, where the stream has one.
+pub(crate) async fn nested<F: Future>(stream: Option<Arc<Active>>, answering: F) -> F::Output {
+    let open = stream.and_then(|stream| {
+        let (telemetry, state) = (stream.telemetry.clone(), stream.state.clone());
+        Open::new(telemetry, Call::InStream, stream.trace, Some(stream.span), state)
+    });
+    match open {
+        Some(open) => CURRENT.scope(open.active.clone(), answering).await,
+        None => answering.await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_for_inference_are_known_by_their_paths() {
+        let (get, post) = (http::Method::GET, http::Method::POST);
+        let of = |path: &str| Call::of(&post, path);
+        assert_eq!(of("/inference.GRPCInferenceService/ModelInfer"), Some(Call::Grpc("ModelInfer")));
+        assert_eq!(
+            of("/inference.GRPCInferenceService/ModelStreamInfer"),
+            Some(Call::Grpc("ModelStreamInfer"))
+        );
+        for (path, versioned) in [
+            ("/v2/models/m/infer", false),
+            ("/v2/models/m/versions/3/infer", true),
+            ("/v2/models/infer/infer", false),
+        ] {
+            assert_eq!(of(path), Some(Call::Http { path: path.to_owned(), versioned }));
+            assert_eq!(Call::of(&get, path), None);
+        }
+        for path in [
+            "",
+            "/",
+            "/v2",
+            "/v2/models/infer",
+            "/v2/models/m/ready",
+            "/v2/health/ready",
+            "/inference.GRPCInferenceService/ModelReady",
+            "/inference.GRPCInferenceServiceX/ModelInfer",
+            "/grpc.health.v1.Health/Check",
+        ] {
+            assert_eq!(of(path), None, "{path}");
+        }
+        let long = format!("/v2/models/{}/infer", "ü".repeat(100_000));
+        let Some(Call::Http { path, .. }) = of(&long) else { unreachable!() };
+        assert_eq!(path.chars().count(), PATH_MAX);
+    }
+}
