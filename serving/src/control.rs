@@ -143,8 +143,8 @@ impl Controls {
         .await
     }
 
-    /// Unloads a model and waits until the requests that it answers are done. A parameter's value is
-    /// `None` when it is not a boolean.
+    /// Unloads a model, with `unload_dependents` also the models of an ensemble that were loaded with it, and waits
+    /// until the requests that they answer are done. A parameter's value is `None` when it is not a boolean.
     ///
     /// # Errors
     /// [`InferError::Invalid`] for parameters other than `unload_dependents`; what
@@ -159,10 +159,10 @@ impl Controls {
         let entered = self.inference.enter()?;
         caller.may_control(&model)?;
         check_repository(repository)?;
+        let mut dependents = false;
         for (name, value) in parameters {
             match (*name, value) {
-                // No model depends on another one here, so either value means the same.
-                ("unload_dependents", Some(_)) => {}
+                ("unload_dependents", Some(value)) => dependents = *value,
                 ("unload_dependents", None) => {
                     return Err(InferError::invalid("parameter \"unload_dependents\" is not true or false"));
                 }
@@ -177,7 +177,7 @@ impl Controls {
         let repository = self.inference.repository().clone();
         finish(async move {
             let _entered = entered;
-            repository.unload_model(&model).await
+            repository.unload_model(&model, dependents).await
         })
         .await
     }

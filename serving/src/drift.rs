@@ -6,6 +6,7 @@
 
 mod histogram;
 
+use std::borrow::Borrow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -94,8 +95,8 @@ impl Drift {
     }
 
     /// Looks at some rows of inputs in the signature's order, which were checked against it.
-    pub(crate) fn observe(&self, inputs: &[Tensor], now: Instant) {
-        let rows = rows_of(inputs.first());
+    pub(crate) fn observe<T: Borrow<Tensor>>(&self, inputs: &[T], now: Instant) {
+        let rows = rows_of(inputs.first().map(Borrow::borrow));
         let granted = self.grant(rows, now);
         if granted == 0 {
             return;
@@ -129,12 +130,10 @@ impl Drift {
         }
     }
 
-    fn add_row(&self, seen: &mut Seen, inputs: &[Tensor], rows: usize, row: usize) {
+    fn add_row<T: Borrow<Tensor>>(&self, seen: &mut Seen, inputs: &[T], rows: usize, row: usize) {
         for (watched, histogram) in self.features.iter().zip(&mut seen.histograms) {
-            let Some(tensor) = inputs.get(watched.input).filter(|tensor| rows_of(Some(tensor)) == rows)
-            else {
-                continue;
-            };
+            let tensor = inputs.get(watched.input).map(Borrow::borrow);
+            let Some(tensor) = tensor.filter(|tensor| rows_of(Some(tensor)) == rows) else { continue };
             let Data::Fp32(values) = &tensor.data else { continue };
             let width = values.len() / rows;
             if watched.feature.element < width {

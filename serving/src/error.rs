@@ -213,6 +213,26 @@ impl InferError {
         InferError::Internal { reason: reason.into() }
     }
 
+    /// The same of a part of a request, which is named before the reason.
+    pub(crate) fn within(mut self, part: &dyn std::fmt::Display) -> InferError {
+        match &mut self {
+            InferError::NotFound { reason }
+            | InferError::Exists { reason }
+            | InferError::Invalid { reason }
+            | InferError::NotRepresentable { reason }
+            | InferError::Overloaded { reason }
+            | InferError::Unauthenticated { reason }
+            | InferError::Denied { reason }
+            | InferError::DeadlineExceeded { reason }
+            | InferError::Unavailable { reason }
+            | InferError::Unsupported { reason }
+            | InferError::Internal { reason } => *reason = format!("{part}: {reason}"),
+            // Of the message as a whole, which has no parts.
+            InferError::TooLarge { .. } => {}
+        }
+        self
+    }
+
     /// True when the same request may succeed later.
     pub fn is_retryable(&self) -> bool {
         matches!(

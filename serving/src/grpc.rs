@@ -35,7 +35,7 @@ use crate::wire::{Form, read_inputs, write_response};
 
 /// Name of the server in its metadata.
 pub(crate) const SERVER_NAME: &str = "millrace";
-/// Platform of every model, as Triton names it.
+/// Platform of every model with a graph, as Triton names it.
 pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
 /// Protocol extensions that every server speaks, as Triton names them; [`Controls::extensions`] and
 /// [`extensions`] add those that depend on how the server was started.
@@ -161,7 +161,9 @@ impl GrpcInferenceService for Service {
         let request = request.into_inner();
         caller.may_use(&request.name)?;
         let asked = Asked::parse(&request.version)?;
-        let found = self.inference.repository().find(&request.name, asked).is_ok();
+        let repository = self.inference.repository();
+        let found =
+            repository.find(&request.name, asked).and_then(|model| repository.check_steps(&model)).is_ok();
         Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
     }
 
@@ -198,7 +200,7 @@ impl GrpcInferenceService for Service {
         Ok(Response::new(pb::ModelMetadataResponse {
             name: model.name().to_owned(),
             versions: versions.iter().map(u64::to_string).collect(),
-            platform: PLATFORM.to_owned(),
+            platform: model.platform().to_owned(),
             inputs: tensors(&model.signature().inputs),
             outputs: tensors(&model.signature().outputs),
         }))

@@ -1,6 +1,8 @@
 //! Inference independent of any transport: a typed request is checked against the model's signature,
 //! run, and answered with typed tensors.
 
+mod step;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,8 +19,9 @@ use crate::session::Work;
 use crate::shadow::Copied;
 use crate::statistics::Times;
 use crate::telemetry;
-use crate::tensor::Tensor;
+use crate::tensor::{Held, Tensor};
 use crate::trace::Tracer;
+pub(crate) use step::{Checked, step};
 
 /// Most input or output tensors in a request.
 pub(crate) const TENSORS_MAX: usize = 1024;
@@ -276,8 +279,24 @@ pub(crate) async fn infer_with(
     request: Request,
 ) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
-    let outputs = wanted(&signature.outputs, &request.outputs)?;
-    let inputs = ordered(&signature.inputs, request.inputs)?;
+    let checked = Checked {
+        outputs: wanted(&signature.outputs, &request.outputs)?,
+        inputs: ordered(&signature.inputs, request.inputs)?,
+        priority: request.priority,
+        timeout: request.timeout,
+        deadline: request.deadline,
+        client: request.client,
+        beside: false,
+    };
+    let (outputs, inferences, times) = perform(model, checked).await?;
+    let response = Response { model: model.name().to_owned(), version: model.version(), outputs };
+    Ok((response, inferences, times))
+}
+
+/// Runs a request on a version's sessions, or through its steps; gives the wanted outputs, how many
+/// inferences it was, and when each step was reached.
+async fn perform(model: &Model, request: Checked) -> Result<(Vec<Tensor>, u64, Times), InferError> {
+    let Checked { inputs, outputs, .. } = request;
     let extent = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
     let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) {
@@ -302,8 +321,8 @@ pub(crate) async fn infer_with(
     let answer_by = request.deadline;
     let deadline = answer_by.into_iter().chain(expires).min();
     let level = model.pool.level(request.priority);
-    let work = Work { inputs, outputs, rows, queued, deadline, answer_by, level, client: request.client };
-    let respond = |outputs| Response { model: model.name().to_owned(), version: model.version(), outputs };
+    let (client, beside) = (request.client, request.beside);
+    let work = Work { inputs, outputs, rows, queued, deadline, answer_by, level, client, beside };
     // A model whose first extent is no batch answers one inference per request.
     let inferences = |rows: usize| rows.max(1) as u64;
     let mut missed = None;
@@ -314,11 +333,14 @@ pub(crate) async fn infer_with(
             let took = times.end.saturating_duration_since(queued);
             model.statistics.hit(took);
             model.metrics.request_seconds.observe(took.as_secs_f64());
-            return Ok((respond(outputs), inferences(rows), times));
+            return Ok((outputs, inferences(rows), times));
         }
         missed = Some((answers, key, queued.elapsed()));
     }
-    let ran = model.pool.run(work).await?;
+    let ran = match model.ensemble() {
+        None => model.pool.run(work).await?,
+        Some(ensemble) => ensemble.run(model, work).await?,
+    };
     if let Some((answers, key, looked)) = missed {
         let start = Instant::now();
         answers.put(key, &ran.outputs);
@@ -333,7 +355,7 @@ pub(crate) async fn infer_with(
         model.metrics.batch_rows.observe(inferences(rows) as f64);
         model.statistics.ran(inferences(rows), &times);
     }
-    Ok((respond(ran.outputs), inferences(rows), times))
+    Ok((ran.outputs, inferences(rows), times))
 }
 
 fn has_rows(input: &Tensor, rows: usize) -> bool {
@@ -341,7 +363,7 @@ fn has_rows(input: &Tensor, rows: usize) -> bool {
 }
 
 /// Checks every input and brings them into the signature's order.
-fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Tensor>, InferError> {
+fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
     if inputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
@@ -366,7 +388,8 @@ fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Tensor>, Inf
         .iter()
         .zip(places)
         .map(|(spec, place)| {
-            place.ok_or_else(|| InferError::invalid(format!("input {:?} is missing", spec.name)))
+            let missing = || InferError::invalid(format!("input {:?} is missing", spec.name));
+            place.map(Held::Alone).ok_or_else(missing)
         })
         .collect()
 }

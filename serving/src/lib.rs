@@ -9,7 +9,7 @@
 //!
 //! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
 //! [`pipe`] knows topics), and any format of models but ONNX (Triton's
-//! `config.pbtxt` is read for those).
+//! `config.pbtxt` is read for those, and for ensembles of them).
 //!
 //! Invariants:
 //! - a version is served only when its manifest is complete, its digests match and ONNX Runtime agrees
@@ -26,6 +26,8 @@
 //! - no request waits for the collector of its spans, and neither does a server that stops, but for seconds;
 //! - an answer is given again only to a request that asks the same of a version with the same content;
 //! - requests run together only where trying has shown that their rows are independent;
+//! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
+//!   are and fit;
 //! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
 //!   clients that wait for a model take turns by the rows that they ask for;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
@@ -65,6 +67,7 @@ mod connections;
 mod control;
 mod delivery;
 mod drift;
+mod ensemble;
 pub mod error;
 mod grpc;
 pub mod infer;

@@ -7,11 +7,11 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::{Value, json};
 
 use crate::config::Device;
-use crate::grpc::PLATFORM;
+use crate::ensemble;
 use crate::repository::{Model, VersionPolicy};
 use crate::wire::inference as pb;
 
-/// Backend of every model, as Triton names it.
+/// Backend of every model with a graph, as Triton names it.
 pub(crate) const BACKEND: &str = "onnxruntime";
 /// Most rows that a configuration promises, however large a message may be.
 const BATCH_ROWS_MAX: usize = 65_536;
@@ -58,9 +58,9 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         dims: dims(spec, max_batch_size),
         ..Default::default()
     };
-    pb::ModelConfig {
+    let mut config = pb::ModelConfig {
         name: model.name().to_owned(),
-        platform: PLATFORM.to_owned(),
+        platform: model.platform().to_owned(),
         backend: BACKEND.to_owned(),
         version_policy: Some(pb::ModelVersionPolicy { policy_choice: Some(policy_choice(policy)) }),
         max_batch_size,
@@ -72,7 +72,16 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         scheduling_choice: batching(model),
         response_cache: model.answers.as_ref().map(|_| pb::ModelResponseCache { enable: true }),
         ..Default::default()
+    };
+    if let Some(ensemble) = model.ensemble() {
+        // It has no graph, and so neither what runs one.
+        config.backend.clear();
+        config.default_model_filename.clear();
+        config.instance_group.clear();
+        let scheduling = pb::model_config::SchedulingChoice::EnsembleScheduling(ensemble.describe());
+        config.scheduling_choice = Some(scheduling);
     }
+    config
 }
 
 fn policy_choice(policy: &VersionPolicy) -> pb::model_version_policy::PolicyChoice {
@@ -202,6 +211,9 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
     }
     if let Some(cache) = &config.response_cache {
         json["response_cache"] = json!({ "enable": cache.enable });
+    }
+    if let Some(pb::model_config::SchedulingChoice::EnsembleScheduling(steps)) = &config.scheduling_choice {
+        json["ensemble_scheduling"] = ensemble::to_json(steps);
     }
     json
 }

@@ -4,6 +4,7 @@
 mod beside;
 mod control;
 mod declared;
+mod ensemble;
 mod load;
 mod policy;
 mod refresh;
@@ -26,6 +27,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::blocking::blocking;
 use crate::config::{Config, Control};
 use crate::drift::Drift;
+use crate::ensemble::Ensemble;
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
 use crate::response_cache::{Answers, ResponseCache};
@@ -34,6 +36,7 @@ use crate::shadow::Shadow;
 use crate::statistics::Statistics;
 
 pub(crate) use control::Entry;
+pub(crate) use ensemble::WeakRepository;
 pub use policy::{UnknownPolicy, VersionPolicy};
 pub use rollout::{Rollout, ShadowTarget, Target, check_label};
 pub use source::Source;
@@ -50,6 +53,8 @@ pub struct Model {
     origin: Arc<Origin>,
     /// Whether another version runs copies of requests, so that others pay no look-up.
     shadowed: AtomicBool,
+    /// The steps of a model that is made of others; its pool has no sessions.
+    ensemble: Option<Box<Ensemble>>,
     pub(crate) pool: Pool,
     /// Where its answers are kept, if they are.
     pub(crate) answers: Option<Answers>,
@@ -99,6 +104,16 @@ impl Model {
         self.shadowed.load(Ordering::Relaxed)
     }
 
+    /// The steps of a model that is made of others.
+    pub(crate) fn ensemble(&self) -> Option<&Ensemble> {
+        self.ensemble.as_deref()
+    }
+
+    /// Platform, as Triton names it.
+    pub(crate) fn platform(&self) -> &'static str {
+        if self.ensemble.is_some() { crate::ensemble::PLATFORM } else { crate::grpc::PLATFORM }
+    }
+
     /// File of the graph.
     pub(crate) fn file(&self) -> &str {
         self.origin.loading.as_ref().map_or(MODEL_FILE, |loading| &loading.file)
@@ -144,6 +159,8 @@ struct Inner {
     refreshing: tokio::sync::Mutex<()>,
     /// Versions that are being loaded.
     loading: Mutex<BTreeSet<(String, u64)>>,
+    /// Models that were loaded for an ensemble alone.
+    along: Mutex<BTreeSet<String>>,
     /// One listing for an index at a time, so that callers cannot pile them up on the store.
     indexing: tokio::sync::Mutex<()>,
     changes: watch::Sender<u64>,
@@ -181,6 +198,7 @@ impl Repository {
             models: RwLock::default(),
             refreshing: tokio::sync::Mutex::new(()),
             loading: Mutex::default(),
+            along: Mutex::default(),
             indexing: tokio::sync::Mutex::new(()),
             changes: watch::Sender::new(0),
         };
@@ -318,7 +336,10 @@ impl Repository {
         let models = self.inner.models.read().clone();
         let mut status: Vec<VersionStatus> = Vec::new();
         for (model, versions) in &models.models {
-            let ready = versions.ready.keys().map(|version| (*version, State::Ready));
+            let ready = versions
+                .ready
+                .iter()
+                .map(|(version, model)| (*version, models.fault(model).map_or(State::Ready, State::Failed)));
             let failed = versions
                 .failed
                 .iter()

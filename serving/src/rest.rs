@@ -32,7 +32,7 @@ use crate::access::{self, Peer};
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
-use crate::grpc::{PLATFORM, SERVER_NAME, extensions};
+use crate::grpc::{SERVER_NAME, extensions};
 use crate::infer::Inference;
 use crate::repository::Asked;
 use crate::shared_memory::SharedMemory;
@@ -216,10 +216,10 @@ fn status_of(ready: bool) -> StatusCode {
 
 async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let ready = app.inference.is_ready();
-    let name = match app.inference.repository().find(&target.model, target.asked()?) {
-        Ok(model) => model.name().to_owned(),
-        Err(error) => return Err(error.into()),
-    };
+    let repository = app.inference.repository();
+    let model = repository.find(&target.model, target.asked()?)?;
+    repository.check_steps(&model)?;
+    let name = model.name();
     Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
@@ -231,7 +231,7 @@ async fn model_metadata(State(app): State<App>, target: Target) -> Result<Respon
     Ok(Json(json!({
         "name": model.name(),
         "versions": versions,
-        "platform": PLATFORM,
+        "platform": model.platform(),
         "inputs": model.signature().inputs,
         "outputs": model.signature().outputs,
     }))

@@ -17,7 +17,7 @@ mod weights;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use millrace_bundle::{Bundle, Signature};
+use millrace_bundle::{Bundle, Manifest, Signature};
 use ort::value::ValueType;
 
 use crate::config::{Config, Device};
@@ -27,6 +27,7 @@ use backing::Weights;
 use placement::Placement;
 use values::datatype;
 
+pub(crate) use lease::Ran;
 pub(crate) use line::Work;
 pub(crate) use options::check_device;
 pub(crate) use pool::Pool;
@@ -89,6 +90,16 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
     }
     let placement = Placement::new(manifest, config.device, device, free.len());
     Ok(Pool::new(free, placement, &manifest.signature, config, rows_max))
+}
+
+/// The pool of a version without sessions, whose requests run on those of others.
+pub(crate) fn none(manifest: &Manifest, config: &Config) -> Pool {
+    let mut config = config.clone();
+    // That bounds each wait for a session, and so is for those others to say.
+    config.batching.timeout_us_max = 0;
+    let placement = Placement::new(manifest, Device::Cpu, Device::Cpu, 0);
+    let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
+    Pool::new(Vec::new(), placement, &nothing, &config, 0)
 }
 
 /// Sessions of a version on a device.

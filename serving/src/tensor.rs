@@ -1,10 +1,13 @@
 //! Typed tensors, the common currency of transports and sessions, and their raw little-endian form.
 
+mod held;
+
 use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
 use millrace_bundle::Datatype;
 
 use crate::error::{InferError, quote};
+pub(crate) use held::Held;
 
 /// Elements of a tensor, row major.
 #[derive(Debug, Clone, PartialEq)]

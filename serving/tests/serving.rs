@@ -21,6 +21,12 @@ mod cors;
 mod devices;
 #[path = "serving/drift.rs"]
 mod drift;
+#[path = "serving/ensemble.rs"]
+mod ensemble;
+#[path = "serving/ensemble_members.rs"]
+mod ensemble_members;
+#[path = "serving/ensemble_refused.rs"]
+mod ensemble_refused;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
 #[path = "serving/lifecycle.rs"]

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::signature::Signature;
 
 /// Newest manifest format that this crate reads, and the one that it writes.
@@ -112,6 +113,32 @@ pub struct Imported {
 }
 
 impl Manifest {
+    /// What a manifest would say of a version that is made of other models, and so has no graph and no files.
+    /// Stamps the time.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`], [`Error::InvalidVersion`]; [`Error::InvalidManifest`] for a signature that no
+    /// manifest may have.
+    pub fn of_ensemble(name: &str, version: u64, signature: Signature) -> Result<Manifest> {
+        if !is_model_name(name) {
+            return Err(Error::InvalidName { name: shorten(name) });
+        }
+        if version == 0 {
+            return Err(Error::InvalidVersion { version: version.to_string() });
+        }
+        signature.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        Ok(Manifest {
+            format_version: FORMAT_VERSION,
+            name: name.to_owned(),
+            version,
+            files: Vec::new(),
+            signature,
+            lineage: Lineage::default(),
+            metrics: BTreeMap::new(),
+            created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+        })
+    }
+
     /// The entry of a file, by its path.
     pub fn file(&self, path: &str) -> Option<&FileEntry> {
         self.files.iter().find(|file| file.path == path)

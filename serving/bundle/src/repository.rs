@@ -149,7 +149,11 @@ async fn look_at(
     version: u64,
     configured: bool,
 ) -> Result<Found> {
-    let files = files_below(store, base).await?;
+    let files = match files_below(store, base).await {
+        // Versions of an ensemble have no files.
+        Err(Error::NotFound { .. }) if configured => BTreeMap::new(),
+        files => files?,
+    };
     if configured && !files.contains_key(&base.clone().join(MANIFEST_FILE)) {
         return Ok(Found::Plain(PlainVersion::new(name, version, base, &files)?));
     }

@@ -188,7 +188,7 @@ fn nothing_is_watched_that_is_switched_off_or_not_there() {
     drift.observe(&[Tensor::fp32("x", vec![200, 1], numbers(200, 3)).unwrap()], Instant::now());
     let figures = drift.figures();
     assert_eq!(figures.features.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["x[0]"]);
-    drift.observe(&[], Instant::now());
+    drift.observe::<Tensor>(&[], Instant::now());
     assert_eq!(drift.figures().rows, 200);
     for (window_rows, fits) in [(0, false), (99, false), (100, true), (1 << 40, true), (u64::MAX, false)] {
         assert_eq!(Options { window_rows, ..ALL }.check().is_ok(), fits, "{window_rows}");

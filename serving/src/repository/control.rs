@@ -77,7 +77,7 @@ impl Repository {
     pub(super) async fn load_configured(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         for name in &self.inner.config.load {
-            if let Err(error) = self.load_settled(name).await? {
+            if let Err(error) = self.load_whole(name).await? {
                 tracing::warn!(model = name, %error, "a model that load names is not served");
             }
         }
@@ -94,8 +94,9 @@ impl Repository {
         Ok(())
     }
 
-    /// Loads a model, or what is new of it. Versions that are ready already and did not change stay,
-    /// with their statistics. Cancel safe: a dropped call changes nothing.
+    /// Loads a model, or what is new of it, and with an ensemble those of its models that are not loaded. Versions
+    /// that are ready already and did not change stay, with their statistics. Cancel safe: each model is loaded
+    /// or as it was.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] unless `control` is `explicit`, and when a version cannot be loaded or
@@ -104,13 +105,13 @@ impl Repository {
     pub(crate) async fn load_model(&self, name: &str) -> Result<(), InferError> {
         self.check_call(name)?;
         let _one = self.inner.refreshing.lock().await;
-        self.load_settled(name).await.map_err(|error| InferError::Unavailable {
+        self.load_whole(name).await.map_err(|error| InferError::Unavailable {
             reason: format!("model {name:?} cannot be looked for: {}", chain(&error)),
         })?
     }
 
     /// Loads a model, and what of it may still have been being written once more a moment later.
-    async fn load_settled(&self, name: &str) -> Result<Result<(), InferError>> {
+    pub(super) async fn load_settled(&self, name: &str) -> Result<Result<(), InferError>> {
         let outcome = self.load_now(name, Duration::ZERO).await?;
         if !self.is_settling(Some(name)) {
             return Ok(outcome);
@@ -163,14 +164,14 @@ impl Repository {
         })
     }
 
-    /// Takes a model out of service, then waits until the requests that it answers are done, at most
-    /// `drain_ms_max`; those that take longer finish all the same. Cancel safe: a dropped call has either
-    /// taken the model out or changed nothing.
+    /// Takes a model out of service, and if `dependents` the models of an ensemble that were loaded with it, then
+    /// waits until the requests that they answer are done, at most `drain_ms_max`; those that take longer finish
+    /// all the same. Cancel safe: a dropped call has either taken all of them out or changed nothing.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] unless `control` is `explicit`; [`InferError::Invalid`],
     /// [`InferError::NotFound`] for the name.
-    pub(crate) async fn unload_model(&self, name: &str) -> Result<(), InferError> {
+    pub(crate) async fn unload_model(&self, name: &str, dependents: bool) -> Result<(), InferError> {
         self.check_call(name)?;
         let leaving: Vec<CancellationToken> = {
             let _one = self.inner.refreshing.lock().await;
@@ -180,7 +181,13 @@ impl Repository {
                 return Err(InferError::NotFound { reason: format!("model {} is not loaded", quote(name)) });
             };
             next.unloaded.insert(name.to_owned());
-            let leaving = versions.ready.values().map(|model| model.gone.clone()).collect();
+            let mut leaving: Vec<_> = versions.ready.values().map(|model| model.gone.clone()).collect();
+            let mut along = self.inner.along.lock();
+            along.remove(name);
+            if dependents {
+                leaving.extend(next.unload_along(&versions, &mut along));
+            }
+            drop(along);
             self.publish(&before, next);
             leaving
         };
@@ -226,8 +233,9 @@ impl Repository {
         }
         let models = self.inner.models.read().clone();
         for (model, versions) in &models.models {
-            for version in versions.ready.keys() {
-                found.insert((model.clone(), *version), (READY, String::new()));
+            for (version, ready) in &versions.ready {
+                let told = models.fault(ready).map_or((READY, String::new()), |fault| (UNAVAILABLE, fault));
+                found.insert((model.clone(), *version), told);
             }
             for (version, failure) in &versions.failed {
                 let entry = found.entry((model.clone(), *version)).or_insert((UNAVAILABLE, String::new()));
@@ -291,6 +299,7 @@ mod tests {
                 models: Default::default(),
                 refreshing: Default::default(),
                 loading: Default::default(),
+                along: Default::default(),
                 indexing: Default::default(),
                 changes: tokio::sync::watch::Sender::new(0),
             }),
@@ -314,7 +323,7 @@ mod tests {
     async fn a_call_for_a_model_that_is_not_there_changes_nothing() {
         let repository = empty(Control::Explicit);
         assert!(matches!(repository.load_model("mlp").await, Err(InferError::NotFound { .. })));
-        assert!(matches!(repository.unload_model("mlp").await, Err(InferError::NotFound { .. })));
+        assert!(matches!(repository.unload_model("mlp", true).await, Err(InferError::NotFound { .. })));
         assert_eq!((repository.versions("mlp"), *repository.changes().borrow()), (None, 0));
     }
 }

@@ -7,6 +7,7 @@ use millrace_bundle::{Signature, TensorSpec};
 
 use super::policy::VersionPolicy;
 use crate::config::{Config, Device};
+use crate::ensemble::{self, Plan};
 use crate::error::quote;
 use crate::grpc::PLATFORM;
 use crate::model_config::BACKEND;
@@ -41,6 +42,8 @@ pub(crate) struct Loading {
     device: Option<Device>,
     /// Whether answers are kept.
     pub(crate) response_cache: bool,
+    /// The steps of a model that is made of others.
+    pub(crate) ensemble: Option<Plan>,
 }
 
 impl Declared {
@@ -66,6 +69,13 @@ impl Declared {
         let inputs = fields::inputs(config).map_err(|reason| at("input", reason))?;
         let outputs = fields::outputs(config).map_err(|reason| at("output", reason))?;
         let silent = max == 0 && inputs.is_empty() && outputs.is_empty();
+        let ensemble = match &config.scheduling_choice {
+            Some(pb::model_config::SchedulingChoice::EnsembleScheduling(scheduling)) => {
+                let plan = Plan::read(scheduling, &inputs, &outputs);
+                Some(plan.map_err(|reason| at("ensemble_scheduling", reason))?)
+            }
+            _ => None,
+        };
         let (sessions, device) = fields::instances(config).map_err(|reason| at("instance_group", reason))?;
         let loading = Loading {
             file: fields::file(config).map_err(|reason| at("default_model_filename", reason))?,
@@ -76,6 +86,7 @@ impl Declared {
             sessions,
             device,
             response_cache: config.response_cache.as_ref().is_some_and(|cache| cache.enable),
+            ensemble,
         };
         Ok(Declared { policy, loading, ignored: fields::ignored(config) })
     }
@@ -108,6 +119,11 @@ impl Loading {
             ));
         }
         Ok(signature)
+    }
+
+    /// What the configuration itself says that the model takes and gives.
+    pub(crate) fn declared(&self) -> Signature {
+        Signature { inputs: self.inputs.clone(), outputs: self.outputs.clone() }
     }
 
     /// The server's configuration as it is for this model.
@@ -168,6 +184,7 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     const WAY_OUT: &str = "only ONNX models are served here: export it to ONNX (backend: \"onnxruntime\"), or leave it to Triton";
     let config = &parsed.config;
     let refused = |field: &str, reason: &str| Err(format!("{}{field}{reason}", parsed.place(field)));
+    let mut is_ensemble = false;
     match &config.scheduling_choice {
         Some(pb::model_config::SchedulingChoice::SequenceBatching(_)) => {
             return refused(
@@ -175,20 +192,24 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
                 " is not supported yet: requests of a sequence would lose their state",
             );
         }
-        Some(pb::model_config::SchedulingChoice::EnsembleScheduling(_)) => {
-            return refused(
-                "ensemble_scheduling",
-                " is not supported yet: call the models one after the other",
-            );
-        }
+        Some(pb::model_config::SchedulingChoice::EnsembleScheduling(_)) => is_ensemble = true,
         _ => {}
     }
-    if !["", BACKEND].contains(&config.backend.as_str()) {
-        return refused("backend", &format!(": {}: {WAY_OUT}", quote(&config.backend)));
-    }
-    // Triton takes the backend's name for the platform's, too.
-    if !["", PLATFORM, BACKEND].contains(&config.platform.as_str()) {
-        return refused("platform", &format!(": {}: {WAY_OUT}", quote(&config.platform)));
+    if is_ensemble {
+        check_ensemble(parsed)?;
+    } else if config.platform == ensemble::PLATFORM {
+        return refused(
+            "platform",
+            ": \"ensemble\" without ensemble_scheduling, which says what its steps are",
+        );
+    } else {
+        if !["", BACKEND].contains(&config.backend.as_str()) {
+            return refused("backend", &format!(": {}: {WAY_OUT}", quote(&config.backend)));
+        }
+        // Triton takes the backend's name for the platform's, too.
+        if !["", PLATFORM, BACKEND].contains(&config.platform.as_str()) {
+            return refused("platform", &format!(": {}: {WAY_OUT}", quote(&config.platform)));
+        }
     }
     let foreign = [
         ("batch_input", !config.batch_input.is_empty(), "inputs that the server makes are not supported"),
@@ -215,6 +236,33 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     ];
     match foreign.into_iter().find(|(_, is_set, _)| *is_set) {
         Some((field, _, reason)) => refused(field, &format!(": {reason}")),
+        None => Ok(()),
+    }
+}
+
+/// Refuses what belongs to a model with a graph of its own.
+fn check_ensemble(parsed: &Parsed) -> Result<(), String> {
+    let config = &parsed.config;
+    let foreign = [
+        ("platform", !["", ensemble::PLATFORM].contains(&config.platform.as_str()), "is not \"ensemble\""),
+        ("backend", !config.backend.is_empty(), "belongs to its steps' models"),
+        ("instance_group", !config.instance_group.is_empty(), "belongs to its steps' models"),
+        (
+            "response_cache",
+            config.response_cache.as_ref().is_some_and(|cache| cache.enable),
+            "belongs to its steps' models, which may change and with them what it answers",
+        ),
+        (
+            "default_model_filename",
+            !config.default_model_filename.is_empty(),
+            "names a graph, and an ensemble has none",
+        ),
+    ];
+    match foreign.into_iter().find(|(_, is_set, _)| *is_set) {
+        Some((field, _, reason)) => Err(format!(
+            "{}{field} {reason}: leave it out, as the model has ensemble_scheduling",
+            parsed.place(field)
+        )),
         None => Ok(()),
     }
 }

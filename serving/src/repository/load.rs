@@ -41,6 +41,7 @@ impl Repository {
                 }
                 millrace_bundle::load_with(store, root, name, version, &limits).await?
             }
+            Content::Ensemble => return self.load_ensemble(name, version, origin).map_err(failed),
             Content::Plain(stat) => {
                 let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());
                 millrace_bundle::load_plain(store, root, (name, version), file, stat, &limits).await?
@@ -72,6 +73,7 @@ impl Repository {
                 rows_max: declared.and_then(|rows| usize::try_from(rows).ok()).filter(|rows| *rows > 0),
                 origin,
                 shadowed: AtomicBool::new(false),
+                ensemble: None,
                 manifest,
                 pool,
                 answers,

@@ -285,8 +285,9 @@ impl Repository {
             changed |= versions.ready.keys().any(|version| !same(before, &next, model, version));
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
-        MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()));
-        MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()));
+        let faulty = next.tell_faults(before);
+        MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()) - faulty);
+        MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()) + faulty);
         *inner.models.write() = Arc::new(next);
         if changed {
             inner.changes.send_modify(|count| *count = count.wrapping_add(1));
@@ -322,7 +323,13 @@ fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Fail
         return Err(failure(problem.clone(), true));
     }
     let loading = config.and_then(|read| read.good.as_ref()).map(|declared| declared.loading.clone());
+    let is_ensemble = loading.as_ref().is_some_and(|loading| loading.ensemble.is_some());
     let content = match candidate {
+        Candidate::Bundle(_) if is_ensemble => {
+            let reason = "config.pbtxt has ensemble_scheduling, and this version is a bundle: an ensemble has no graph of its own";
+            return Err(failure(reason.to_owned(), true));
+        }
+        Candidate::Plain(_) if is_ensemble => Content::Ensemble,
         Candidate::Bundle(manifest) => Content::Bundle(manifest),
         Candidate::Plain(version) => {
             let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());

@@ -32,6 +32,8 @@ pub(super) enum Content {
     Bundle(Box<Manifest>),
     /// A graph without a manifest, known by what the store says of its file.
     Plain(FileStat),
+    /// Other models, known by the configuration alone.
+    Ensemble,
 }
 
 /// A version that is not as the repository has it now.

@@ -8,10 +8,11 @@ use millrace_bundle::{Datatype, FileEntry, Lineage, Signature, TensorSpec};
 use proptest::prelude::*;
 
 use super::*;
+use crate::tensor::Held;
 
 fn work(inputs: Vec<Tensor>, outputs: Vec<usize>) -> Work {
     Work {
-        inputs,
+        inputs: inputs.into_iter().map(Held::Alone).collect(),
         outputs,
         rows: 0,
         queued: Instant::now(),
@@ -19,6 +20,7 @@ fn work(inputs: Vec<Tensor>, outputs: Vec<usize>) -> Work {
         answer_by: None,
         level: 0,
         client: None,
+        beside: false,
     }
 }
 

@@ -1,5 +1,6 @@
 //! A session that somebody runs on: one request alone, or together with those that it takes along.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -8,7 +9,7 @@ use millrace_bundle::TensorSpec;
 
 use super::handover::Shared;
 use super::joined::{join, split};
-use super::line::Work;
+use super::line::{Job, Work};
 use super::values::run;
 use crate::error::InferError;
 use crate::statistics::Times;
@@ -69,8 +70,10 @@ impl Lease {
         let Some((parts, times)) = together else {
             // One of them may be the reason: the others shall not suffer from it.
             let own = self.run_alone(&work);
-            for job in others {
-                let _ = job.reply.send(Turn::Done(self.run_alone(&job.work)));
+            for Job { work, reply, .. } in others {
+                let ran = self.run_alone(&work);
+                drop(work);
+                let _ = reply.send(Turn::Done(ran));
             }
             return own;
         };
@@ -80,8 +83,11 @@ impl Lease {
         let mut parts = parts.into_iter();
         let own = parts.next().unwrap_or_default();
         for (job, outputs) in others.into_iter().zip(parts) {
-            let times = Times { queued: job.work.queued, ..times };
-            let _ = job.reply.send(Turn::Done(Ok(Ran { outputs, times, run_rows: None })));
+            let Job { work, reply, .. } = job;
+            let times = Times { queued: work.queued, ..times };
+            // Whoever is told may want tensors for himself that he shares with it.
+            drop(work);
+            let _ = reply.send(Turn::Done(Ok(Ran { outputs, times, run_rows: None })));
         }
         let times = Times { queued: work.queued, ..times };
         Ok(Ran { outputs: own, times, run_rows: Some(rows) })
@@ -89,7 +95,7 @@ impl Lease {
 
     /// Runs a request and nothing else.
     pub(super) fn run_alone(&mut self, work: &Work) -> Result<Ran, InferError> {
-        let inputs: Vec<&Tensor> = work.inputs.iter().collect();
+        let inputs: Vec<&Tensor> = work.inputs.iter().map(Deref::deref).collect();
         let (outputs, times) = self.run_inputs(&inputs, work)?;
         Ok(Ran { outputs, times, run_rows: Some(work.rows) })
     }
@@ -98,7 +104,7 @@ impl Lease {
     fn run_together(&mut self, all: &[&Work]) -> Option<(Vec<Vec<Tensor>>, Times)> {
         let first = all.first()?;
         let joined: Vec<Tensor> = (0..first.inputs.len())
-            .map(|place| join(all.iter().map(|work| &work.inputs[place])))
+            .map(|place| join(all.iter().map(|work| &*work.inputs[place])))
             .collect::<Option<_>>()?;
         let inputs: Vec<&Tensor> = joined.iter().collect();
         let (outputs, times) = match self.run_inputs(&inputs, first) {

@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 
 use super::lease::Turn;
 use crate::error::InferError;
-use crate::tensor::Tensor;
+use crate::tensor::Held;
 
 /// Requests that are looked at in vain, at most, for those that could run with another one.
 const PASSED_MAX: usize = 256;
@@ -27,7 +27,7 @@ const PASSED_MAX: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Work {
     /// The inputs, in the signature's order.
-    pub(crate) inputs: Vec<Tensor>,
+    pub(crate) inputs: Vec<Held>,
     /// The wanted outputs, by their places in the signature, in the order asked for.
     pub(crate) outputs: Vec<usize>,
     /// Rows, where they are the first dimension of everything that goes in and out; 0 where there is
@@ -43,6 +43,8 @@ pub(crate) struct Work {
     pub(crate) level: usize,
     /// Who asks. Requests of nobody are those of one client.
     pub(crate) client: Option<SocketAddr>,
+    /// Whether its task has others to run meanwhile.
+    pub(crate) beside: bool,
 }
 
 impl Work {

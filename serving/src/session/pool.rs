@@ -144,7 +144,7 @@ impl Pool {
         if work.is_late() {
             return Err(late(work.queued));
         }
-        let (deadline, queued) = (work.deadline, work.queued);
+        let (deadline, queued, beside) = (work.deadline, work.queued, work.beside);
         let begun = {
             let mut state = self.shared.state.lock();
             match state.free.pop() {
@@ -157,10 +157,10 @@ impl Pool {
             Ok((session, work, others_run)) => {
                 let mut lease = Lease::new(&self.shared, session);
                 if !others_run || self.shared.run_micros() < READ_ON_MICROS_MIN {
-                    return self.execute(deadline, queued, move || lease.run_alone(&work)).await;
+                    return self.execute(deadline, queued, beside, move || lease.run_alone(&work)).await;
                 }
                 read_on().await;
-                return self.execute(deadline, queued, move || lease.run(work)).await;
+                return self.execute(deadline, queued, beside, move || lease.run(work)).await;
             }
             Err(waiting) => waiting,
         };
@@ -172,20 +172,22 @@ impl Pool {
                     read_on().await;
                 }
                 self.shared.gather(&work).await;
-                self.execute(deadline, queued, move || lease.run(work)).await
+                self.execute(deadline, queued, beside, move || lease.run(work)).await
             }
         }
     }
 
-    /// Runs on this thread, or, where that takes long and other models are in use, on one that gives way.
+    /// Runs on this thread, or, where that takes long and other models are in use, or the task has others to
+    /// run, on one that gives way.
     async fn execute(
         &self,
         deadline: Option<Instant>,
         queued: Instant,
+        beside: bool,
         run: impl FnOnce() -> Result<Ran, InferError> + Send + 'static,
     ) -> Result<Ran, InferError> {
         let micros = self.shared.run_micros();
-        if micros <= background::MICROS_MIN || !Mix::is_mixed() {
+        if micros <= background::MICROS_MIN || !(beside || Mix::is_mixed()) {
             return in_place(micros, run);
         }
         let in_time = move || match deadline {

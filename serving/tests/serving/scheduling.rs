@@ -19,13 +19,13 @@ use tonic::Code;
 use crate::support::*;
 
 /// Rows of the requests that hold a session, beside those that are waited for.
-const ROWS_MAX: usize = 8;
+pub(crate) const ROWS_MAX: usize = 8;
 /// Rows of the request that keeps the session busy at first.
 const BUSY_ROWS: usize = 128;
 
 /// One session, which a request that has waited for it holds until eight rows run together: for longer than
 /// a test may take.
-fn holding() -> Config {
+pub(crate) fn holding() -> Config {
     let mut config = config();
     config.sessions_max = 1;
     config.batching.rows_max = ROWS_MAX;
@@ -37,7 +37,7 @@ fn rows(count: usize) -> Tensor {
     Tensor::fp32("input", vec![count as i64, 512], vec![0.25; count * 512]).unwrap()
 }
 
-fn message(model: &str, count: usize, parameters: &[(&str, u64)]) -> pb::ModelInferRequest {
+pub(crate) fn message(model: &str, count: usize, parameters: &[(&str, u64)]) -> pb::ModelInferRequest {
     let input = pb::model_infer_request::InferInputTensor {
         name: "input".into(),
         datatype: "FP32".into(),
@@ -66,7 +66,7 @@ fn code(answer: &Result<pb::ModelInferResponse, ClientError>) -> Code {
 }
 
 /// Waits until something is so, which takes no longer than a test may.
-async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     let begin = Instant::now();
     while !is_so().await {
         assert!(begin.elapsed() < Duration::from_secs(120), "it never was so: {what}");
@@ -75,15 +75,15 @@ async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
 }
 
 /// A server with one model of a name that no other test has, as metrics are those of the process.
-struct Line {
-    server: Server,
+pub(crate) struct Line {
+    pub(crate) server: Server,
     model: &'static str,
 }
 
-type Answer = JoinHandle<Result<pb::ModelInferResponse, ClientError>>;
+pub(crate) type Answer = JoinHandle<Result<pb::ModelInferResponse, ClientError>>;
 
 impl Line {
-    async fn start(config: Config, model: &'static str) -> Line {
+    pub(crate) async fn start(config: Config, model: &'static str) -> Line {
         Line { server: Server::start(config, &[(model, 1, slow(60))]).await, model }
     }
 
@@ -96,29 +96,29 @@ impl Line {
         lines.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }
 
-    async fn outcome(&self, outcome: &str) -> u64 {
+    pub(crate) async fn outcome(&self, outcome: &str) -> u64 {
         let name = format!("millrace_serving_requests_total{{model=\"{}\",outcome=\"{outcome}\"", self.model);
         self.metric(&name).await
     }
 
-    async fn waiting(&self, count: u64) {
+    pub(crate) async fn waiting(&self, count: u64) {
         let what = format!("{count} requests wait");
         until(&what, async || self.metric("nv_inference_pending_request_count").await == count).await;
     }
 
-    fn send(&self, client: &Client, count: usize, parameters: &[(&str, u64)]) -> Answer {
+    pub(crate) fn send(&self, client: &Client, count: usize, parameters: &[(&str, u64)]) -> Answer {
         let (mut client, message) = (client.clone(), message(self.model, count, parameters));
         tokio::spawn(async move { client.infer_message(message).await })
     }
 
-    async fn statistics(&self) -> pb::ModelStatistics {
+    pub(crate) async fn statistics(&self) -> pb::ModelStatistics {
         let request = pb::ModelStatisticsRequest { name: self.model.into(), version: String::new() };
         let mut client = self.server.triton().await;
         client.model_statistics(request).await.unwrap().into_inner().model_stats.remove(0)
     }
 
     /// Has the session held by a request of one row; tells how many runs that took, and its answer.
-    async fn hold(&self) -> (u64, Answer) {
+    pub(crate) async fn hold(&self) -> (u64, Answer) {
         let client = self.server.client().await;
         loop {
             let before = self.statistics().await.execution_count;

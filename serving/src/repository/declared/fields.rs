@@ -189,6 +189,10 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
             ("dynamic_batching.priority_queue_policy", !batching.priority_queue_policy.is_empty()),
         ]);
     }
+    if let Some(pb::model_config::SchedulingChoice::EnsembleScheduling(ensemble)) = &config.scheduling_choice
+    {
+        fields.push(("ensemble_scheduling.max_inflight_requests", ensemble.max_inflight_requests > 0));
+    }
     let mut names: Vec<String> =
         fields.into_iter().filter(|(_, is_set)| *is_set).map(|(field, _)| field.to_owned()).collect();
     names.dedup();

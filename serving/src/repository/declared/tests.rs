@@ -80,8 +80,17 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
         ("backend: \"python\"", "line 1: backend: \"python\": only ONNX models are served here: export it"),
         (
             "platform: \"ensemble\"\nensemble_scheduling { step { } }",
-            "line 2: ensemble_scheduling is not supported yet",
+            "line 2: ensemble_scheduling: an ensemble says itself what it takes and gives",
         ),
+        (
+            "ensemble_scheduling { step { } }\nplatform: \"onnxruntime_onnx\"",
+            "line 2: platform is not \"ensemble\": leave it out, as the model has ensemble_scheduling",
+        ),
+        (
+            "ensemble_scheduling { step { } }\nbackend: \"onnxruntime\"",
+            "line 2: backend belongs to its steps' models: leave it out",
+        ),
+        ("platform: \"ensemble\"", "line 1: platform: \"ensemble\" without ensemble_scheduling"),
         ("sequence_batching { }", "line 1: sequence_batching is not supported yet"),
         ("max_batch_size: -1", "line 1: max_batch_size: -1 is below 0"),
         ("version_policy { latest { } }", "num_versions 0, which serves none"),

@@ -218,6 +218,7 @@ function signatureCard(metadata, config) {
     element("p", { class: "quiet" }, [
       config.max_batch_size > 0 ? `Up to ${whole(config.max_batch_size)} rows in a request. ` : "A request is one run: it has no rows. ",
       groups.length ? `Sessions: ${groups.join(", ")}.` : "",
+      config.ensemble_scheduling ? `Steps: ${config.ensemble_scheduling.step.map((step) => step.model_name).join(", ")}.` : "",
     ].join("")));
 }
 
@@ -238,10 +239,10 @@ function lineageCard({ created_at, lineage, metrics, files }) {
     ["Trained by", lineage.code_version && `millrace ${lineage.code_version}`],
     ["Configuration", lineage.config_sha256 && digest(lineage.config_sha256)],
     ["Bundled", created_at],
-    ["Files", element("div", {}, files.map((file) =>
-      element("div", {}, `${file.path}, ${whole(file.bytes)} bytes, SHA-256 `, digest(file.sha256))))],
+    ["Files", files.length ? element("div", {}, files.map((file) =>
+      element("div", {}, `${file.path}, ${whole(file.bytes)} bytes, SHA-256 `, digest(file.sha256)))) : ""],
   ]);
-  return card("Lineage", known, lineage.volume ? ""
+  return card("Lineage", known, lineage.volume || !files.length ? ""
     : element("p", { class: "quiet" }, "The bundle does not say which data it was trained on."));
 }
 

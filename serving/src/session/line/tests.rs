@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use std::sync::LazyLock;
 
 use super::*;
+use crate::tensor::Tensor;
 
 static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
 const ROOMY: Room = Room { requests_max: usize::MAX, bytes_max: usize::MAX };
@@ -18,7 +19,7 @@ fn work(rows: usize, width: i64, outputs: &[usize], at: u64) -> Work {
     let count = rows.max(1) * width as usize;
     let input = Tensor::fp32("x", vec![rows.max(1) as i64, width], vec![0.0; count]).unwrap();
     Work {
-        inputs: vec![input],
+        inputs: vec![Held::Alone(input)],
         outputs: outputs.to_vec(),
         rows,
         queued: *BEGIN + Duration::from_micros(at),
@@ -26,6 +27,7 @@ fn work(rows: usize, width: i64, outputs: &[usize], at: u64) -> Work {
         answer_by: None,
         level: 1,
         client: client(1),
+        beside: false,
     }
 }
 

@@ -1,0 +1,101 @@
+//! Ensembles: models that are steps of other models, which a request runs through without coming back to its
+//! client in between.
+//!
+//! A step is a request to its model like any other: it runs together with those of others, within the limits of
+//! the model's line, with the priority and the time that the request has left. The models are found when a request
+//! begins, all of them at one moment, and it holds them until it is done. So nothing has to be told to an ensemble
+//! when one of them is loaded, replaced or unloaded, and whether it can answer is never a thing of the past.
+//!
+//! Tensors go from step to step as they are. One that several steps take is shared, and so is one that a step
+//! takes and the client gets: when the answer is put together, the steps have let it go.
+//!
+//! There are no ensembles in ensembles: each step of one can be a step of the other.
+
+mod flow;
+mod members;
+mod plan;
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use crate::error::{InferError, quote};
+use crate::repository::{Model, WeakRepository};
+use crate::wire::inference as pb;
+use members::Member;
+pub(crate) use plan::Plan;
+
+/// Platform of ensembles, as Triton names it.
+pub(crate) const PLATFORM: &str = "ensemble";
+
+/// What a model is made of that has no graph of its own.
+#[derive(Debug)]
+pub(crate) struct Ensemble {
+    plan: Plan,
+    /// Has the ensemble itself, too.
+    repository: WeakRepository,
+}
+
+impl Ensemble {
+    /// An ensemble of models of a repository.
+    pub(crate) fn new(plan: Plan, repository: WeakRepository) -> Ensemble {
+        Ensemble { plan, repository }
+    }
+
+    /// The models of the steps.
+    pub(crate) fn models(&self) -> impl Iterator<Item = &str> {
+        self.plan.models()
+    }
+
+    /// What a configuration says of it.
+    pub(crate) fn describe(&self) -> pb::ModelEnsembling {
+        self.plan.describe()
+    }
+
+    /// Whether all steps could run, with the models that `find` tells of.
+    ///
+    /// # Errors
+    /// The first step that could not, and why.
+    pub(crate) fn check(
+        &self,
+        ensemble: &Model,
+        find: &dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError>,
+    ) -> Result<(), String> {
+        self.members(ensemble, find).map(drop)
+    }
+
+    /// The models of the steps for a request that begins now.
+    fn resolve(&self, ensemble: &Model) -> Result<Vec<Member>, InferError> {
+        let unavailable =
+            |reason: String| InferError::Unavailable { reason: format!("{}: {reason}", name(ensemble)) };
+        let Some(repository) = self.repository.upgrade() else {
+            return Err(unavailable("its repository is closed".into()));
+        };
+        let find = repository.finder();
+        self.members(ensemble, &find).map_err(unavailable)
+    }
+
+    /// A step of the ensemble, as messages name it.
+    fn place(&self, ensemble: &Model, step: usize) -> String {
+        format!("{}: {}", name(ensemble), self.plan.named(step))
+    }
+}
+
+/// An ensemble as messages name it.
+pub(crate) fn name(ensemble: &Model) -> String {
+    format!("ensemble {} version {}", quote(ensemble.name()), ensemble.version())
+}
+
+/// The steps in the JSON that Triton's clients read.
+pub(crate) fn to_json(scheduling: &pb::ModelEnsembling) -> Value {
+    let step = |step: &pb::model_ensembling::Step| {
+        json!({
+            "model_name": step.model_name,
+            "model_version": step.model_version,
+            "input_map": step.input_map,
+            "output_map": step.output_map,
+            "model_namespace": step.model_namespace,
+        })
+    };
+    json!({ "step": scheduling.step.iter().map(step).collect::<Vec<_>>() })
+}

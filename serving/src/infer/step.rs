@@ -1,0 +1,54 @@
+//! Requests that were checked, and steps of ensembles, which are such.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use super::{Abandoned, check, count_failure, perform};
+use crate::error::InferError;
+use crate::repository::Model;
+use crate::statistics::Times;
+use crate::tensor::{Held, Tensor};
+
+/// A request that was checked against a version's signature.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    /// The inputs, in the signature's order.
+    pub(crate) inputs: Vec<Held>,
+    /// The wanted outputs, by their places in the signature.
+    pub(crate) outputs: Vec<usize>,
+    /// As of [`super::Request`], and the next three, too.
+    pub(crate) priority: u64,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) client: Option<SocketAddr>,
+    /// Whether its task has others to run meanwhile.
+    pub(crate) beside: bool,
+}
+
+/// Runs a step of an ensemble, which counts as any request to its model does; gives the wanted outputs.
+///
+/// # Errors
+/// As [`super::Inference::infer`].
+pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Tensor>, Times), InferError> {
+    let arrived = Instant::now();
+    let abandoned = Abandoned { model, arrived };
+    let specs = &model.signature().inputs;
+    let outcome = match specs.iter().zip(&checked.inputs).try_for_each(|(spec, input)| check(spec, input)) {
+        Ok(()) => perform(model, checked).await,
+        Err(error) => Err(error),
+    };
+    // There is an answer.
+    std::mem::forget(abandoned);
+    match outcome {
+        Ok((outputs, inferences, times)) => {
+            model.statistics.succeeded(inferences, arrived, &times);
+            model.metrics.ok.inc();
+            Ok((outputs, times))
+        }
+        Err(error) => {
+            model.statistics.failed(arrived);
+            count_failure(model, &error);
+            Err(error)
+        }
+    }
+}
