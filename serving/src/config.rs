@@ -266,6 +266,10 @@ pub struct Limits {
     pub requests_waiting_max: usize,
     /// Bytes of the inputs that may wait for one model version; more are refused likewise.
     pub waiting_bytes_max: usize,
+    /// Sequences that may be live on one model version; more are refused as RESOURCE_EXHAUSTED.
+    pub sequences_max: usize,
+    /// Bytes of their states together; more are refused likewise.
+    pub sequence_bytes_max: usize,
     /// Newest versions of a model that are loaded.
     pub versions_max: usize,
     /// Connections that may be open on each port; more are told so and closed.
@@ -282,6 +286,8 @@ impl Default for Limits {
             model_bytes_max: 2 << 30,
             requests_waiting_max: 1024,
             waiting_bytes_max: 256 << 20,
+            sequences_max: 1024,
+            sequence_bytes_max: 256 << 20,
             versions_max: 16,
             connections_max: 1024,
             stalled_ms_max: 60_000,

@@ -22,9 +22,10 @@ use crate::config::Limits;
 use crate::control::Controls;
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
-use crate::infer::{self, Inference, TENSORS_MAX};
+use crate::infer::{self, Entered, Inference, TENSORS_MAX};
 use crate::parameters::{Schedule, check_request};
 use crate::repository::{Asked, Model};
+use crate::sequence::{self, Place};
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::tokens::{Caller, Guard};
 use crate::wire::inference as pb;
@@ -46,6 +47,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",
+    "sequence",
     "statistics",
 ];
 
@@ -114,25 +116,33 @@ impl Service {
         self.inference.find_asked(name, Asked::parse(version)?)
     }
 
-    /// Answers one request, of a call or of a stream, and tells which version did.
+    /// Lets a request in, of a call or of a stream, and finds the version that answers it. Those of a
+    /// sequence run in the order of these calls.
+    fn admit(&self, caller: &Caller, request: &pb::ModelInferRequest) -> Result<Admitted, InferError> {
+        let entered = self.inference.enter()?;
+        caller.may_use(&request.model_name)?;
+        let asked = Asked::parse(&request.model_version)?;
+        let step = sequence::peek(&request.parameters);
+        let (model, place) = self.inference.admit(&request.model_name, asked, &request.id, step)?;
+        Ok(Admitted { model, place, entered })
+    }
+
+    /// Answers a request, and tells which version did.
     async fn infer(
         &self,
-        caller: &Caller,
+        admitted: Admitted,
         origin: Origin,
         mut request: pb::ModelInferRequest,
     ) -> Result<(pb::ModelInferResponse, std::sync::Arc<Model>), InferError> {
-        let _entered = self.inference.enter()?;
-        caller.may_use(&request.model_name)?;
+        let Admitted { model, place, entered: _entered } = admitted;
         let id = std::mem::take(&mut request.id);
-        let asked = Asked::parse(&request.model_version)?;
-        let model = self.inference.route(&request.model_name, asked, &id)?;
         let decode = || decode(request, origin, &self.memory);
         let encode = |response: infer::Response, reply: Reply| {
             let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
             write_regions(&outputs)?;
             Ok(write_response(&response.model, response.version, id, outputs, reply.form))
         };
-        let message = self.inference.answer(&model, decode, encode).await?;
+        let message = self.inference.answer_in(place, &model, decode, encode).await?;
         Ok((message, model))
     }
 }
@@ -212,7 +222,9 @@ impl GrpcInferenceService for Service {
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
         let origin = Origin { client: request.remote_addr(), deadline: deadline::read(&request) };
         let caller = self.caller(&request);
-        let (message, model) = self.infer(&caller, origin, request.into_inner()).await?;
+        let request = request.into_inner();
+        let admitted = self.admit(&caller, &request)?;
+        let (message, model) = self.infer(admitted, origin, request).await?;
         let mut reply = Response::new(message);
         access::note(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
@@ -333,6 +345,13 @@ impl GrpcInferenceService for Service {
         let caller = self.caller(&request);
         Ok(Response::new(control::log_settings(&self.controls, &caller, request.into_inner())?))
     }
+}
+
+/// A request that was let in.
+struct Admitted {
+    model: std::sync::Arc<Model>,
+    place: Option<Box<Place>>,
+    entered: Entered,
 }
 
 /// Where a request comes from, and until when it is waited for there.

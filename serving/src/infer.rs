@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::repository::{Asked, Model, Repository};
+use crate::sequence::Place;
 use crate::session::Work;
 use crate::shadow::Copied;
 use crate::statistics::Times;
@@ -148,10 +149,21 @@ impl Inference {
         self.answer(&model, || Ok((request, ())), |response, ()| Ok(response)).await
     }
 
-    /// Decodes a request for a version, runs it and encodes the reply; `extra` is handed through to it.
-    /// The request failed when any of the three did.
+    /// Answers a request that belongs to no sequence, as [`Inference::answer_in`] does.
     pub(crate) async fn answer<X, R>(
         &self,
+        model: &Model,
+        decode: impl FnOnce() -> Result<(Request, X), InferError>,
+        encode: impl FnOnce(Response, X) -> Result<R, InferError>,
+    ) -> Result<R, InferError> {
+        self.answer_in(None, model, decode, encode).await
+    }
+
+    /// Decodes a request for a version, runs it and encodes the reply; `extra` is handed through to it.
+    /// The request failed when any of the three did, and its sequence is then as it was.
+    pub(crate) async fn answer_in<X, R>(
+        &self,
+        mut place: Option<Box<Place>>,
         model: &Model,
         decode: impl FnOnce() -> Result<(Request, X), InferError>,
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
@@ -160,10 +172,16 @@ impl Inference {
         let abandoned = Abandoned { model, arrived };
         let outcome = match decode() {
             Ok((request, extra)) => {
-                let copied = if model.is_shadowed() { self.copied(model, &request) } else { None };
-                infer_with(model, request).await.and_then(|(response, rows, times)| {
+                // A copy of one request of a sequence would run without those before it.
+                let is_copied = model.is_shadowed() && place.is_none();
+                let copied = if is_copied { self.copied(model, &request) } else { None };
+                let ran = infer_with(model, place.as_deref_mut(), request).await;
+                ran.and_then(|(response, rows, times)| {
                     let copied = copied.map(|copied| copied.answered(&response.outputs));
                     let reply = encode(response, extra)?;
+                    if let Some(place) = &mut place {
+                        place.commit();
+                    }
                     model.statistics.succeeded(rows, arrived, &times);
                     self.tracer.answered(model, arrived, &times);
                     telemetry::answered(model, &times);
@@ -246,7 +264,7 @@ impl Drop for Entered {
     }
 }
 
-fn count_unknown(error: &InferError) {
+pub(crate) fn count_unknown(error: &InferError) {
     REQUESTS.with_label_values(&["", "", error.label()]).inc();
 }
 
@@ -272,10 +290,11 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-/// Checks a request against one version and runs it; tells how many inferences it was and when each step
-/// was reached.
+/// Checks a request against one version and runs it, in its place where it belongs to a sequence; tells how
+/// many inferences it was and when each step was reached.
 pub(crate) async fn infer_with(
     model: &Model,
+    place: Option<&mut Place>,
     request: Request,
 ) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
@@ -288,14 +307,18 @@ pub(crate) async fn infer_with(
         client: request.client,
         beside: false,
     };
-    let (outputs, inferences, times) = perform(model, checked).await?;
+    let (outputs, inferences, times) = perform(model, place, checked).await?;
     let response = Response { model: model.name().to_owned(), version: model.version(), outputs };
     Ok((response, inferences, times))
 }
 
-/// Runs a request on a version's sessions, or through its steps; gives the wanted outputs, how many
+/// Runs a request on a version's sessions, in its place where it belongs to a sequence, or through its steps; gives the wanted outputs, how many
 /// inferences it was, and when each step was reached.
-async fn perform(model: &Model, request: Checked) -> Result<(Vec<Tensor>, u64, Times), InferError> {
+async fn perform(
+    model: &Model,
+    place: Option<&mut Place>,
+    request: Checked,
+) -> Result<(Vec<Tensor>, u64, Times), InferError> {
     let Checked { inputs, outputs, .. } = request;
     let extent = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
@@ -337,9 +360,12 @@ async fn perform(model: &Model, request: Checked) -> Result<(Vec<Tensor>, u64, T
         }
         missed = Some((answers, key, queued.elapsed()));
     }
-    let ran = match model.ensemble() {
-        None => model.pool.run(work).await?,
-        Some(ensemble) => ensemble.run(model, work).await?,
+    let ran = match (place, &model.sequences, model.ensemble()) {
+        (None, None, None) => model.pool.run(work).await?,
+        (None, None, Some(ensemble)) => ensemble.run(model, work).await?,
+        // In a box, so that other requests do not carry the room for it.
+        (Some(place), ..) => Box::pin(place.run(&model.pool, work)).await?,
+        (None, Some(sequences), _) => return Err(sequences.outside()),
     };
     if let Some((answers, key, looked)) = missed {
         let start = Instant::now();

@@ -30,6 +30,7 @@
 //!   are and fit;
 //! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
 //!   clients that wait for a model take turns by the rows that they ask for;
+//! - requests of a sequence run one after the other, and one that failed has left its state as it was;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
 //!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so
@@ -86,6 +87,7 @@ pub mod repository;
 mod response_cache;
 mod rest;
 pub mod runtime;
+mod sequence;
 mod server;
 mod session;
 mod shadow;

@@ -96,8 +96,11 @@ fn policy_choice(policy: &VersionPolicy) -> pb::model_version_policy::PolicyChoi
     }
 }
 
-/// What is said where requests that wait run together.
+/// What is said of sequences, or where requests that wait run together.
 fn batching(model: &Model) -> Option<pb::model_config::SchedulingChoice> {
+    if let Some(sequences) = &model.sequences {
+        return Some(pb::model_config::SchedulingChoice::SequenceBatching(sequences.shown()));
+    }
     model.pool.batch_rows_max()?;
     let preferred = model.pool.preferred_rows();
     Some(pb::model_config::SchedulingChoice::DynamicBatching(pb::ModelDynamicBatching {
@@ -198,6 +201,9 @@ pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
         "parameters": parameters_json(config),
         "model_warmup": [],
     });
+    if let Some(pb::model_config::SchedulingChoice::SequenceBatching(batching)) = &config.scheduling_choice {
+        json["sequence_batching"] = crate::sequence::to_json(batching);
+    }
     if let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice {
         json["dynamic_batching"] = json!({
             "preferred_batch_size": batching.preferred_batch_size,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::error::{InferError, quote};
+use crate::sequence;
 use crate::wire::inference::InferParameter;
 use crate::wire::inference::infer_parameter::ParameterChoice;
 
@@ -36,7 +37,7 @@ pub(crate) enum Parameter<'a> {
 }
 
 impl Parameter<'_> {
-    fn kind(&self) -> &'static str {
+    pub(crate) fn kind(&self) -> &'static str {
         match self {
             Parameter::Flag(_) => "a boolean",
             Parameter::Integer(_) => "an integer",
@@ -84,7 +85,7 @@ pub(crate) trait Parameters {
     }
 }
 
-fn wrong(of: &dyn Display, name: &str, expected: &str, found: &str) -> InferError {
+pub(crate) fn wrong(of: &dyn Display, name: &str, expected: &str, found: &str) -> InferError {
     InferError::invalid(format!("{of}: parameter {} takes {expected}, it is {found}", quote(name)))
 }
 
@@ -132,27 +133,15 @@ pub(crate) struct Schedule {
     pub(crate) timeout: Option<Duration>,
 }
 
-/// Checks the parameters of a request and reads those about its scheduling: those of the protocol have their types, sequences are refused
-/// because they would change the answer, names that begin with `triton_` are reserved, and whatever else
-/// a client adds is accepted.
+/// Checks the parameters of a request and reads those about its scheduling: those of the protocol have their
+/// types, names that begin with `triton_` are reserved, and whatever else a client adds is accepted. Those
+/// about a sequence change nothing where the model has none.
 ///
 /// # Errors
-/// [`InferError::Invalid`], [`InferError::Unsupported`].
+/// [`InferError::Invalid`].
 pub(crate) fn check_request(parameters: &impl Parameters) -> Result<Schedule, InferError> {
     let of = &"the request";
-    let sequence = match parameters.parameter("sequence_id") {
-        // What clients send that have no sequence.
-        None | Some(Parameter::Integer(0) | Parameter::Text("")) => None,
-        Some(Parameter::Integer(_) | Parameter::Text(_)) => Some("sequence_id"),
-        Some(other) => return Err(wrong(of, "sequence_id", "an integer or a string", other.kind())),
-    };
-    let start = parameters.flag(of, "sequence_start")?.unwrap_or(false).then_some("sequence_start");
-    let end = parameters.flag(of, "sequence_end")?.unwrap_or(false).then_some("sequence_end");
-    if let Some(name) = sequence.or(start).or(end) {
-        return Err(InferError::Unsupported {
-            reason: format!("parameter {name:?} is not supported: no model keeps state between requests"),
-        });
-    }
+    sequence::read(parameters)?;
     parameters.flag(of, ENABLE_EMPTY_FINAL_RESPONSE)?;
     let reserved = |name: &&str| name.starts_with("triton_") && *name != ENABLE_EMPTY_FINAL_RESPONSE;
     match parameters.names().find(reserved) {

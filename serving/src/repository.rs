@@ -9,6 +9,7 @@ mod load;
 mod policy;
 mod refresh;
 mod rollout;
+mod sequences;
 mod source;
 mod split;
 mod versions;
@@ -31,6 +32,7 @@ use crate::ensemble::Ensemble;
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::{ModelMetrics, REFRESHES};
 use crate::response_cache::{Answers, ResponseCache};
+use crate::sequence::Sequences;
 use crate::session::Pool;
 use crate::shadow::Shadow;
 use crate::statistics::Statistics;
@@ -58,6 +60,8 @@ pub struct Model {
     pub(crate) pool: Pool,
     /// Where its answers are kept, if they are.
     pub(crate) answers: Option<Answers>,
+    /// Where the model keeps a state between requests.
+    pub(crate) sequences: Option<Arc<Sequences>>,
     pub(crate) metrics: ModelMetrics,
     pub(crate) statistics: Statistics,
     /// Compares inputs with those of the training, where the bundle has statistics of them.
@@ -84,7 +88,7 @@ impl Model {
         &self.manifest
     }
 
-    /// Inputs and outputs.
+    /// Inputs and outputs that clients see.
     pub fn signature(&self) -> &Signature {
         &self.manifest.signature
     }

@@ -250,8 +250,10 @@ async fn infer(
     let header_length = header_length(&headers)?;
     let (mut model, split) = app.inference.find_split(&target.model, asked)?;
     let body = read(body, &headers, &app.limits).await?;
-    if split {
-        model = app.inference.route(&target.model, asked, &body::id(&body, header_length))?;
+    let mut place = None;
+    if split || model.sequences.is_some() {
+        let (id, step) = body::head(&body, header_length);
+        (model, place) = app.inference.admit(&target.model, asked, &id, step)?;
     }
     let decode = || {
         let (mut request, reply) = body::decode(&body, header_length, &app.memory)?;
@@ -259,7 +261,7 @@ async fn infer(
         Ok((request, reply))
     };
     let encode = |response, reply| body::encode(model.signature(), response, reply);
-    let (json_length, body) = app.inference.answer(&model, decode, encode).await?;
+    let (json_length, body) = app.inference.answer_in(place, &model, decode, encode).await?;
     let mut response = Response::new(Body::from(body));
     access::note(response.extensions_mut(), model.name(), model.version());
     let content_type = match json_length {

@@ -118,7 +118,7 @@ impl Copied {
         let runtime = tokio::runtime::Handle::current();
         tokio::task::spawn_blocking(move || {
             let Copied { shadow, request, outputs, _permit } = self;
-            match runtime.block_on(infer_with(&shadow.target, request)) {
+            match runtime.block_on(infer_with(&shadow.target, None, request)) {
                 Ok((response, ..)) => shadow.compare(&outputs, &response.outputs),
                 Err(error) => {
                     shadow.metrics.failed.inc();

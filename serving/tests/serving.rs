@@ -59,6 +59,12 @@ mod response_cache_off;
 mod rollout;
 #[path = "serving/scheduling.rs"]
 mod scheduling;
+#[path = "serving/sequences.rs"]
+mod sequences;
+#[path = "serving/sequences_refused.rs"]
+mod sequences_refused;
+#[path = "serving/sequences_waiting.rs"]
+mod sequences_waiting;
 #[path = "serving/shadow.rs"]
 mod shadow;
 #[path = "serving/shared_memory.rs"]

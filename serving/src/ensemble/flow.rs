@@ -67,7 +67,11 @@ impl Ensemble {
                 outputs.iter().zip(&wanted).map(|(place, tensor)| output(&mut flow, *tensor, &specs[*place]));
             let outputs = made.collect::<Result<_, _>>()?;
             let times = times.ok_or_else(|| InferError::internal("no step of the ensemble ran"))?;
-            Ok(Ran { outputs, times: Times { queued, end: Instant::now(), ..times }, run_rows: Some(rows) })
+            Ok(Ran {
+                outputs,
+                times: Times { queued, end: Instant::now(), cached: false, ..times },
+                run_rows: Some(rows),
+            })
         })
     }
 }

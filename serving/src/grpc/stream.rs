@@ -13,7 +13,8 @@ use futures::stream::{BoxStream, FuturesOrdered, StreamExt, unfold};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
-use super::{Origin, Service};
+use super::{Admitted, Origin, Service};
+use crate::error::InferError;
 use crate::infer::stopping;
 use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
@@ -142,21 +143,26 @@ impl Conversation {
     }
 
     fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = Answer> + use<> {
-        let (service, caller, origin) = (self.service.clone(), self.caller.clone(), self.origin.clone());
-        telemetry::nested(self.span.clone(), answer(service, caller, origin, request, self.strict))
+        // Here, as tasks begin in any order, and requests of a sequence run in that of their arrival.
+        let admitted = self.service.admit(&self.caller, &request);
+        let (service, origin) = (self.service.clone(), self.origin.clone());
+        telemetry::nested(self.span.clone(), answer(service, admitted, origin, request, self.strict))
     }
 }
 
 /// Answers one request. Errors are answers too, unless the client wants them to end the stream.
 async fn answer(
     service: Service,
-    caller: Caller,
+    admitted: Result<Admitted, InferError>,
     origin: Origin,
     request: pb::ModelInferRequest,
     strict: bool,
 ) -> Answer {
     let id = request.id.clone();
-    let answer = service.infer(&caller, origin, request).await.map(|(response, _)| response);
+    let answer = match admitted {
+        Ok(admitted) => service.infer(admitted, origin, request).await.map(|(response, _)| response),
+        Err(error) => Err(error),
+    };
     if let Err(error) = &answer {
         telemetry::failed(None, error);
     }

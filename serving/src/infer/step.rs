@@ -34,7 +34,7 @@ pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Tensor>
     let abandoned = Abandoned { model, arrived };
     let specs = &model.signature().inputs;
     let outcome = match specs.iter().zip(&checked.inputs).try_for_each(|(spec, input)| check(spec, input)) {
-        Ok(()) => perform(model, checked).await,
+        Ok(()) => perform(model, None, checked).await,
         Err(error) => Err(error),
     };
     // There is an answer.

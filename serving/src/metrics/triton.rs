@@ -1,4 +1,5 @@
-//! The figures of the models under the names that dashboards for Triton ask for. They are made from the
+//! The figures of the models under the names that dashboards for Triton ask for, and how many sequences are
+//! live. They are made from the
 //! statistics when somebody asks, so that requests count nothing twice; they begin anew with each load of
 //! a version and end with it.
 
@@ -78,10 +79,23 @@ pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     let pending = Opts::new("nv_inference_pending_request_count", "Number of requests waiting for a session");
     let pending = IntGaugeVec::new(pending, &LABELS).expect("a valid metric");
     for (model, of) in models.iter().zip(&told) {
-        let waiting = i64::try_from(model.pool.waiting()).unwrap_or(i64::MAX);
+        let before = model.sequences.as_ref().map_or(0, |sequences| sequences.waiting());
+        let waiting = i64::try_from(model.pool.waiting() + before).unwrap_or(i64::MAX);
         pending.with_label_values(&[&of.name, &of.version]).set(waiting);
     }
     register(&registry, pending);
+    let live = Opts::new(
+        "millrace_serving_live_sequences",
+        "Sequences of which a state is kept between their requests",
+    );
+    let live = IntGaugeVec::new(live, &LABELS).expect("a valid metric");
+    for (model, of) in models.iter().zip(&told) {
+        if let Some(sequences) = &model.sequences {
+            let count = i64::try_from(sequences.live()).unwrap_or(i64::MAX);
+            live.with_label_values(&[&of.name, &of.version]).set(count);
+        }
+    }
+    register(&registry, live);
     registry.gather()
 }
 

@@ -2,6 +2,7 @@
 //! mean something else without it, and what is left aside.
 
 mod fields;
+mod sequences;
 
 use millrace_bundle::{Signature, TensorSpec};
 
@@ -12,10 +13,11 @@ use crate::error::quote;
 use crate::grpc::PLATFORM;
 use crate::model_config::BACKEND;
 use crate::pbtxt::{self, Parsed};
+use crate::sequence::{Declaration, Plan as SequencePlan};
 use crate::wire::inference as pb;
 
 /// What a configuration declares.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Declared {
     /// Which versions are served.
     pub(crate) policy: Option<VersionPolicy>,
@@ -26,7 +28,7 @@ pub(crate) struct Declared {
 }
 
 /// How versions are loaded.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Loading {
     /// File of the graph.
     pub(crate) file: String,
@@ -35,8 +37,10 @@ pub(crate) struct Loading {
     /// With the rows, as the graph has them; empty where the graph decides.
     inputs: Vec<TensorSpec>,
     outputs: Vec<TensorSpec>,
-    /// Preferred rows and the delay, of `dynamic_batching`.
+    /// Preferred rows and the delay, of `dynamic_batching` or `sequence_batching`.
     batching: Option<(Vec<usize>, u64)>,
+    /// What is kept between requests.
+    sequences: Option<Declaration>,
     /// 0 where the server decides.
     sessions: usize,
     device: Option<Device>,
@@ -68,7 +72,6 @@ impl Declared {
         }
         let inputs = fields::inputs(config).map_err(|reason| at("input", reason))?;
         let outputs = fields::outputs(config).map_err(|reason| at("output", reason))?;
-        let silent = max == 0 && inputs.is_empty() && outputs.is_empty();
         let ensemble = match &config.scheduling_choice {
             Some(pb::model_config::SchedulingChoice::EnsembleScheduling(scheduling)) => {
                 let plan = Plan::read(scheduling, &inputs, &outputs);
@@ -76,13 +79,18 @@ impl Declared {
             }
             _ => None,
         };
+        let sequences = sequences::read(config).map_err(|reason| at("sequence_batching", reason))?;
+        // Whether `dims` of a state are those of a row must not depend on the graph.
+        let silent = max == 0 && inputs.is_empty() && outputs.is_empty() && sequences.is_none();
+        let scheduling = if sequences.is_some() { "sequence_batching" } else { "dynamic_batching" };
         let (sessions, device) = fields::instances(config).map_err(|reason| at("instance_group", reason))?;
         let loading = Loading {
             file: fields::file(config).map_err(|reason| at("default_model_filename", reason))?,
             max_batch_size: (!silent).then_some(max),
             inputs,
             outputs,
-            batching: fields::batching(config).map_err(|reason| at("dynamic_batching", reason))?,
+            batching: fields::batching(config).map_err(|reason| at(scheduling, reason))?,
+            sequences,
             sessions,
             device,
             response_cache: config.response_cache.as_ref().is_some_and(|cache| cache.enable),
@@ -98,9 +106,12 @@ impl Loading {
     /// # Errors
     /// What of the two does not fit.
     pub(crate) fn signature(&self, graph: &Signature) -> Result<Signature, String> {
+        let sequences = self.sequences.as_ref();
+        let filled = |name: &str| sequences.is_some_and(|sequences| sequences.has_input(name));
+        let kept = |name: &str| sequences.is_some_and(|sequences| sequences.has_output(name));
         let signature = Signature {
-            inputs: agreed("input", &self.inputs, &graph.inputs)?,
-            outputs: agreed("output", &self.outputs, &graph.outputs)?,
+            inputs: agreed("input", &self.inputs, &graph.inputs, filled)?,
+            outputs: agreed("output", &self.outputs, &graph.outputs, kept)?,
         };
         if !self.inputs.is_empty()
             && let Some(missing) =
@@ -126,6 +137,22 @@ impl Loading {
         Signature { inputs: self.inputs.clone(), outputs: self.outputs.clone() }
     }
 
+    /// How requests of sequences run on a graph of a signature that this configuration gave, whose states may
+    /// have so many bytes.
+    ///
+    /// # Errors
+    /// What of the two does not fit.
+    pub(crate) fn plan(
+        &self,
+        signature: &Signature,
+        bytes_max: usize,
+    ) -> Result<Option<(SequencePlan, Declaration)>, String> {
+        let Some(declaration) = &self.sequences else { return Ok(None) };
+        let has_rows = self.max_batch_size.is_some_and(|rows| rows > 0);
+        let plan = SequencePlan::new(declaration, signature, &self.outputs, has_rows, bytes_max)?;
+        Ok(Some((plan, declaration.clone())))
+    }
+
     /// The server's configuration as it is for this model.
     pub(crate) fn apply(&self, config: &mut Config) {
         let rows_max = self.max_batch_size.map(|rows| usize::try_from(rows).unwrap_or(0));
@@ -149,8 +176,14 @@ impl Loading {
     }
 }
 
-/// What of one side both have, in the graph's order; a configuration may be narrower than the graph.
-fn agreed(side: &str, declared: &[TensorSpec], graph: &[TensorSpec]) -> Result<Vec<TensorSpec>, String> {
+/// What of one side both have, and what the server has to do with, in the graph's order; a configuration may
+/// be narrower than the graph.
+fn agreed(
+    side: &str,
+    declared: &[TensorSpec],
+    graph: &[TensorSpec],
+    is_the_servers: impl Fn(&str) -> bool,
+) -> Result<Vec<TensorSpec>, String> {
     if declared.is_empty() {
         return Ok(graph.to_vec());
     }
@@ -175,7 +208,10 @@ fn agreed(side: &str, declared: &[TensorSpec], graph: &[TensorSpec]) -> Result<V
             ));
         }
     }
-    let kept = graph.iter().filter_map(|found| declared.iter().find(|spec| spec.name == found.name));
+    let kept = graph.iter().filter_map(|found| {
+        let declared = declared.iter().find(|spec| spec.name == found.name);
+        declared.or_else(|| is_the_servers(&found.name).then_some(found))
+    });
     Ok(kept.cloned().collect())
 }
 
@@ -184,16 +220,12 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     const WAY_OUT: &str = "only ONNX models are served here: export it to ONNX (backend: \"onnxruntime\"), or leave it to Triton";
     let config = &parsed.config;
     let refused = |field: &str, reason: &str| Err(format!("{}{field}{reason}", parsed.place(field)));
-    let mut is_ensemble = false;
-    match &config.scheduling_choice {
-        Some(pb::model_config::SchedulingChoice::SequenceBatching(_)) => {
-            return refused(
-                "sequence_batching",
-                " is not supported yet: requests of a sequence would lose their state",
-            );
-        }
-        Some(pb::model_config::SchedulingChoice::EnsembleScheduling(_)) => is_ensemble = true,
-        _ => {}
+    let is_ensemble =
+        matches!(&config.scheduling_choice, Some(pb::model_config::SchedulingChoice::EnsembleScheduling(_)));
+    if config.response_cache.as_ref().is_some_and(|cache| cache.enable)
+        && matches!(&config.scheduling_choice, Some(pb::model_config::SchedulingChoice::SequenceBatching(_)))
+    {
+        return refused("response_cache", ": answers of a model with sequences depend on what came before");
     }
     if is_ensemble {
         check_ensemble(parsed)?;

@@ -43,6 +43,12 @@ impl Repository {
         else {
             return Err("it has no steps".into());
         };
+        if self.inner.config.models.get(name).is_some_and(|options| options.response_cache == Some(true)) {
+            return Err(format!(
+                "response_cache of [serving.models.{name}] belongs to its steps' models, which may change and with them \
+                 what it answers"
+            ));
+        }
         let manifest = Manifest::of_ensemble(name, version, loading.declared())
             .map_err(|error| format!("config.pbtxt: {}", chain(&error)))?;
         let max_batch_size = loading.max_batch_size.unwrap_or(0);
@@ -61,6 +67,7 @@ impl Repository {
             manifest,
             // Its models may change, and with them what it answers.
             answers: None,
+            sequences: None,
             statistics: Statistics::default(),
             drift: None,
             _leaving: gone.clone().drop_guard(),

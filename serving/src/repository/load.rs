@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use millrace_bundle::{Bundle, MODEL_FILE};
+use millrace_bundle::{Bundle, MODEL_FILE, Signature};
 use tokio_util::sync::CancellationToken;
 
 use super::declared::Loading;
@@ -16,6 +16,7 @@ use crate::error::{Error, Result, chain};
 use crate::metrics::ModelMetrics;
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
+use crate::sequence::Sequences;
 use crate::session;
 use crate::statistics::Statistics;
 
@@ -48,25 +49,40 @@ impl Repository {
             }
         };
         let mut config = inner.config.clone();
+        let mut plan = None;
         if let Some(loading) = &loading {
             let signature = loading
                 .signature(&bundle.manifest().signature)
                 .map_err(|reason| failed(format!("config.pbtxt: {reason}")))?;
             bundle = bundle.with_signature(signature).map_err(|error| failed(chain(&error)))?;
+            let bytes_max = config.limits.sequence_bytes_max;
+            plan = loading
+                .plan(&bundle.manifest().signature, bytes_max)
+                .map_err(|reason| failed(format!("config.pbtxt: {reason}")))?;
             loading.apply(&mut config);
         }
         // What the server's own configuration says of the model comes before its repository's.
         let config = config.of_model(name);
         let cache = self.cache_of(name, version, loading.as_ref());
+        if cache.is_some() && plan.is_some() {
+            return Err(failed(format!(
+                "response_cache of [serving.models.{name}]: answers of a model with sequences depend on what came before"
+            )));
+        }
         let answers = cache.map(|cache| Answers::new(cache, bundle.manifest()));
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
             let pool = session::build(&bundle, &config)?;
-            let manifest = bundle.manifest().clone();
+            let mut manifest = bundle.manifest().clone();
+            let sequences = plan.map(|(plan, declaration)| {
+                manifest.signature = plan.client().clone();
+                let (name, limits) = (manifest.name.as_str(), config.limits);
+                Arc::new(Sequences::new(plan, &declaration, limits, name, manifest.version))
+            });
             let metrics = ModelMetrics::new(&manifest.name, manifest.version);
             let gone = CancellationToken::new();
-            let drift = watched(&bundle, &config.drift);
+            let drift = watched(&bundle, &manifest.signature, &config.drift);
             Ok(Model {
                 max_batch_size: declared
                     .unwrap_or_else(|| max_batch_size(&manifest.signature, config.limits.message_bytes_max)),
@@ -77,6 +93,7 @@ impl Repository {
                 manifest,
                 pool,
                 answers,
+                sequences,
                 metrics,
                 statistics: Statistics::default(),
                 drift,
@@ -105,12 +122,12 @@ impl Repository {
     }
 }
 
-/// What compares inputs with those of the training. Statistics that cannot be read keep no version from
+/// What compares inputs, as clients give them, with those of the training. Statistics that cannot be read keep no version from
 /// being served.
-fn watched(bundle: &Bundle, options: &DriftOptions) -> Option<Drift> {
+fn watched(bundle: &Bundle, signature: &Signature, options: &DriftOptions) -> Option<Drift> {
     let manifest = bundle.manifest();
     match bundle.statistics() {
-        Ok(statistics) => Drift::new(statistics?, &manifest.signature, options),
+        Ok(statistics) => Drift::new(statistics?, signature, options),
         Err(reason) => {
             let (model, version) = (&manifest.name, manifest.version);
             tracing::warn!(

@@ -12,6 +12,7 @@ use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::{InferError, quote};
 use crate::infer::{Request, Response, TENSORS_MAX};
 use crate::parameters::{Schedule, check_request};
+use crate::sequence::{self, Step};
 use crate::shared_memory::{Inputs, SharedMemory};
 use crate::tensor::Tensor;
 
@@ -110,15 +111,18 @@ pub(super) fn decode(
     Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
-/// The id of a request alone; empty where there is none, or no request.
-pub(super) fn id(body: &Bytes, header_length: Option<usize>) -> String {
-    #[derive(Deserialize)]
-    struct Id {
+/// The id of a request and what it says of its sequence; neither where there is no request.
+pub(super) fn head(body: &Bytes, header_length: Option<usize>) -> (String, Option<Step>) {
+    #[derive(Default, Deserialize)]
+    struct Head {
         #[serde(default)]
         id: String,
+        #[serde(default)]
+        parameters: Map<String, Value>,
     }
     let json_length = header_length.map_or(body.len(), |length| length.min(body.len()));
-    serde_json::from_slice(&body[..json_length]).map(|Id { id }| id).unwrap_or_default()
+    let Head { id, parameters } = serde_json::from_slice(&body[..json_length]).unwrap_or_default();
+    (id, sequence::peek(&parameters))
 }
 
 /// What the parser says, which may repeat a string of the body whole.

@@ -49,7 +49,7 @@ pub(crate) struct Work {
 
 impl Work {
     /// Bytes of the inputs.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.inputs.iter().fold(0, |sum, input| sum.saturating_add(input.data.raw_len()))
     }
 

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
 use millrace_serving::wire::inference::model_infer_request::InferInputTensor;
 use millrace_serving::wire::inference::{InferTensorContents, ModelInferRequest};
-use tonic::Code::{InvalidArgument, NotFound, Ok, ResourceExhausted, Unavailable, Unimplemented};
+use tonic::Code::{InvalidArgument, NotFound, Ok, ResourceExhausted, Unavailable};
 
 use crate::malformed::*;
 
@@ -204,7 +204,8 @@ pub(crate) fn cases() -> Vec<Case> {
         both("classification into no classes", of_output("classification", ParameterChoice::Int64Param(0)), InvalidArgument, 400, "\"classification\""),
         both("a custom parameter of an input", of_input("mine", text("r")), Ok, 200, "logits"),
         both("output in shared memory without a size", of_output("shared_memory_region", text("r")), InvalidArgument, 400, "shared_memory_region comes without shared_memory_byte_size"),
-        both("a sequence", with_parameter("sequence_id", ParameterChoice::Int64Param(1)), Unimplemented, 501, "sequence_id"),
-        both("the start of a sequence", with_parameter("sequence_start", ParameterChoice::BoolParam(true)), Unimplemented, 501, "sequence_start"),
+        both("a sequence", with_parameter("sequence_id", ParameterChoice::Int64Param(1)), Ok, 200, "logits"),
+        both("a sequence below 0", with_parameter("sequence_id", ParameterChoice::Int64Param(-1)), InvalidArgument, 400, "takes an integer from 0"),
+        both("the start of a sequence", with_parameter("sequence_start", ParameterChoice::BoolParam(true)), Ok, 200, "logits"),
     ]
 }

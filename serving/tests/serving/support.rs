@@ -40,7 +40,7 @@ fn weight(index: usize) -> f32 {
     ((index * 7 + 3) % 11) as f32 / 11.0 - 0.45
 }
 
-fn floats(name: &str, dims: &[usize]) -> TensorProto {
+pub(crate) fn floats(name: &str, dims: &[usize]) -> TensorProto {
     let count = dims.iter().product::<usize>();
     let values = (0..count).map(|index| weight(index + name.len()));
     TensorProto {
@@ -52,7 +52,7 @@ fn floats(name: &str, dims: &[usize]) -> TensorProto {
     }
 }
 
-fn value(name: &str, elem_type: tensor_proto::DataType, shape: &[i64]) -> ValueInfoProto {
+pub(crate) fn value(name: &str, elem_type: tensor_proto::DataType, shape: &[i64]) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
     let dim = |extent: &i64| Dimension {
         value: Some(match extent {
@@ -72,7 +72,7 @@ fn value(name: &str, elem_type: tensor_proto::DataType, shape: &[i64]) -> ValueI
     }
 }
 
-fn node(op_type: &str, inputs: &[&str], output: &str) -> NodeProto {
+pub(crate) fn node(op_type: &str, inputs: &[&str], output: &str) -> NodeProto {
     NodeProto {
         op_type: Some(op_type.into()),
         name: Some(format!("{op_type}_{output}")),
@@ -82,7 +82,7 @@ fn node(op_type: &str, inputs: &[&str], output: &str) -> NodeProto {
     }
 }
 
-fn model(graph: GraphProto) -> Vec<u8> {
+pub(crate) fn model(graph: GraphProto) -> Vec<u8> {
     ModelProto {
         ir_version: Some(8),
         opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(17) }],

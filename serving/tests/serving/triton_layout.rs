@@ -186,7 +186,11 @@ async fn bad_models_are_named_and_the_others_served() {
             "input \"input\" is [-1, 5]",
         ),
         ("gpu", "instance_group { kind: KIND_GPU gpus: 99 }".into(), "cuda:99"),
-        ("sequence", "sequence_batching { }".into(), "sequence_batching is not supported yet"),
+        (
+            "sequence",
+            "sequence_batching { iterative_sequence: true }".into(),
+            "line 1: sequence_batching: iterative",
+        ),
         ("file", "default_model_filename: \"other.onnx\"".into(), "other.onnx is missing"),
     ];
     for (name, content, _) in &cases {

@@ -117,16 +117,27 @@ pub(super) fn file(config: &pb::ModelConfig) -> Result<String, String> {
 
 /// Preferred rows and the longest delay in microseconds.
 pub(super) fn batching(config: &pb::ModelConfig) -> Result<Option<(Vec<usize>, u64)>, String> {
-    let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice
-    else {
-        return Ok(None);
+    use pb::model_config::SchedulingChoice;
+    use pb::model_sequence_batching::StrategyChoice;
+    let (preferred, delay_us) = match &config.scheduling_choice {
+        Some(SchedulingChoice::DynamicBatching(batching)) => {
+            (batching.preferred_batch_size.as_slice(), batching.max_queue_delay_microseconds)
+        }
+        Some(SchedulingChoice::SequenceBatching(batching)) => match &batching.strategy_choice {
+            Some(StrategyChoice::Oldest(oldest)) => {
+                (oldest.preferred_batch_size.as_slice(), oldest.max_queue_delay_microseconds)
+            }
+            Some(StrategyChoice::Direct(direct)) => (&[] as &[i32], direct.max_queue_delay_microseconds),
+            None => return Ok(None),
+        },
+        _ => return Ok(None),
     };
     let max = config.max_batch_size;
-    let preferred = batching.preferred_batch_size.iter().map(|rows| match usize::try_from(*rows) {
+    let preferred = preferred.iter().map(|rows| match usize::try_from(*rows) {
         Ok(size) if size > 0 && (*rows <= max || max == 0) => Ok(size),
         _ => Err(format!("preferred_batch_size has {rows}, allowed are 1 to max_batch_size, which is {max}")),
     });
-    Ok(Some((preferred.collect::<Result<_, _>>()?, batching.max_queue_delay_microseconds)))
+    Ok(Some((preferred.collect::<Result<_, _>>()?, delay_us)))
 }
 
 /// Sessions and where they run.
@@ -193,13 +204,14 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
     {
         fields.push(("ensemble_scheduling.max_inflight_requests", ensemble.max_inflight_requests > 0));
     }
+    fields.extend(super::sequences::ignored(config));
     let mut names: Vec<String> =
         fields.into_iter().filter(|(_, is_set)| *is_set).map(|(field, _)| field.to_owned()).collect();
     names.dedup();
     names
 }
 
-fn datatype(data_type: pb::DataType) -> Option<Datatype> {
+pub(super) fn datatype(data_type: pb::DataType) -> Option<Datatype> {
     Some(match data_type {
         pb::DataType::TypeBool => Datatype::Bool,
         pb::DataType::TypeUint8 => Datatype::Uint8,

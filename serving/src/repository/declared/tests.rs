@@ -91,7 +91,18 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
             "line 2: backend belongs to its steps' models: leave it out",
         ),
         ("platform: \"ensemble\"", "line 1: platform: \"ensemble\" without ensemble_scheduling"),
-        ("sequence_batching { }", "line 1: sequence_batching is not supported yet"),
+        (
+            "sequence_batching { iterative_sequence: true }",
+            "line 1: sequence_batching: iterative_sequence is",
+        ),
+        (
+            "sequence_batching { }\nresponse_cache { enable: true }",
+            "line 2: response_cache: answers of a model with sequences depend on what came before",
+        ),
+        (
+            "ensemble_scheduling { step { } }\nresponse_cache { enable: true }",
+            "line 2: response_cache belongs to its steps' models",
+        ),
         ("max_batch_size: -1", "line 1: max_batch_size: -1 is below 0"),
         ("version_policy { latest { } }", "num_versions 0, which serves none"),
         ("version_policy { latest { num_versions: -1 } }", "line 1: expected value to be an unsigned"),

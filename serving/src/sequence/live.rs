@@ -1,0 +1,330 @@
+//! The sequences of one model version that are live: their states, the room for them, and the line of
+//! requests of each.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::{Declaration, Place, Plan, SequenceId, Step};
+use crate::config::Limits;
+use crate::error::InferError;
+use crate::tensor::Tensor;
+use crate::wire::inference as pb;
+
+/// Counts starts in all versions, so that of two which know an id the one is found that began it last.
+static STARTS: AtomicU64 = AtomicU64::new(0);
+
+/// The sequences of a version.
+#[derive(Debug)]
+pub(crate) struct Sequences {
+    pub(super) model: String,
+    pub(super) version: u64,
+    plan: Plan,
+    shown: pb::ModelSequenceBatching,
+    pub(super) idle: Duration,
+    pub(super) sequences_max: usize,
+    limits: Limits,
+    pub(super) live: Mutex<Live>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    pub(super) entries: HashMap<SequenceId, Entry>,
+    /// Sequences with a state, and those whose first request runs.
+    pub(super) held: usize,
+    /// Bytes of all states, and of those that are about to replace some.
+    pub(super) bytes: usize,
+    /// Requests that wait for the one before them, and the bytes of their inputs.
+    pub(super) waiting: usize,
+    pub(super) waiting_bytes: usize,
+    /// The number of the next request.
+    pub(super) number: u64,
+    /// Until when nothing can become idle.
+    pub(super) quiet_until: Option<Instant>,
+    /// Somebody looks for idle ones from time to time.
+    pub(super) swept: bool,
+}
+
+/// A sequence, as long as it has a state or requests.
+#[derive(Debug, Default)]
+pub(super) struct Entry {
+    /// Its last start among all.
+    pub(super) order: u64,
+    pub(super) kept: Option<Kept>,
+    /// Requests in the order in which they came; the first one runs.
+    pub(super) line: VecDeque<Waiter>,
+}
+
+/// What a request left for the next one.
+#[derive(Debug)]
+pub(super) struct Kept {
+    pub(super) tensors: Arc<Vec<Tensor>>,
+    pub(super) bytes: usize,
+    /// When the last request was done.
+    pub(super) last: Instant,
+}
+
+#[derive(Debug)]
+pub(super) struct Waiter {
+    number: u64,
+    /// Told when it is the first.
+    turn: Option<oneshot::Sender<()>>,
+}
+
+/// What a request holds of the room while it runs.
+#[derive(Debug, Default)]
+pub(super) struct Claim {
+    /// A sequence that was not live before.
+    pub(super) sequence: bool,
+    /// Bytes by which its state grows.
+    pub(super) bytes: usize,
+}
+
+impl Sequences {
+    pub(crate) fn new(
+        plan: Plan,
+        declaration: &Declaration,
+        limits: Limits,
+        model: &str,
+        version: u64,
+    ) -> Sequences {
+        let sequences_max = declaration.sequences_max.unwrap_or(usize::MAX).min(limits.sequences_max);
+        Sequences {
+            model: model.to_owned(),
+            version,
+            plan,
+            shown: declaration.shown.clone(),
+            idle: declaration.idle,
+            sequences_max,
+            limits,
+            live: Mutex::default(),
+        }
+    }
+
+    pub(super) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// As the configuration of the model shows them.
+    pub(crate) fn shown(&self) -> pb::ModelSequenceBatching {
+        self.shown.clone()
+    }
+
+    /// How many are live.
+    pub(crate) fn live(&self) -> usize {
+        self.sweep();
+        self.live.lock().held
+    }
+
+    /// Requests that wait for the one before them.
+    pub(crate) fn waiting(&self) -> usize {
+        self.live.lock().waiting
+    }
+
+    /// When among all starts a sequence was begun here, if it is live or about to be.
+    pub(crate) fn begun(&self, id: &SequenceId) -> Option<u64> {
+        let live = self.live.lock();
+        let entry = live.entries.get(id)?;
+        let is_live = entry.kept.is_some() && !entry.is_idle(Instant::now(), self.idle);
+        (is_live || !entry.line.is_empty()).then_some(entry.order)
+    }
+
+    /// Takes a place behind the requests of the same sequence that are here.
+    pub(crate) fn queue(self: &Arc<Self>, step: Step) -> Box<Place> {
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        let number = live.number;
+        live.number += 1;
+        let entry = live.entries.entry(step.id.clone()).or_default();
+        let mut lapsed = None;
+        if entry.line.is_empty() && entry.is_idle(Instant::now(), self.idle) {
+            lapsed = entry.kept.take();
+            live.held -= 1;
+            live.bytes -= lapsed.as_ref().map_or(0, |kept| kept.bytes);
+        }
+        if step.start || entry.order == 0 {
+            entry.order = STARTS.fetch_add(1, Ordering::Relaxed) + 1;
+        }
+        let (sender, receiver) = match entry.line.is_empty() {
+            true => (None, None),
+            false => {
+                let (sender, receiver) = oneshot::channel();
+                (Some(sender), Some(receiver))
+            }
+        };
+        entry.line.push_back(Waiter { number, turn: sender });
+        drop(guard);
+        // Its tensors may be large: they are freed without the lock.
+        drop(lapsed);
+        Box::new(Place::new(Arc::clone(self), step, number, receiver))
+    }
+
+    /// Counts a request that waits, with so many bytes, until the guard is dropped.
+    pub(super) fn wait(&self, bytes: usize) -> Result<Waiting<'_>, InferError> {
+        let (requests_max, bytes_max) = (self.limits.requests_waiting_max, self.limits.waiting_bytes_max);
+        let mut live = self.live.lock();
+        let (requests, total) = (live.waiting + 1, live.waiting_bytes.saturating_add(bytes));
+        if requests > requests_max || total > bytes_max {
+            let (requests, total) = (live.waiting, live.waiting_bytes);
+            drop(live);
+            return Err(InferError::Overloaded {
+                reason: format!(
+                    "{requests} requests with {total} bytes wait for the one before them of their sequence and this one \
+                     has {bytes}; the limits are {requests_max} and {bytes_max} (limits.requests_waiting_max, \
+                     limits.waiting_bytes_max)"
+                ),
+            });
+        }
+        live.waiting = requests;
+        live.waiting_bytes = total;
+        Ok(Waiting { sequences: self, bytes })
+    }
+
+    /// The states for a request whose turn it is.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for a sequence that is not live; [`InferError::Overloaded`] where there is no
+    /// room for another one.
+    pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<Tensor>>, InferError> {
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        let kept = live.entries.get(&step.id).and_then(|entry| entry.kept.as_ref());
+        match kept {
+            Some(kept) if !step.start => return Ok(Arc::clone(&kept.tensors)),
+            Some(_) => return Ok(self.plan.initial()),
+            None if !step.start => {
+                drop(guard);
+                return Err(self.unknown(&step.id));
+            }
+            None => {}
+        }
+        let mut lapsed = Vec::new();
+        if live.held >= self.sequences_max {
+            lapsed = live.sweep(self.idle);
+        }
+        claim.sequence = live.held < self.sequences_max;
+        live.held += usize::from(claim.sequence);
+        drop(guard);
+        drop(lapsed);
+        if claim.sequence { Ok(self.plan.initial()) } else { Err(self.full()) }
+    }
+
+    /// Claims room for the state that a run left.
+    ///
+    /// # Errors
+    /// [`InferError::Overloaded`] where there is none.
+    pub(super) fn claim(&self, step: &Step, bytes: usize, claim: &mut Claim) -> Result<(), InferError> {
+        let bytes_max = self.limits.sequence_bytes_max;
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        let kept = live.entries.get(&step.id).and_then(|entry| entry.kept.as_ref());
+        let more = bytes.saturating_sub(kept.map_or(0, |kept| kept.bytes));
+        let mut lapsed = Vec::new();
+        if live.bytes.saturating_add(more) > bytes_max {
+            lapsed = live.sweep(self.idle);
+        }
+        let total = live.bytes.saturating_add(more);
+        let fits = total <= bytes_max;
+        if fits {
+            live.bytes = total;
+            claim.bytes = more;
+        }
+        drop(guard);
+        drop(lapsed);
+        if fits {
+            return Ok(());
+        }
+        Err(InferError::Overloaded {
+            reason: format!(
+                "the states of the sequences of this model would have {total} bytes with this one, the limit is \
+                 {bytes_max} (limits.sequence_bytes_max): end others with sequence_end, or wait until they are idle"
+            ),
+        })
+    }
+
+    /// Lets a state count, or none any more after the last request.
+    pub(super) fn commit(self: &Arc<Self>, step: &Step, claim: Claim, tensors: Vec<Tensor>, bytes: usize) {
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        // Its request is in the line, so it is there.
+        let Some(entry) = live.entries.get_mut(&step.id) else { return };
+        let old = entry.kept.take();
+        live.bytes -= claim.bytes + old.as_ref().map_or(0, |kept| kept.bytes);
+        let mut begin_to_sweep = false;
+        // Otherwise it was begun anew in another version meanwhile, and ends here.
+        let is_live = claim.sequence || old.is_some();
+        if step.end {
+            live.held -= usize::from(is_live);
+        } else if is_live {
+            entry.kept = Some(Kept { tensors: Arc::new(tensors), bytes, last: Instant::now() });
+            live.bytes += bytes;
+            begin_to_sweep = !live.swept;
+            live.swept = true;
+        }
+        drop(guard);
+        drop(old);
+        if begin_to_sweep {
+            self.sweep_from_time_to_time();
+        }
+    }
+
+    /// Drops the state of a sequence.
+    pub(super) fn forget(&self, id: &SequenceId) {
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        let Some(entry) = live.entries.get_mut(id) else { return };
+        let old = entry.kept.take();
+        if let Some(old) = &old {
+            live.held -= 1;
+            live.bytes -= old.bytes;
+        }
+        if entry.line.is_empty() {
+            live.entries.remove(id);
+        }
+        drop(guard);
+        drop(old);
+    }
+
+    /// Takes a request out of its line, with what it still claims, and tells the one that is first then.
+    pub(super) fn leave(&self, step: &Step, number: u64, claim: &Claim) {
+        let mut guard = self.live.lock();
+        let live = &mut *guard;
+        live.held -= usize::from(claim.sequence);
+        live.bytes -= claim.bytes;
+        let Some(entry) = live.entries.get_mut(&step.id) else { return };
+        if let Ok(place) = entry.line.binary_search_by_key(&number, |waiter| waiter.number) {
+            entry.line.remove(place);
+        }
+        if let Some(kept) = &mut entry.kept {
+            kept.last = Instant::now();
+        }
+        let first = entry.line.front_mut().and_then(|first| first.turn.take());
+        if entry.line.is_empty() && entry.kept.is_none() {
+            live.entries.remove(&step.id);
+        }
+        drop(guard);
+        if let Some(turn) = first {
+            // One that has just gone leaves the line itself.
+            let _ = turn.send(());
+        }
+    }
+}
+
+/// A request that waits for the one before it; counted until dropped.
+#[derive(Debug)]
+pub(super) struct Waiting<'a> {
+    sequences: &'a Sequences,
+    bytes: usize,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut live = self.sequences.live.lock();
+        live.waiting -= 1;
+        live.waiting_bytes -= self.bytes;
+    }
+}

@@ -1,0 +1,119 @@
+//! The place of one request in its sequence, from its arrival to its answer.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::live::Claim;
+use super::{Sequences, Step};
+use crate::error::InferError;
+use crate::session::{Pool, Ran, Work};
+use crate::tensor::{Held, Tensor};
+
+/// A place. Dropped, it makes room for the next request; unless it was committed, nothing has changed.
+#[derive(Debug)]
+pub(crate) struct Place {
+    sequences: Arc<Sequences>,
+    pub(super) step: Step,
+    number: u64,
+    /// Fires when the requests before it are done; `None` where there are none.
+    pub(super) turn: Option<oneshot::Receiver<()>>,
+    pub(super) claim: Claim,
+    /// The states that its run left, and their bytes.
+    pub(super) left: Option<(Vec<Tensor>, usize)>,
+    /// Versions in which a sequence of the same id ends when this one begins.
+    others: Vec<Arc<Sequences>>,
+}
+
+impl Place {
+    pub(super) fn new(
+        sequences: Arc<Sequences>,
+        step: Step,
+        number: u64,
+        turn: Option<oneshot::Receiver<()>>,
+    ) -> Place {
+        Place { sequences, step, number, turn, claim: Claim::default(), left: None, others: Vec::new() }
+    }
+
+    /// Names other versions in which a sequence of the same id ends when this one begins.
+    pub(crate) fn replaces(&mut self, others: Vec<Arc<Sequences>>) {
+        self.others = others;
+    }
+
+    /// Runs a request, its inputs and outputs as clients see them, once those before it are done. Cancel safe.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the sequence is not live, and for several rows;
+    /// [`InferError::DeadlineExceeded`], [`InferError::Overloaded`]; as [`Pool::run`].
+    pub(crate) async fn run(&mut self, pool: &Pool, mut work: Work) -> Result<Ran, InferError> {
+        let sequences = Arc::clone(&self.sequences);
+        let plan = sequences.plan();
+        plan.check_rows(work.rows)?;
+        self.wait(&work).await?;
+        let wanted = work.outputs.len();
+        {
+            let states = sequences.begin(&self.step, &mut self.claim)?;
+            let client = std::mem::take(&mut work.inputs).into_iter().map(Held::into_tensor).collect();
+            let inputs = plan.inputs(client, &self.step, &states)?;
+            work.inputs = inputs.into_iter().map(Held::Alone).collect();
+            work.outputs = plan.outputs(&work.outputs);
+        }
+        let mut ran = pool.run(work).await?;
+        let states = plan.states(ran.outputs.split_off(wanted));
+        let bytes = states.iter().fold(0usize, |sum, state| sum.saturating_add(state.data.raw_len()));
+        if !self.step.end {
+            sequences.claim(&self.step, bytes, &mut self.claim)?;
+        }
+        self.left = Some((states, bytes));
+        Ok(ran)
+    }
+
+    /// Waits for the requests before it, at most until its deadline.
+    async fn wait(&mut self, work: &Work) -> Result<(), InferError> {
+        let Some(turn) = &mut self.turn else { return Ok(()) };
+        if turn.try_recv().is_err() {
+            let _waiting = self.sequences.wait(work.bytes())?;
+            match work.deadline {
+                // The sender is in the line as long as this place is.
+                None => {
+                    let _ = turn.await;
+                }
+                Some(deadline) => {
+                    if tokio::time::timeout_at(deadline.into(), turn).await.is_err() {
+                        return Err(self.late(work));
+                    }
+                }
+            }
+        }
+        self.turn = None;
+        Ok(())
+    }
+
+    fn late(&self, work: &Work) -> InferError {
+        InferError::DeadlineExceeded {
+            reason: format!(
+                "the request waited for {} us for those before it of sequence {} and could not be answered in time: the \
+                 least of its parameter timeout, grpc-timeout and batching.timeout_us_max",
+                work.queued.elapsed().as_micros(),
+                self.step.id
+            ),
+        }
+    }
+
+    /// Lets the next request of the sequence begin with what this one left.
+    pub(crate) fn commit(&mut self) {
+        if let Some((states, bytes)) = self.left.take() {
+            let claim = std::mem::take(&mut self.claim);
+            self.sequences.commit(&self.step, claim, states, bytes);
+            for other in self.others.drain(..) {
+                other.forget(&self.step.id);
+            }
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.sequences.leave(&self.step, self.number, &self.claim);
+    }
+}

@@ -1,0 +1,302 @@
+//! How the requests of a sequence become runs of the graph: which of its inputs come from the client, which
+//! from the server, and which outputs are kept for the next request.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use millrace_bundle::{Datatype, Signature, TensorSpec};
+
+use super::{SequenceId, Step};
+use crate::error::{InferError, quote};
+use crate::tensor::{Data, Tensor, element_count};
+use crate::wire::inference as pb;
+
+/// Names that a message shows, at most.
+const SHOWN_MAX: usize = 16;
+
+/// What a configuration says of a model's sequences.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Declaration {
+    /// As the configuration of the model shows it.
+    pub(crate) shown: pb::ModelSequenceBatching,
+    /// How long a sequence may be without a request.
+    pub(crate) idle: Duration,
+    /// Most sequences that are live, where it says so.
+    pub(crate) sequences_max: Option<usize>,
+    pub(crate) controls: Vec<Control>,
+    pub(crate) states: Vec<State>,
+}
+
+impl Declaration {
+    /// Whether the server gives an input.
+    pub(crate) fn has_input(&self, name: &str) -> bool {
+        self.controls.iter().any(|control| control.input == name)
+            || self.states.iter().any(|state| state.input == name)
+    }
+
+    /// Whether the server keeps an output.
+    pub(crate) fn has_output(&self, name: &str) -> bool {
+        self.states.iter().any(|state| state.output == name)
+    }
+}
+
+/// An input that tells the graph where in its sequence a request is.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Control {
+    pub(crate) input: String,
+    pub(crate) signal: Signal,
+}
+
+/// What such an input says. Flags have the elements for no and for yes.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Signal {
+    Start(Data, Data),
+    Ready(Data, Data),
+    End(Data, Data),
+    Id(Datatype),
+}
+
+/// What is kept between the requests of a sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct State {
+    pub(crate) input: String,
+    pub(crate) output: String,
+    pub(crate) datatype: Datatype,
+    /// With the rows, as the graph has them.
+    pub(crate) dims: Vec<i64>,
+    /// The shape of the zeros that a sequence begins with, of one row.
+    pub(crate) initial: Vec<i64>,
+}
+
+/// Where an input of the graph comes from.
+#[derive(Debug)]
+enum Source {
+    Client,
+    Control { place: usize, shape: Vec<i64> },
+    State(usize),
+}
+
+/// The plan of a version.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    client: Signature,
+    /// Of the graph's inputs, in its order.
+    sources: Vec<Source>,
+    /// Where the graph has the outputs that clients see.
+    outputs: Vec<usize>,
+    /// Where the graph has the outputs that are kept.
+    kept: Vec<usize>,
+    /// A request has one row; without, the model has no rows.
+    has_rows: bool,
+    /// What a sequence begins with.
+    initial: Arc<Vec<Tensor>>,
+    controls: Vec<Control>,
+}
+
+impl Plan {
+    /// Holds a declaration against the graph. Clients see those of its outputs that are kept which `listed`
+    /// has, too. States may have `bytes_max` bytes.
+    ///
+    /// # Errors
+    /// What of the two does not fit.
+    pub(crate) fn new(
+        declaration: &Declaration,
+        graph: &Signature,
+        listed: &[TensorSpec],
+        has_rows: bool,
+        bytes_max: usize,
+    ) -> Result<Plan, String> {
+        let Declaration { controls, states, .. } = declaration;
+        let named = controls.iter().map(|control| &control.input);
+        for name in named.chain(states.iter().map(|state| &state.input)) {
+            find("input", name, &graph.inputs)?;
+        }
+        let mut client = Signature { inputs: Vec::new(), outputs: Vec::new() };
+        let mut sources = Vec::with_capacity(graph.inputs.len());
+        for spec in &graph.inputs {
+            if let Some(place) = controls.iter().position(|control| control.input == spec.name) {
+                let shape = controls[place].shape(spec)?;
+                sources.push(Source::Control { place, shape });
+            } else if let Some(place) = states.iter().position(|state| state.input == spec.name) {
+                states[place].check("input", spec)?;
+                sources.push(Source::State(place));
+            } else {
+                client.inputs.push(spec.clone());
+                sources.push(Source::Client);
+            }
+        }
+        let mut kept = Vec::with_capacity(states.len());
+        for state in states {
+            let place = find("output", &state.output, &graph.outputs)?;
+            state.check("output", &graph.outputs[place])?;
+            kept.push(place);
+        }
+        let mut outputs = Vec::with_capacity(graph.outputs.len());
+        for (place, spec) in graph.outputs.iter().enumerate() {
+            if !kept.contains(&place) || listed.iter().any(|listed| listed.name == spec.name) {
+                client.outputs.push(spec.clone());
+                outputs.push(place);
+            }
+        }
+        let initial = Arc::new(begin(states, bytes_max)?);
+        let controls = controls.clone();
+        Ok(Plan { client, sources, outputs, kept, has_rows, initial, controls })
+    }
+
+    /// Inputs and outputs that clients see.
+    pub(crate) fn client(&self) -> &Signature {
+        &self.client
+    }
+
+    /// What a sequence begins with.
+    pub(super) fn initial(&self) -> Arc<Vec<Tensor>> {
+        Arc::clone(&self.initial)
+    }
+
+    /// Refuses requests of several rows, which would be in one sequence at once.
+    pub(super) fn check_rows(&self, rows: usize) -> Result<(), InferError> {
+        if self.has_rows && rows != 1 {
+            return Err(InferError::invalid(
+                "a request of a sequence has one row: let the first extent of every input be 1, and send the next row \
+                 with the next request",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The inputs of the graph for a request with inputs of its client and the states before it.
+    pub(super) fn inputs(
+        &self,
+        client: Vec<Tensor>,
+        step: &Step,
+        states: &[Tensor],
+    ) -> Result<Vec<Tensor>, InferError> {
+        let mut client = client.into_iter();
+        let inputs = self.sources.iter().map(|source| match source {
+            // They were checked and are in the graph's order.
+            Source::Client => client.next().ok_or_else(|| InferError::internal("an input is missing")),
+            Source::Control { place, shape } => self.controls[*place].tensor(shape, step),
+            Source::State(place) => Ok(states[*place].clone()),
+        });
+        inputs.collect()
+    }
+
+    /// The places in the graph of the outputs that a client wants, then of those that are kept.
+    pub(super) fn outputs(&self, wanted: &[usize]) -> Vec<usize> {
+        wanted.iter().map(|place| self.outputs[*place]).chain(self.kept.iter().copied()).collect()
+    }
+
+    /// The states that a run left.
+    pub(super) fn states(&self, outputs: Vec<Tensor>) -> Vec<Tensor> {
+        let named = outputs.into_iter().zip(self.initial.iter());
+        named.map(|(output, input)| Tensor { name: input.name.clone(), ..output }).collect()
+    }
+}
+
+/// Zeros for every state.
+fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Tensor>, String> {
+    let mut bytes = 0usize;
+    let zeros = states.iter().map(|state| {
+        let count = element_count(&state.input, &state.initial).map_err(|error| error.to_string())?;
+        // An element of BYTES has its length at least.
+        let width = state.datatype.element_bytes().unwrap_or(4);
+        bytes = bytes.saturating_add(count.saturating_mul(width));
+        if bytes > bytes_max {
+            return Err(format!(
+                "the states of one sequence have {bytes} bytes, those of all may have {bytes_max} (limits.sequence_bytes_max)"
+            ));
+        }
+        let data = Data::zeros(state.datatype, count);
+        Ok(Tensor { name: state.input.clone(), shape: state.initial.clone(), data })
+    });
+    zeros.collect()
+}
+
+/// Where the graph has what is named.
+fn find(side: &str, name: &str, specs: &[TensorSpec]) -> Result<usize, String> {
+    specs.iter().position(|spec| spec.name == name).ok_or_else(|| {
+        let names: Vec<&str> = specs.iter().take(SHOWN_MAX).map(|spec| spec.name.as_str()).collect();
+        format!(
+            "sequence_batching names {side} {}, the graph has none of that name, its {side}s are {names:?}",
+            quote(name)
+        )
+    })
+}
+
+impl State {
+    fn check(&self, side: &str, found: &TensorSpec) -> Result<(), String> {
+        let fits = found.shape.len() == self.dims.len()
+            && found.shape.iter().zip(&self.dims).all(|(graph, declared)| *graph == -1 || graph == declared);
+        if found.datatype == self.datatype && fits {
+            return Ok(());
+        }
+        Err(format!(
+            "state {} is {} {:?} in sequence_batching (with the rows of max_batch_size), and {side} {} of the graph is \
+             {} {:?}",
+            quote(&self.input),
+            self.datatype,
+            self.dims,
+            quote(&found.name),
+            found.datatype,
+            found.shape
+        ))
+    }
+}
+
+impl Control {
+    fn datatype(&self) -> Datatype {
+        match &self.signal {
+            Signal::Start(no, _) | Signal::Ready(no, _) | Signal::End(no, _) => no.datatype(),
+            Signal::Id(datatype) => *datatype,
+        }
+    }
+
+    /// The shape of the one element that the graph takes.
+    fn shape(&self, found: &TensorSpec) -> Result<Vec<i64>, String> {
+        let name = quote(&self.input);
+        if found.datatype != self.datatype() {
+            return Err(format!(
+                "control_input {name} is {} in sequence_batching and {} in the graph",
+                self.datatype(),
+                found.datatype
+            ));
+        }
+        if found.shape.iter().any(|extent| ![1, -1].contains(extent)) {
+            return Err(format!(
+                "control_input {name} is {:?} in the graph, it gets one element for each request",
+                found.shape
+            ));
+        }
+        Ok(vec![1; found.shape.len()])
+    }
+
+    fn tensor(&self, shape: &[i64], step: &Step) -> Result<Tensor, InferError> {
+        let data = match &self.signal {
+            Signal::Start(_, yes) if step.start => yes.clone(),
+            Signal::End(_, yes) if step.end => yes.clone(),
+            Signal::Start(no, _) | Signal::End(no, _) => no.clone(),
+            // What runs is always there: rows are never filled up.
+            Signal::Ready(_, yes) => yes.clone(),
+            Signal::Id(datatype) => id(*datatype, &step.id)?,
+        };
+        Ok(Tensor { name: self.input.clone(), shape: shape.to_vec(), data })
+    }
+}
+
+/// An id as a model takes it. As in Triton, of a number that is too wide the lower bits are.
+fn id(datatype: Datatype, id: &SequenceId) -> Result<Data, InferError> {
+    Ok(match (datatype, id) {
+        (Datatype::Uint64, SequenceId::Number(number)) => Data::Uint64(vec![*number]),
+        (Datatype::Int64, SequenceId::Number(number)) => Data::Int64(vec![*number as i64]),
+        (Datatype::Uint32, SequenceId::Number(number)) => Data::Uint32(vec![*number as u32]),
+        (Datatype::Int32, SequenceId::Number(number)) => Data::Int32(vec![*number as i32]),
+        (_, SequenceId::Number(number)) => Data::Bytes(vec![Bytes::from(number.to_string())]),
+        (Datatype::Bytes, SequenceId::Text(text)) => Data::Bytes(vec![Bytes::from(text.clone())]),
+        (datatype, SequenceId::Text(_)) => {
+            return Err(InferError::invalid(format!(
+                "sequence_id is {id}, and the model takes ids as {datatype}: give an integer"
+            )));
+        }
+    })
+}
