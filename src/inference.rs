@@ -103,9 +103,7 @@ impl Intake {
     /// named takes the field of its own name.
     pub(crate) fn new(signature: &Signature, fields: &[String], rows_max: usize) -> Result<Intake> {
         let mapping = Mapping::new(signature, &columns(signature, fields)?)?;
-        let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
-        let rows_max = rows_max.min(REQUEST_BYTES_MAX / bytes.max(1)).max(1);
-        Ok(Intake { mapping, rows_max })
+        Ok(Intake { mapping, rows_max: rows_within(signature, rows_max) })
     }
 
     /// What the model takes, each input with the field of a record that feeds it.
@@ -127,8 +125,13 @@ impl Intake {
     /// is left over goes as well.
     pub(crate) fn batches(&self, pending: &mut Batch, all: bool) -> Vec<Batch> {
         let mut batches = Vec::new();
-        while pending.rows.len() >= self.rows_max || (all && !pending.rows.is_empty()) {
-            batches.push(pending.take(self.mapping.fitting(&pending.rows, self.rows_max).max(1)));
+        while let Some(first) = pending.rows.first() {
+            // The signature may leave open how large a row is; those of one shape are as large as the first.
+            let rows_max = self.rows_max.min(REQUEST_BYTES_MAX / first.bytes().max(1)).max(1);
+            if !all && pending.rows.len() < rows_max {
+                break;
+            }
+            batches.push(pending.take(self.mapping.fitting(&pending.rows, rows_max).max(1)));
         }
         batches
     }
@@ -240,6 +243,12 @@ fn columns(signature: &Signature, fields: &[String]) -> Result<BTreeMap<String, 
         }
     }
     Ok(columns)
+}
+
+/// Rows of a request or a run: so many, or as many as it may have bytes for, as far as their size is known.
+pub(crate) fn rows_within(signature: &Signature, rows_max: usize) -> usize {
+    let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
+    rows_max.min(REQUEST_BYTES_MAX / bytes.max(1)).max(1)
 }
 
 /// Bytes of one row of an input, as far as its shape tells: what varies counts as one.

@@ -90,6 +90,7 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     if let Command::Config = cli.command {
         let mut shown = loaded.settings;
         shown.datafs = shown.datafs.without_secrets();
+        shown.serving = shown.serving.without_secrets();
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
     let home = home::Home::open(root)?;

@@ -147,6 +147,12 @@ impl Config {
         }
     }
 
+    /// As it may be shown.
+    pub fn without_secrets(&self) -> Config {
+        let telemetry = self.telemetry.as_ref().map(Telemetry::without_secrets);
+        Config { telemetry, ..self.clone() }
+    }
+
     /// Whether clients may use shared memory: as configured, else where all of them are local and none is
     /// told apart by its token.
     pub fn shares_memory(&self) -> bool {

@@ -116,6 +116,8 @@ impl Drift {
         let wanted = u32::try_from(rows).unwrap_or(u32::MAX);
         let mut before = self.taken.load(Ordering::Relaxed);
         loop {
+            // Clocks were read before, and the turn of a second may have been seen by others.
+            let second = second.max(before >> 32);
             let taken = if before >> 32 == second { before as u32 } else { 0 };
             let granted = wanted.min(self.rows_per_second_max.saturating_sub(taken));
             if granted == 0 {

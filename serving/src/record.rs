@@ -27,6 +27,13 @@ pub struct Row {
     inputs: Vec<(Vec<i64>, Data)>,
 }
 
+impl Row {
+    /// Bytes of its elements, as they go into a request.
+    pub fn bytes(&self) -> usize {
+        self.inputs.iter().map(|(_, data)| data.raw_len()).fold(0, usize::saturating_add)
+    }
+}
+
 impl Mapping {
     /// A mapping for a model. `columns` names the field of each input; an input that is left out takes
     /// the field of its own name.

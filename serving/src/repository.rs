@@ -276,7 +276,9 @@ impl Repository {
     pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
         let models = self.inner.models.read().clone();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
-        Ok((versions.find(model, asked)?, asked == Asked::Any && versions.split.is_some()))
+        let by_request =
+            versions.split.is_some() || versions.ready.values().any(|version| version.sequences.is_some());
+        Ok((versions.find(model, asked)?, asked == Asked::Any && by_request))
     }
 
     /// The version that answers a request with that id, which may be empty.

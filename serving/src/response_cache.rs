@@ -23,6 +23,9 @@ pub(crate) use key::Key;
 /// What an entry takes beside its tensors: key, links, its place in the table, counts, allocations.
 const ENTRY_BYTES: usize = 256;
 
+/// Places for entries that are kept though they are free.
+const SPARE_MIN: usize = 1024;
+
 /// The answers of all models of a server.
 #[derive(Debug)]
 pub(crate) struct ResponseCache {
@@ -74,6 +77,10 @@ impl ResponseCache {
             {
                 state.bytes -= oldest.bytes;
                 leaving.push(oldest);
+            }
+            // Places of entries that are gone are kept for others otherwise, and count nowhere.
+            if state.entries.capacity() > SPARE_MIN && state.entries.len() < state.entries.capacity() / 4 {
+                state.entries.shrink_to_fit();
             }
             (replaced, leaving, state.bytes as i64 - before as i64)
         };

@@ -30,7 +30,7 @@ use values::datatype;
 pub(crate) use lease::Ran;
 pub(crate) use line::Work;
 pub(crate) use options::check_device;
-pub(crate) use pool::Pool;
+pub(crate) use pool::{Pool, in_place};
 pub use trial::Trial;
 
 /// Models up to this size get one session per thread, larger ones one that uses all threads, unless said
@@ -81,6 +81,16 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         built => (config.device, built?),
     };
     let mut rows_max = config.batching.rows_max;
+    if rows_max > 1 && manifest.lineage.quantized.is_some() {
+        // Trying rows that are alike would not show it: one that is far larger takes the others' digits.
+        let (model, version) = (&manifest.name, manifest.version);
+        tracing::info!(
+            model,
+            version,
+            "requests run one by one: rows of a quantized version share their range"
+        );
+        rows_max = 0;
+    }
     if rows_max > 1
         && let Some(session) = free.first_mut()
         && let Err(reason) = probe::check(session, &manifest.signature)

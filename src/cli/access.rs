@@ -27,7 +27,7 @@ pub(crate) struct ServerArgs {
     /// those that the system trusts]
     #[arg(long, value_name = "FILE")]
     pub(crate) ca: Option<PathBuf>,
-    /// PEM file of a certificate to show, for servers that ask for one
+    /// PEM file of a certificate to show, for servers that ask for one; connects with TLS
     #[arg(long, value_name = "FILE", requires = "key")]
     pub(crate) cert: Option<PathBuf>,
     /// PEM file of its private key

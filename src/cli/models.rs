@@ -105,18 +105,19 @@ pub(crate) struct QuantizeArgs {
     /// Folder that holds the model
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
-    /// Records on which both versions are compared, as `predict` reads them; may be repeated [default:
+    /// Records on which both versions are compared, as `predict` reads them, but no images; may be repeated [default:
     /// random inputs, which say little]
     #[arg(long, value_name = "FILE")]
     pub(crate) sample: Vec<PathBuf>,
-    /// How the sample holds its records [default: by its name: .json, .parquet, else JSON lines]
+    /// How the sample holds its records [default: by its name: .json, .csv, .parquet, else
+    /// JSON lines]
     #[arg(long, value_enum, requires = "sample")]
     pub(crate) format: Option<RecordFormat>,
     /// The field or column that feeds an input; just FIELD for a model with one input [default: the
     /// input's own name]
     #[arg(long, value_name = "INPUT=FIELD", requires = "sample")]
     pub(crate) input: Vec<String>,
-    /// Records that are compared, at most
+    /// Records that are compared; a run that they begin is filled up
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) records: u32,
     /// Records of a run

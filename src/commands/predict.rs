@@ -58,21 +58,23 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     predictions.finish(context, &args.model, started.elapsed().as_secs_f64())
 }
 
-/// The first `records_max` records of files, and a few more where these fill a batch, as what a model takes.
+/// Hands over the first `records_max` records of files, and a few more where these fill a batch, as what a
+/// model takes.
 pub(crate) fn sample(
     paths: &[PathBuf],
     format: Option<RecordFormat>,
     intake: Intake,
     records_max: u64,
-) -> Result<Vec<Batch>> {
+    mut take: impl FnMut(&Batch) -> Result<()>,
+) -> Result<()> {
     let wanted = Wanted { intake, label: None, images: None };
-    let (mut batches, mut records) = (Vec::new(), 0);
+    let (mut taken, mut records) = (Ok(()), 0);
     read::all(source::of_records(paths, format)?, &wanted, |batch: Batch| {
         records += batch.records();
-        batches.push(batch);
-        records < records_max
+        taken = take(&batch);
+        taken.is_ok() && records < records_max
     })?;
-    Ok(batches)
+    taken
 }
 
 /// How images become the model's only input.

@@ -79,13 +79,13 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &State,
-    statistics: impl FnOnce() -> Result<Statistics>,
+    statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &tokio::runtime::Handle,
 ) -> Result<Published> {
     if let Some(published) = published(&checkpoints.view, job, &origin.run)? {
         return Ok(published);
     }
-    let statistics = statistics()?;
+    let statistics = statistics();
     engine.set_weights(&state.weights)?;
     let model = engine.export().encode_to_vec();
     let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
@@ -122,7 +122,10 @@ pub(crate) fn publish(
             quantized: None,
         };
         let bundle = Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state))
-            .and_then(|bundle| bundle.with_statistics(&statistics))
+            .and_then(|bundle| match &statistics {
+                Some(statistics) => bundle.with_statistics(statistics),
+                None => Ok(bundle),
+            })
             .map_err(bad)?;
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let mut publish = Publish::new()

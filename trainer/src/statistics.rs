@@ -1,13 +1,14 @@
 //! Statistics of the inputs that a run was trained on, for servers that watch what its model is asked.
 //!
 //! They come from one more look at the rows of the first epoch, in its order, so that they depend on the run
-//! alone, as the model does: not on its workers, nor on where it was interrupted.
+//! alone, as the model does: not on its workers, nor on where it was interrupted, but for this look itself.
 
 use millrace_bundle::{FEATURES_MAX, Feature, Moments, Statistics};
 use millrace_streams::feed::Feed;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
 
 use crate::data::Columns;
 use crate::error::{Error, Result};
@@ -20,8 +21,15 @@ const SAMPLE_ROWS: usize = 4096;
 /// Seed of the choice of these rows.
 const SEED: u64 = 7;
 
-/// Reads the statistics of a job's features, which feed the model's input of that name. Blocks.
-pub(crate) fn collect(feed: &Feed, columns: &Columns, input: &str, runtime: &Handle) -> Result<Statistics> {
+/// Reads the statistics of a job's features, which feed the model's input of that name. When `stop` fires
+/// they are those of the rows that were read by then; `None` where there are none. Blocks.
+pub(crate) fn collect(
+    feed: &Feed,
+    columns: &Columns,
+    input: &str,
+    runtime: &Handle,
+    stop: &CancellationToken,
+) -> Result<Option<Statistics>> {
     let plan = feed.plan();
     let mut collector = Collector::new(columns.input_width);
     for step in 0..plan.steps_for_epochs(1) {
@@ -33,11 +41,12 @@ pub(crate) fn collect(feed: &Feed, columns: &Columns, input: &str, runtime: &Han
         for (row, _) in rows.inputs().zip(&batch.epochs).filter(|(_, epoch)| **epoch == 0) {
             collector.add(row);
         }
-        if collector.rows >= ROWS_MAX {
+        // The rows come in the order of the training, so the first ones speak for all.
+        if collector.rows >= ROWS_MAX || stop.is_cancelled() {
             break;
         }
     }
-    Ok(collector.finish(input, &columns.features))
+    Ok((collector.rows > 0).then(|| collector.finish(input, &columns.features)))
 }
 
 /// Takes rows in one by one; memory does not grow with them.

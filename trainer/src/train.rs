@@ -174,7 +174,7 @@ pub async fn train(
     let finished = |pointer: &Option<Pointer>| pointer.as_ref().is_some_and(|p| p.finish.is_some());
     if !finished(&prepared.resumed) {
         let first_step = report.resumed_from_step.unwrap_or_default();
-        let outcome = prepared.run_workers(workers, first_step, cancel, &mut on_progress).await?;
+        let outcome = prepared.run_workers(workers, first_step, cancel.clone(), &mut on_progress).await?;
         report.workers_lost = outcome.workers_lost;
         report.membership_epochs = outcome.membership_epochs;
         let newest = prepared.checkpoints.clone();
@@ -191,7 +191,8 @@ pub async fn train(
             report.samples_per_second = rows / outcome.trained.as_secs_f64();
         }
     }
-    let mut report = blocking(move || prepared.conclude(report)).await?;
+    let stop = cancel;
+    let mut report = blocking(move || prepared.conclude(report, &stop)).await?;
     report.seconds = began.elapsed().as_secs_f64();
     Ok(report)
 }
@@ -323,8 +324,8 @@ impl Prepared {
         .await
     }
 
-    /// Publishes a finished run and fills in the report.
-    fn conclude(mut self, mut report: TrainReport) -> Result<TrainReport> {
+    /// Publishes a finished run and fills in the report. `stop` shortens the look at its inputs.
+    fn conclude(mut self, mut report: TrainReport, stop: &CancellationToken) -> Result<TrainReport> {
         let state = match self.checkpoints.latest()? {
             Some(pointer) => {
                 report.end = match pointer.finish {
@@ -347,7 +348,14 @@ impl Prepared {
                     let cache = self.setup.config.feed_cache_bytes;
                     source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache)?
                 };
-                statistics::collect(&feed, &columns, &input, &self.runtime)
+                statistics::collect(&feed, &columns, &input, &self.runtime, stop)
+            };
+            // The model is trained, whether its inputs can be read once more or not.
+            let statistics = || {
+                statistics().unwrap_or_else(|error| {
+                    tracing::warn!(%error, "the model is published without statistics of its inputs");
+                    None
+                })
             };
             let published = publish::publish(
                 &self.checkpoints,

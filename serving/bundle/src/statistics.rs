@@ -102,7 +102,8 @@ impl Statistics {
         if content.len() > BYTES_MAX {
             return Err(format!("it has {} bytes, the limit is {BYTES_MAX}", content.len()));
         }
-        let statistics: Statistics = serde_json::from_slice(content).map_err(|error| error.to_string())?;
+        let statistics: Statistics =
+            serde_json::from_slice(content).map_err(|error| shorten(&error.to_string()))?;
         statistics.check()?;
         Ok(statistics)
     }

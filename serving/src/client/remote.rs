@@ -29,9 +29,16 @@ impl Remote {
     /// [`ClientError::Address`]; [`ClientError::Credentials`] for files that cannot be used.
     pub(crate) fn new(address: &str, credentials: &Credentials) -> Result<Remote, ClientError> {
         let bearer = credentials.bearer()?;
-        let scheme = if credentials.ca.is_some() { "https" } else { "http" };
+        let secured = credentials.ca.is_some() || credentials.identity.is_some();
+        let scheme = if secured { "https" } else { "http" };
         let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
         let secure = url.starts_with("https://");
+        if secured && !secure {
+            // What is meant for TLS alone, such as a token, is not to go without it.
+            let reason =
+                format!("certificates are for TLS, and {address} is an address without it: say https://");
+            return Err(ClientError::Credentials { reason });
+        }
         let endpoint = Endpoint::from_shared(url)
             .map_err(|_| ClientError::Address { address: address.to_owned() })?
             .connect_timeout(CONNECT_MAX)

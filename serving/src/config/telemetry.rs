@@ -50,6 +50,14 @@ impl Default for Telemetry {
     }
 }
 
+impl Telemetry {
+    /// As it may be shown: the values of headers may be secrets.
+    pub(crate) fn without_secrets(&self) -> Telemetry {
+        let headers = self.headers.keys().map(|name| (name.clone(), "...".to_owned())).collect();
+        Telemetry { headers, ..self.clone() }
+    }
+}
+
 impl fmt::Debug for Telemetry {
     /// Without the values of headers, which may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

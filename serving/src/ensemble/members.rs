@@ -49,6 +49,11 @@ fn member(ensemble: &Model, step: &Step, model: Arc<Model>) -> Result<Member, St
     if model.ensemble().is_some() {
         return Err("it is an ensemble itself: let its steps be steps of this one".into());
     }
+    if model.sequences.is_some() {
+        return Err("it keeps a state for each sequence of requests (sequence_batching), and a step belongs to none: let \
+                    clients ask it themselves"
+            .into());
+    }
     if let Some(rows) = ensemble.rows_max() {
         if model.max_batch_size() == 0 {
             return Err(format!(

@@ -44,6 +44,15 @@ impl Pipe<'_> {
         let Some(model) = self.model().await? else {
             return Ok(false);
         };
+        if model.sequences.is_some() {
+            // Before anything is read: each record would go to the dead letters.
+            return Err(InferError::invalid(format!(
+                "pipe {:?}: model {:?} keeps a state for each sequence of requests, and records belong to none: pipes \
+                 cannot use it",
+                self.config.name, self.config.model
+            ))
+            .into());
+        }
         let mapping = match &self.mapping {
             Some((known, mapping)) if Arc::ptr_eq(known, &model) => mapping.clone(),
             _ => Mapping::new(model.signature(), &self.config.columns)?,
@@ -121,7 +130,9 @@ impl Pipe<'_> {
         let mut told = false;
         loop {
             changes.mark_unchanged();
-            match self.inference.find(&self.config.model, self.config.version) {
+            let repository = self.inference.repository();
+            let found = self.inference.find(&self.config.model, self.config.version);
+            match found.and_then(|model| repository.check_steps(&model).map(|()| model)) {
                 Ok(model) => return Ok(Some(model)),
                 Err(error) if self.until == Until::CaughtUp => return Err(error.into()),
                 Err(error) if !told => {

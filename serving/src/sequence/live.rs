@@ -146,7 +146,8 @@ impl Sequences {
             live.held -= 1;
             live.bytes -= lapsed.as_ref().map_or(0, |kept| kept.bytes);
         }
-        if step.start || entry.order == 0 {
+        // One that does not start takes no id away from a version that has its sequence.
+        if step.start {
             entry.order = STARTS.fetch_add(1, Ordering::Relaxed) + 1;
         }
         let (sender, receiver) = match entry.line.is_empty() {

@@ -59,7 +59,7 @@ impl Place {
             work.outputs = plan.outputs(&work.outputs);
         }
         let mut ran = pool.run(work).await?;
-        let states = plan.states(ran.outputs.split_off(wanted));
+        let states = plan.states(ran.outputs.split_off(wanted))?;
         let bytes = states.iter().fold(0usize, |sum, state| sum.saturating_add(state.data.raw_len()));
         if !self.step.end {
             sequences.claim(&self.step, bytes, &mut self.claim)?;

@@ -9,7 +9,7 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use super::{SequenceId, Step};
 use crate::error::{InferError, quote};
-use crate::tensor::{Data, Tensor, element_count};
+use crate::tensor::{Data, Tensor, element_count, shown};
 use crate::wire::inference as pb;
 
 /// Names that a message shows, at most.
@@ -91,6 +91,8 @@ pub(crate) struct Plan {
     has_rows: bool,
     /// What a sequence begins with.
     initial: Arc<Vec<Tensor>>,
+    /// The shapes that the states may have.
+    dims: Vec<Vec<i64>>,
     controls: Vec<Control>,
 }
 
@@ -140,8 +142,9 @@ impl Plan {
             }
         }
         let initial = Arc::new(begin(states, bytes_max)?);
+        let dims = states.iter().map(|state| state.dims.clone()).collect();
         let controls = controls.clone();
-        Ok(Plan { client, sources, outputs, kept, has_rows, initial, controls })
+        Ok(Plan { client, sources, outputs, kept, has_rows, initial, dims, controls })
     }
 
     /// Inputs and outputs that clients see.
@@ -187,10 +190,30 @@ impl Plan {
         wanted.iter().map(|place| self.outputs[*place]).chain(self.kept.iter().copied()).collect()
     }
 
-    /// The states that a run left.
-    pub(super) fn states(&self, outputs: Vec<Tensor>) -> Vec<Tensor> {
-        let named = outputs.into_iter().zip(self.initial.iter());
-        named.map(|(output, input)| Tensor { name: input.name.clone(), ..output }).collect()
+    /// The states that a run left. Of other shapes they would be held against the next request, or, with
+    /// other rows, be mixed with those of other sequences.
+    ///
+    /// # Errors
+    /// [`InferError::Internal`] for such: the graph may make what it wants of an open extent.
+    pub(super) fn states(&self, outputs: Vec<Tensor>) -> Result<Vec<Tensor>, InferError> {
+        let named = outputs.into_iter().zip(self.initial.iter().zip(&self.dims));
+        let states = named.map(|(output, (input, dims))| {
+            let is_one = !self.has_rows || output.shape.first() == Some(&1);
+            let fits = output.shape.len() == dims.len()
+                && dims
+                    .iter()
+                    .zip(&output.shape)
+                    .all(|(declared, found)| *declared == -1 || declared == found);
+            if !is_one || !fits {
+                return Err(InferError::internal(format!(
+                    "the model left state {} of shape {}, sequence_batching declares {dims:?} of one row",
+                    quote(&input.name),
+                    shown(&output.shape)
+                )));
+            }
+            Ok(Tensor { name: input.name.clone(), ..output })
+        });
+        states.collect()
     }
 }
 

@@ -241,7 +241,7 @@ async fn read_on() {
 }
 
 /// Runs on this thread. Where that takes long, its other tasks go to another one first.
-fn in_place<T>(micros: usize, run: impl FnOnce() -> T) -> T {
+pub(crate) fn in_place<T>(micros: usize, run: impl FnOnce() -> T) -> T {
     use tokio::runtime::{Handle, RuntimeFlavor};
     let has_others =
         || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);

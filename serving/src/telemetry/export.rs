@@ -71,13 +71,16 @@ impl Exporter {
         })
     }
 
-    async fn run(mut self, stop: CancellationToken) {
-        // Connects when there is something to send, and again after it was cut off.
-        let channel = match self.connector.take() {
-            Some(connector) => self.endpoint.connect_with_connector_lazy(connector),
+    /// Connects when there is something to send, and again after it was cut off.
+    fn client(&self) -> TraceServiceClient<Channel> {
+        TraceServiceClient::new(match &self.connector {
+            Some(connector) => self.endpoint.connect_with_connector_lazy(connector.clone()),
             None => self.endpoint.connect_lazy(),
-        };
-        let mut client = TraceServiceClient::new(channel);
+        })
+    }
+
+    async fn run(mut self, stop: CancellationToken) {
+        let mut client = self.client();
         let mut batch = Vec::new();
         while self.gather(&mut batch, &stop).await {
             let sent = self.send(&mut client, &batch).await;
@@ -98,6 +101,8 @@ impl Exporter {
                             "spans cannot be sent and are dropped, until they can (millrace_serving_telemetry_spans_total)"
                         );
                     }
+                    // A connection to a host that is gone would be kept for as long as the kernel hopes.
+                    client = self.client();
                     // Not as often as messages fill up.
                     stop.run_until_cancelled(sleep(DELAY)).await;
                 }

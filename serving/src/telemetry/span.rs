@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use axum::http;
+use futures::future::Either;
 use parking_lot::Mutex;
 
 use super::Telemetry;
@@ -18,6 +19,9 @@ use crate::statistics::Times;
 pub(super) const SERVICE: &str = "inference.GRPCInferenceService";
 /// Characters of a path that are kept.
 const PATH_MAX: usize = 200;
+/// What those hear who show no token that the server knows, over gRPC and over REST.
+const UNAUTHENTICATED: u16 = 16;
+const UNAUTHORIZED: u16 = 401;
 
 tokio::task_local! {
     /// The span of the request that is being answered, where it is sampled.
@@ -174,6 +178,11 @@ impl Open {
         if let Some(finished) = &mut self.finished {
             let said = if matches!(finished.call, Call::Grpc(_)) { grpc } else { http };
             finished.status = said.or(finished.status);
+            // Who shows no token decides neither what is sampled nor what is written there.
+            let refused = if matches!(finished.call, Call::Grpc(_)) { UNAUTHENTICATED } else { UNAUTHORIZED };
+            if finished.status == Some(refused) {
+                self.finished = None;
+            }
         }
     }
 }
@@ -217,14 +226,17 @@ pub(crate) fn failed(model: Option<&Model>, error: &InferError) {
 }
 
 /// Answers a request of a stream in a span of its own, where the stream has one.
-pub(crate) async fn nested<F: Future>(stream: Option<Arc<Active>>, answering: F) -> F::Output {
+pub(crate) fn nested<F: Future>(
+    stream: Option<Arc<Active>>,
+    answering: F,
+) -> impl Future<Output = F::Output> + use<F> {
     let open = stream.and_then(|stream| {
         let (telemetry, state) = (stream.telemetry.clone(), stream.state.clone());
         Open::new(telemetry, Call::InStream, stream.trace, Some(stream.span), state)
     });
     match open {
-        Some(open) => CURRENT.scope(open.active.clone(), answering).await,
-        None => answering.await,
+        Some(open) => Either::Right(async move { CURRENT.scope(open.active.clone(), answering).await }),
+        None => Either::Left(answering),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
@@ -54,6 +55,16 @@ impl TraceService for Collector {
 }
 
 impl Collector {
+    /// Waits until so many spans have come, which are sent by themselves.
+    async fn until(&self, count: usize) {
+        let come = async {
+            while self.spans().len() < count {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(120), come).await.unwrap();
+    }
+
     /// Listens for as long as the test runs.
     async fn listen(&self) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -131,6 +142,7 @@ async fn a_request_is_a_span_with_its_parent_and_its_steps() {
     assert_eq!(rest(&server, &[("traceparent", &format!("00-{TRACE}-{PARENT}-00"))]).await, 200);
     assert_eq!(server.http("GET", "/v2/health/ready", &headers, b"").await.status, 200);
     assert!(server.client().await.server_live().await.unwrap());
+    collector.until(5 + 5 + 1).await;
     server.stop().await;
 
     let spans = collector.spans();
@@ -206,6 +218,7 @@ async fn requests_of_a_stream_are_spans_below_it() {
     }
     assert_eq!(refused, 1);
     drop(answers);
+    collector.until(1 + 3 + 2 * 4).await;
     server.stop().await;
 
     let spans = collector.spans();
@@ -253,6 +266,7 @@ async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
         assert_eq!(rest(&server, &[("traceparent", parent), ("tracestate", "a=1")]).await, 200, "{parent}");
     }
     assert_eq!(rest(&server, &[("traceparent", &good), ("traceparent", &good)]).await, 200);
+    collector.until((hostile.len() + 1) * 5).await;
     server.stop().await;
     let spans = collector.spans();
     let roots: Vec<_> = spans.iter().filter(|span| span.parent_span_id.is_empty()).collect();
@@ -268,10 +282,10 @@ async fn a_collector_that_is_away_holds_up_nobody() {
         return;
     }
     // Nobody listens at the one; the other takes connections and never says a word.
-    let away = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let away = tokio::net::TcpSocket::new_v4().unwrap();
+    away.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (nobody, mute) = (away.local_addr().unwrap(), silent.local_addr().unwrap());
-    drop(away);
     let watching = Server::start(config(), &[]).await;
     for address in [nobody, mute] {
         let before = counted(&watching, "dropped").await;
@@ -299,6 +313,7 @@ async fn spans_that_the_collector_does_not_take_are_counted() {
     let (sent, rejected) = (counted(&watching, "sent").await, counted(&watching, "rejected").await);
     let server = Server::start(config_with(collector.listen().await, 1.0), &[]).await;
     assert_eq!(rest(&server, &[]).await, 200);
+    collector.until(5).await;
     server.stop().await;
     assert_eq!(collector.spans().len(), 5);
     assert!(counted(&watching, "sent").await - sent >= 2);
@@ -353,6 +368,7 @@ async fn a_collector_with_tls_has_to_be_one_that_is_trusted() {
         telemetry.ca = Some(folder.path().join("ca.pem"));
         let server = Server::start(config, &[]).await;
         assert_eq!(rest(&server, &[]).await, 200);
+        collector.until(received).await;
         server.stop().await;
         assert_eq!(collector.spans().len(), received);
     }

@@ -25,13 +25,15 @@ use crate::cli::QuantizeArgs;
 use crate::commands::predict;
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail, failure};
-use crate::inference::Intake;
+use crate::inference::{Intake, rows_within};
 use crate::output::Output;
 use report::Report;
 
 /// What became of weights and inputs, for the lineage.
 const METHOD: &str =
     "weights int8, symmetric, 7 bits, a scale per output; inputs uint8, with the range of each run";
+
+const INTERRUPTED: &str = "quantize was interrupted";
 
 /// Quantizes a model of a volume.
 pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Name) -> Result<()> {
@@ -41,12 +43,17 @@ pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Na
     let source =
         source(store.as_ref(), VOLUME_ROOT, &args).await.with_context(|| format!("volume {volume}"))?;
     let (spec, runtime) = (live(volume), Handle::current());
+    let stop = context.stop.clone();
     let work = quantize(context.out, args, source, move |name, version, make| {
+        // The thread goes on when the call is dropped.
+        if stop.is_cancelled() {
+            return fail(Exit::Failed, INTERRUPTED);
+        }
         publish::into_volume(&datafs.view(&spec)?, &runtime, name, version, make)
     });
     tokio::select! {
         done = work => done,
-        () = context.stop.cancelled() => fail(Exit::Failed, "quantize was interrupted"),
+        () = context.stop.cancelled() => fail(Exit::Failed, INTERRUPTED),
     }
 }
 
@@ -164,6 +171,7 @@ fn attempt(args: &QuantizeArgs, source: &Bundle) -> Result<(Bundle, Report)> {
         run_rows: rows(&first),
         run_us_before: time_before.as_secs_f64() * 1e6,
         run_us_after: time_after.as_secs_f64() * 1e6,
+        random: args.sample.is_empty(),
         sample,
         records,
         limit: args.limit,
@@ -181,9 +189,9 @@ fn each_run(
     mut run: impl FnMut(Vec<Tensor>) -> Result<()>,
 ) -> Result<String> {
     let signature = &source.manifest().signature;
-    let batch_rows = args.batch_rows as usize;
+    let batch_rows = rows_within(signature, args.batch_rows.min(args.records) as usize);
     if args.sample.is_empty() {
-        let runs = u64::from(args.records).div_ceil(u64::from(args.batch_rows));
+        let runs = u64::from(args.records).div_ceil(batch_rows as u64);
         for number in 0..runs {
             let seed = args.seed.wrapping_add(number);
             let drawn = drawn_inputs(signature, batch_rows, &BTreeMap::new(), seed);
@@ -192,9 +200,9 @@ fn each_run(
         return Ok(format!("random inputs, seed {}", args.seed));
     }
     let intake = Intake::new(signature, &args.input, batch_rows)?;
-    for batch in predict::sample(&args.sample, args.format, intake.clone(), u64::from(args.records))? {
-        run(intake.tensors(&batch)?)?;
-    }
+    predict::sample(&args.sample, args.format, intake.clone(), u64::from(args.records), |batch| {
+        run(intake.tensors(batch)?)
+    })?;
     let files: Vec<_> =
         args.sample.iter().map(|file| file.file_name().unwrap_or_default().to_string_lossy()).collect();
     Ok(files.join(", "))

@@ -113,7 +113,11 @@ impl Header {
         let fits = shape(declared, cells.len());
         if let [cell] = &cells[..]
             && (fits.is_none() || declared.contains(&-1))
-            && let Some(list) = cell.list()?
+            && let Some(list) = match cell.list() {
+                // A text may begin as a list does.
+                Err(_) if spec.datatype == Datatype::Bytes && fits.is_some() => None,
+                list => list?,
+            }
         {
             return input(spec, cell.column, &list).map_err(|error| error.to_string());
         }
@@ -206,16 +210,16 @@ impl<'a> Cell<'a> {
     /// A float; numbers that are too large for its type are refused.
     fn float<T: FromStr>(&self, datatype: Datatype) -> Result<T, String> {
         let text = self.text(&format_args!("{datatype} (nan where a value is missing)"))?;
-        let largest = match datatype {
-            Datatype::Fp16 => 65_504.0,
-            // 255/128 times 2 to the power of 127.
-            Datatype::Bf16 => f64::from(f32::from_bits(0x7f7f_0000)),
-            Datatype::Fp32 => f64::from(f32::MAX),
-            _ => f64::MAX,
+        // From here on a value is rounded to infinity.
+        let beyond = match datatype {
+            Datatype::Fp16 => 65_520.0,
+            Datatype::Bf16 => 2f64.powi(128) - 2f64.powi(119),
+            Datatype::Fp32 => 2f64.powi(128) - 2f64.powi(103),
+            _ => f64::INFINITY,
         };
         let value: f64 = text.parse().map_err(|_| self.refused(text, &datatype))?;
         // A name of infinity has no digits.
-        if value.abs() > largest && text.contains(|c: char| c.is_ascii_digit()) {
+        if value.abs() >= beyond && text.contains(|c: char| c.is_ascii_digit()) {
             return Err(self.wrong(&format_args!("{value:e} is too large for {datatype}")));
         }
         text.parse().map_err(|_| self.refused(text, &datatype))

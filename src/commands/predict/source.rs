@@ -43,6 +43,10 @@ pub(super) fn open(args: &PredictArgs) -> Result<Vec<Source>> {
 
 /// Finds files of records; the format of each follows from its name unless it is given.
 pub(super) fn of_records(paths: &[PathBuf], format: Option<RecordFormat>) -> Result<Vec<Source>> {
+    if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
+        let folder = folder.display();
+        return fail(Exit::Usage, format!("{folder} is a folder, files of records are expected"));
+    }
     let sources = paths.iter().map(|path| Source::open(Some(path), format)).collect::<Result<Vec<_>>>()?;
     match sources.iter().find(|source| source.format == RecordFormat::Image) {
         Some(image) => fail(Exit::Usage, format!("{} is an image, records are expected", image.name)),

@@ -28,6 +28,9 @@ pub(super) struct Report {
     /// Median time of a run on one thread, in microseconds.
     pub(super) run_us_before: f64,
     pub(super) run_us_after: f64,
+    /// Whether the inputs were random.
+    #[serde(skip)]
+    pub(super) random: bool,
     /// What both were compared on.
     pub(super) sample: String,
     pub(super) records: u64,
@@ -89,7 +92,7 @@ impl Report {
             None => format!("{} version {}, nothing written", self.model, self.from),
         };
         out.table(self, &["model", &title], rows)?;
-        if self.sample.starts_with("random") {
+        if self.random {
             out.note("The inputs were random: differences on real ones may be others (--sample FILE compares on those).");
         }
         Ok(())
