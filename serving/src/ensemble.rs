@@ -25,6 +25,9 @@ use crate::wire::inference as pb;
 use members::Member;
 pub(crate) use plan::Plan;
 
+/// Finds the model of a step, by its name and version.
+pub(crate) type Find<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> + 'a;
+
 /// Platform of ensembles, as Triton names it.
 pub(crate) const PLATFORM: &str = "ensemble";
 
@@ -56,11 +59,7 @@ impl Ensemble {
     ///
     /// # Errors
     /// The first step that could not, and why.
-    pub(crate) fn check(
-        &self,
-        ensemble: &Model,
-        find: &dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError>,
-    ) -> Result<(), String> {
+    pub(crate) fn check(&self, ensemble: &Model, find: &Find<'_>) -> Result<(), String> {
         self.members(ensemble, find).map(drop)
     }
 

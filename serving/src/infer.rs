@@ -1,6 +1,7 @@
 //! Inference independent of any transport: a typed request is checked against the model's signature,
 //! run, and answered with typed tensors.
 
+mod checks;
 mod step;
 
 use std::net::SocketAddr;
@@ -8,7 +9,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use millrace_bundle::TensorSpec;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -20,8 +20,9 @@ use crate::session::{Work, in_place};
 use crate::shadow::Copied;
 use crate::statistics::Times;
 use crate::telemetry;
-use crate::tensor::{Held, Tensor};
+use crate::tensor::Tensor;
 use crate::trace::Tracer;
+use checks::{ordered, wanted};
 pub(crate) use step::{Checked, step};
 
 /// Most input or output tensors in a request.
@@ -387,93 +388,6 @@ async fn perform(
 
 fn has_rows(input: &Tensor, rows: usize) -> bool {
     input.shape.first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
-}
-
-/// Checks every input and brings them into the signature's order.
-fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
-    if inputs.len() > TENSORS_MAX {
-        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
-    }
-    let mut places: Vec<Option<Tensor>> = Vec::new();
-    places.resize_with(specs.len(), || None);
-    for input in inputs {
-        let Some(place) = specs.iter().position(|spec| spec.name == input.name) else {
-            let names: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
-            return Err(InferError::invalid(format!(
-                "the model has no input {}, its inputs are {names:?}",
-                quote(&input.name)
-            )));
-        };
-        let spec = &specs[place];
-        if places[place].is_some() {
-            return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
-        }
-        check(spec, &input)?;
-        places[place] = Some(input);
-    }
-    specs
-        .iter()
-        .zip(places)
-        .map(|(spec, place)| {
-            let missing = || InferError::invalid(format!("input {:?} is missing", spec.name));
-            place.map(Held::Alone).ok_or_else(missing)
-        })
-        .collect()
-}
-
-/// Checks datatype, rank and extents of one input.
-fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
-    let datatype = input.data.datatype();
-    if datatype != spec.datatype {
-        return Err(InferError::invalid(format!(
-            "input {:?} is {datatype}, the model takes {}",
-            spec.name, spec.datatype
-        )));
-    }
-    let fits = input.shape.len() == spec.shape.len()
-        && spec.shape.iter().zip(&input.shape).all(|(expected, found)| match expected {
-            // No graph is required to work on nothing, and some crash on it.
-            -1 => *found >= 1,
-            expected => expected == found,
-        });
-    if !fits {
-        return Err(InferError::invalid(format!(
-            "input {:?} has shape {}, the model takes {:?} (-1: any extent from 1 on)",
-            spec.name,
-            crate::tensor::shown(&input.shape),
-            spec.shape
-        )));
-    }
-    let count = crate::tensor::element_count(&input.name, &input.shape)?;
-    if input.data.len() != count {
-        return Err(crate::tensor::wrong_count(&input.name, &input.shape, count, input.data.len()));
-    }
-    Ok(())
-}
-
-/// The places of the outputs that are wanted.
-fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
-    if names.is_empty() {
-        return Ok((0..specs.len()).collect());
-    }
-    if names.len() > TENSORS_MAX {
-        return Err(InferError::invalid(format!("{} outputs, the limit is {TENSORS_MAX}", names.len())));
-    }
-    let mut outputs = Vec::with_capacity(names.len());
-    for name in names {
-        let Some(place) = specs.iter().position(|spec| spec.name == *name) else {
-            let known: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
-            return Err(InferError::invalid(format!(
-                "the model has no output {}, its outputs are {known:?}",
-                quote(name)
-            )));
-        };
-        if outputs.contains(&place) {
-            return Err(InferError::invalid(format!("output {name:?} is asked for twice")));
-        }
-        outputs.push(place);
-    }
-    Ok(outputs)
 }
 
 /// Parses a version as protocols write it: empty means the latest.

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use millrace_bundle::TensorSpec;
 
-use super::Ensemble;
 use super::plan::{Plan, Step};
-use crate::error::{InferError, quote};
+use super::{Ensemble, Find};
+use crate::error::quote;
 use crate::repository::Model;
 use crate::tensor::shown;
 
@@ -25,11 +25,7 @@ impl Ensemble {
     ///
     /// # Errors
     /// The step whose model is not there or does not fit, and why.
-    pub(super) fn members(
-        &self,
-        ensemble: &Model,
-        find: &dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError>,
-    ) -> Result<Vec<Member>, String> {
+    pub(super) fn members(&self, ensemble: &Model, find: &Find<'_>) -> Result<Vec<Member>, String> {
         let plan = &self.plan;
         let mut members = Vec::with_capacity(plan.steps.len());
         for (number, step) in plan.steps.iter().enumerate() {

@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{Abandoned, check, count_failure, perform};
+use super::checks::check;
+use super::{Abandoned, count_failure, perform};
 use crate::error::InferError;
 use crate::repository::Model;
 use crate::statistics::Times;

@@ -68,7 +68,7 @@ impl Shared {
         // One that began just before the answer is of no use would keep from running those after it, and so
         // on: under too much load nobody would be answered in time.
         work.allow_for(Duration::from_micros(self.run_micros() as u64));
-        let (deadline, queued) = (work.deadline, work.queued);
+        let (deadline, answer_by, queued) = (work.deadline, work.answer_by, work.queued);
         let (job, turn) = Job::new(work);
         let (bytes, of_line) = (job.bytes(), (state.line.len(), state.line.bytes()));
         let admitted = state.line.admit(job, self.room);
@@ -79,7 +79,7 @@ impl Shared {
                         self.overloaded(of_line, job.bytes(), "and one came that is served before it");
                     job.refuse(error);
                 }
-                Ok(Waiting { shared: self, place: Some(place), deadline, queued, turn })
+                Ok(Waiting { shared: self, place: Some(place), deadline, answer_by, queued, turn })
             }
             Err(_) => Err(self.overloaded(of_line, bytes, "and none of them is served after it")),
         }
@@ -185,19 +185,32 @@ impl Shared {
 pub(super) struct Waiting<'a> {
     shared: &'a Shared,
     place: Option<Place>,
+    /// When it is too late to begin to run it, and when nobody wants the answer any more.
     deadline: Option<Instant>,
+    answer_by: Option<Instant>,
     queued: Instant,
     turn: oneshot::Receiver<Turn>,
 }
 
 impl Waiting<'_> {
-    /// Waits for the turn, at most until the deadline. Cancel safe.
+    /// Waits for the turn, at most until the deadline; one that somebody has taken along by then is not late.
+    /// Cancel safe.
     pub(super) async fn turn(mut self) -> Turn {
         let told = match self.deadline {
             None => (&mut self.turn).await,
             Some(deadline) => match tokio::time::timeout_at(deadline.into(), &mut self.turn).await {
                 Ok(told) => told,
-                Err(_) => return Turn::Done(Err(late(self.queued))),
+                Err(_) if self.leave() => return Turn::Done(Err(late(self.queued))),
+                // It runs already, so that its answer may come in time.
+                Err(_) => match self.answer_by {
+                    None => (&mut self.turn).await,
+                    Some(answer_by) => {
+                        match tokio::time::timeout_at(answer_by.into(), &mut self.turn).await {
+                            Ok(told) => told,
+                            Err(_) => return Turn::Done(Err(late(self.queued))),
+                        }
+                    }
+                },
             },
         };
         self.place = None;
@@ -209,15 +222,19 @@ impl Waiting<'_> {
     }
 }
 
+impl Waiting<'_> {
+    /// Leaves the line; whether it was still there.
+    fn leave(&mut self) -> bool {
+        let Some(place) = self.place.take() else { return false };
+        // Its tensors may be large: they are freed without the lock.
+        let left = { self.shared.state.lock().line.remove(place) };
+        left.is_some()
+    }
+}
+
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        if let Some(place) = self.place {
-            let mut state = self.shared.state.lock();
-            let left = state.line.remove(place);
-            drop(state);
-            // Its tensors may be large: they are freed without the lock.
-            drop(left);
-        }
+        self.leave();
     }
 }
 
@@ -235,7 +252,43 @@ fn towards(typical: usize, newest: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::towards;
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::tensor::{Held, Tensor};
+
+    fn work(deadline: Instant) -> Work {
+        let input = Tensor::fp32("x", vec![1, 1], vec![0.0]).unwrap();
+        Work {
+            inputs: vec![Held::Alone(input)],
+            outputs: Vec::new(),
+            rows: 1,
+            queued: Instant::now(),
+            deadline: Some(deadline),
+            answer_by: None,
+            level: 1,
+            client: None,
+            beside: false,
+        }
+    }
+
+    #[tokio::test]
+    async fn who_was_taken_along_gets_the_answer_after_the_deadline_too() {
+        let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
+        let room = Room { requests_max: 8, bytes_max: 1 << 20 };
+        let shared = Shared::new(Vec::new(), Vec::new(), sizes, Duration::ZERO, room);
+        let deadline = Instant::now() + Duration::from_millis(1);
+        let [taken, left] = [0, 1].map(|_| shared.wait(&mut shared.state.lock(), work(deadline)).unwrap());
+        let job = shared.state.lock().line.remove(taken.place.unwrap()).unwrap();
+        let telling = async {
+            tokio::time::sleep_until((deadline + Duration::from_millis(1)).into()).await;
+            job.reply.send(Turn::Done(Err(InferError::invalid("told")))).unwrap();
+        };
+        let (told, ()) = tokio::join!(taken.turn(), telling);
+        assert!(matches!(told, Turn::Done(Err(InferError::Invalid { .. }))), "{told:?}");
+        let told = left.turn().await;
+        assert!(matches!(told, Turn::Done(Err(InferError::DeadlineExceeded { .. }))), "{told:?}");
+        assert_eq!(shared.waiting(), 0);
+    }
 
     #[test]
     fn the_typical_duration_follows_the_rule_not_the_exception() {

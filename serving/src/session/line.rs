@@ -23,6 +23,9 @@ use crate::tensor::Held;
 /// Requests that are looked at in vain, at most, for those that could run with another one.
 const PASSED_MAX: usize = 256;
 
+/// Of the time that a client gives a request, the part that is left for the ways of the messages.
+const WAYS_PART: u32 = 10;
+
 /// A checked request.
 #[derive(Debug)]
 pub(crate) struct Work {
@@ -58,9 +61,14 @@ impl Work {
         self.deadline.is_some_and(|deadline| deadline <= Instant::now())
     }
 
-    /// It has to begin so long before the answer is not wanted any more.
+    /// It has to begin so long before the answer is not wanted any more, and a part of its time earlier: the
+    /// client counts the ways of both messages, too. Who waits longest goes first, so that under too much
+    /// load all that run would be answered just too late otherwise.
     pub(super) fn allow_for(&mut self, run: Duration) {
-        let begin_by = self.answer_by.map(|answer_by| answer_by.checked_sub(run).unwrap_or(self.queued));
+        let begin_by = self.answer_by.map(|answer_by| {
+            let ways = answer_by.saturating_duration_since(self.queued) / WAYS_PART;
+            answer_by.checked_sub(run.saturating_add(ways)).unwrap_or(self.queued)
+        });
         self.deadline = self.deadline.into_iter().chain(begin_by).min();
     }
 

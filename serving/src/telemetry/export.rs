@@ -115,6 +115,7 @@ impl Exporter {
     }
 
     /// Waits for spans, then a little for more; false once it has stopped and none are left.
+    #[allow(clippy::vec_box, reason = "as they come from the queue, whose places are small that way")]
     async fn gather(&mut self, batch: &mut Vec<Box<Finished>>, stop: &CancellationToken) -> bool {
         let first = tokio::select! {
             biased;

@@ -284,7 +284,7 @@ async fn kept_answers_go_where_and_in_the_form_that_each_request_wants() {
         raw_input_contents: Vec::new(),
         ..plain.clone()
     };
-    assert_eq!(ask(&server, &from_region).await.raw_output_contents, [logits.clone()]);
+    assert_eq!(ask(&server, &from_region).await.raw_output_contents, std::slice::from_ref(&logits));
     // And as before, whatever was made of it meanwhile.
     assert_eq!(ask(&server, &plain).await.raw_output_contents, [logits]);
     let expected = Counts { answered: 6, runs: 1, rows: 2, hits: 5, misses: 1 };

@@ -93,7 +93,7 @@ async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_bef
     put(server.dir.path(), "both/config.pbtxt", narrow);
     server.serving.repository().refresh().await.unwrap();
     for _ in 0..2 {
-        assert_eq!(outputs().await, [real.clone()]);
+        assert_eq!(outputs().await, std::slice::from_ref(&real));
     }
     assert_eq!(counts(&server, "both", "").await.hits, 1);
     server.stop().await;

@@ -194,9 +194,9 @@ proptest! {
         prop_assert_eq!(plan.is_err(), cyclic);
         if let Err(reason) = plan {
             // Only steps of a cycle are named.
-            for step in 0..7 {
+            for (step, reached) in reaches.iter().enumerate() {
                 let named = reason.contains(&format!("step {} ", step + 1));
-                prop_assert!(!named || reaches[step][step], "{}", reason);
+                prop_assert!(!named || reached[step], "{}", reason);
             }
         }
     }

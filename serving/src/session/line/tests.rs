@@ -153,9 +153,9 @@ fn a_run_has_to_begin_while_its_answer_is_wanted() {
     for (deadline, answer_by, run, expected) in [
         (None, None, 5, None),
         (Some(30), None, 5, Some(30)),
-        (None, Some(30), 5, Some(25)),
+        (None, Some(30), 5, Some(22)),
         (Some(20), Some(30), 5, Some(20)),
-        (Some(30), Some(30), 5, Some(25)),
+        (Some(30), Some(30), 5, Some(22)),
     ] {
         let (deadline, answer_by) = (deadline.map(at), answer_by.map(at));
         let mut work = Work { deadline, answer_by, ..work(1, 4, &[0], 0) };

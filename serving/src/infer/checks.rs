@@ -1,0 +1,94 @@
+//! Requests held against a model's signature: names, datatypes, shapes and counts.
+
+use millrace_bundle::TensorSpec;
+
+use super::TENSORS_MAX;
+use crate::error::{InferError, quote};
+use crate::tensor::{Held, Tensor};
+
+/// Checks every input and brings them into the signature's order.
+pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
+    if inputs.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
+    }
+    let mut places: Vec<Option<Tensor>> = Vec::new();
+    places.resize_with(specs.len(), || None);
+    for input in inputs {
+        let Some(place) = specs.iter().position(|spec| spec.name == input.name) else {
+            let names: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
+            return Err(InferError::invalid(format!(
+                "the model has no input {}, its inputs are {names:?}",
+                quote(&input.name)
+            )));
+        };
+        let spec = &specs[place];
+        if places[place].is_some() {
+            return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
+        }
+        check(spec, &input)?;
+        places[place] = Some(input);
+    }
+    specs
+        .iter()
+        .zip(places)
+        .map(|(spec, place)| {
+            let missing = || InferError::invalid(format!("input {:?} is missing", spec.name));
+            place.map(Held::Alone).ok_or_else(missing)
+        })
+        .collect()
+}
+
+/// Checks datatype, rank and extents of one input.
+pub(super) fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
+    let datatype = input.data.datatype();
+    if datatype != spec.datatype {
+        return Err(InferError::invalid(format!(
+            "input {:?} is {datatype}, the model takes {}",
+            spec.name, spec.datatype
+        )));
+    }
+    let fits = input.shape.len() == spec.shape.len()
+        && spec.shape.iter().zip(&input.shape).all(|(expected, found)| match expected {
+            // No graph is required to work on nothing, and some crash on it.
+            -1 => *found >= 1,
+            expected => expected == found,
+        });
+    if !fits {
+        return Err(InferError::invalid(format!(
+            "input {:?} has shape {}, the model takes {:?} (-1: any extent from 1 on)",
+            spec.name,
+            crate::tensor::shown(&input.shape),
+            spec.shape
+        )));
+    }
+    let count = crate::tensor::element_count(&input.name, &input.shape)?;
+    if input.data.len() != count {
+        return Err(crate::tensor::wrong_count(&input.name, &input.shape, count, input.data.len()));
+    }
+    Ok(())
+}
+
+/// The places of the outputs that are wanted.
+pub(super) fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
+    if names.is_empty() {
+        return Ok((0..specs.len()).collect());
+    }
+    if names.len() > TENSORS_MAX {
+        return Err(InferError::invalid(format!("{} outputs, the limit is {TENSORS_MAX}", names.len())));
+    }
+    let mut outputs = Vec::with_capacity(names.len());
+    for name in names {
+        let Some(place) = specs.iter().position(|spec| spec.name == *name) else {
+            let known: Vec<&str> = specs.iter().take(16).map(|spec| spec.name.as_str()).collect();
+            return Err(InferError::invalid(format!(
+                "the model has no output {}, its outputs are {known:?}",
+                quote(name)
+            )));
+        };
+        if outputs.contains(&place) {
+            return Err(InferError::invalid(format!("output {name:?} is asked for twice")));
+        }
+        outputs.push(place);
+    }
+    Ok(outputs)
+}
