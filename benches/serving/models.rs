@@ -28,8 +28,8 @@ pub(crate) const TINY: Model = Model { name: "tiny", inputs: 16, hidden: [64, 64
 pub(crate) const MEDIUM: Model =
     Model { name: "medium", inputs: 256, hidden: [1024, 1024], classes: 16, rows: 1 };
 
-/// Its requests take so long that the load costs a few of a hundred of what the server does, although
-/// both run on the same cores: what it can do at most is the server's to say.
+/// Its requests take so long that most of what the cores do is its runs, although the load runs on them, too:
+/// what it can do at most is the server's to say.
 pub(crate) const LARGE: Model =
     Model { name: "large", inputs: 512, hidden: [2048, 2048], classes: 16, rows: 4 };
 

@@ -193,8 +193,8 @@ pub(super) struct Waiting<'a> {
 }
 
 impl Waiting<'_> {
-    /// Waits for the turn, at most until the deadline; one that somebody has taken along by then is not late.
-    /// Cancel safe.
+    /// Waits for the turn, at most until the deadline; one that a run has taken along by then waits on, at most
+    /// until nobody wants the answer any more. Cancel safe.
     pub(super) async fn turn(mut self) -> Turn {
         let told = match self.deadline {
             None => (&mut self.turn).await,
