@@ -2,6 +2,7 @@
 
 mod background;
 mod backing;
+mod company;
 mod handover;
 mod joined;
 mod lease;

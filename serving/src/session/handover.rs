@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
 use super::background::{Account, Mix};
+use super::company::Company;
 use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
 use crate::error::InferError;
@@ -31,15 +32,31 @@ pub(super) struct Shared {
     pub(super) keeps_rows: AtomicBool,
     /// Typical duration of a run, in microseconds.
     run_micros: AtomicUsize,
+    /// Whether there is company to wait for.
+    pub(super) company: Company,
     /// Its runs beside those of other models.
     pub(super) account: Account,
 }
 
-/// While a session is free, nobody waits.
+/// While a session is free, nobody waits but for one who gathers.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) free: Vec<Session>,
     line: Line,
+    /// Somebody with a session looks for company: who could run with him waits for him, although a session is
+    /// free.
+    gathering: bool,
+}
+
+/// How a request begins.
+#[derive(Debug)]
+pub(super) enum Begun<'a> {
+    /// There is a session, and nobody else.
+    Alone(Lease, Work),
+    /// There is a session, and others may come to run with it.
+    Gathers(Lease, Work),
+    /// It waits in line.
+    Waits(Waiting<'a>),
 }
 
 impl Shared {
@@ -51,7 +68,7 @@ impl Shared {
         room: Room,
     ) -> Shared {
         Shared {
-            state: Mutex::new(State { free, line: Line::default() }),
+            state: Mutex::new(State { free, line: Line::default(), gathering: false }),
             outputs,
             sizes,
             delay,
@@ -59,12 +76,45 @@ impl Shared {
             room,
             keeps_rows: AtomicBool::new(true),
             run_micros: AtomicUsize::new(0),
+            company: Company::default(),
             account: Account::default(),
         }
     }
 
-    /// Puts a request in the line of a state in which no session is free.
-    pub(super) fn wait(&self, state: &mut State, mut work: Work) -> Result<Waiting<'_>, InferError> {
+    /// Gives a request a session, or a place in the line. `gathers` says whether one that gets a session
+    /// looks for company, by how many sessions are free beside it.
+    ///
+    /// # Errors
+    /// [`InferError::Overloaded`] when there is no room in the line.
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        work: Work,
+        gathers: impl FnOnce(usize) -> bool,
+    ) -> Result<Begun<'_>, InferError> {
+        let mut state = self.state.lock();
+        let joins = state.gathering && work.rows > 0;
+        let Some(session) = (if joins { None } else { state.free.pop() }) else {
+            return Ok(Begun::Waits(self.wait(&mut state, work)?));
+        };
+        let gathers = !state.gathering && work.rows > 0 && gathers(state.free.len());
+        state.gathering |= gathers;
+        drop(state);
+        let mut lease = Lease::new(self, session);
+        lease.gathers = gathers;
+        Ok(if gathers { Begun::Gathers(lease, work) } else { Begun::Alone(lease, work) })
+    }
+
+    /// Has others wait for the run of a request that has a session already, unless they wait for another one.
+    pub(super) fn gather_for(&self, lease: &mut Lease, work: &Work) {
+        let mut state = self.state.lock();
+        if !state.gathering && work.rows > 0 {
+            state.gathering = true;
+            lease.gathers = true;
+        }
+    }
+
+    /// Puts a request in the line.
+    fn wait(&self, state: &mut State, mut work: Work) -> Result<Waiting<'_>, InferError> {
         // One that began just before the answer is of no use would keep from running those after it, and so
         // on: under too much load nobody would be answered in time.
         work.allow_for(Duration::from_micros(self.run_micros() as u64));
@@ -131,20 +181,41 @@ impl Shared {
         self.state.lock().line.len()
     }
 
+    /// Rows that could run together with a request by now, up to the most that do, its own included.
+    pub(super) fn rows_like(&self, work: &Work) -> usize {
+        self.state.lock().line.rows_like(work, self.sizes.rows_max)
+    }
+
     /// Those of the line that run together with a request.
     pub(super) fn take_like(&self, work: &Work) -> Vec<Job> {
         let mut state = self.state.lock();
         state.line.take_like(work, &self.sizes)
     }
 
-    /// Hands a session to the request that is next.
+    /// Nobody gathers any more: who waits still gets the sessions that are free.
+    pub(super) fn gathered(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.gathering = false;
+        // Another one may begin to meanwhile, who has them all then.
+        while !state.gathering
+            && state.line.len() > 0
+            && let Some(session) = state.free.pop()
+        {
+            drop(state);
+            Arc::clone(self).give_back(session);
+            state = self.state.lock();
+        }
+    }
+
+    /// Hands a session to the request that is next, unless somebody gathers, who has them all.
     pub(super) fn give_back(self: Arc<Shared>, session: Session) {
         let mut lease = Lease::new(&self, session);
         let mut too_late = Vec::new();
         loop {
             let job = {
                 let mut state = self.state.lock();
-                match state.line.next(&mut too_late) {
+                let next = if state.gathering { None } else { state.line.next(&mut too_late) };
+                match next {
                     Some(job) => job,
                     None => {
                         state.free.extend(lease.session.take());
@@ -251,55 +322,4 @@ fn towards(typical: usize, newest: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::tensor::{Held, Tensor};
-
-    fn work(deadline: Instant) -> Work {
-        let input = Tensor::fp32("x", vec![1, 1], vec![0.0]).unwrap();
-        Work {
-            inputs: vec![Held::Alone(input)],
-            outputs: Vec::new(),
-            rows: 1,
-            queued: Instant::now(),
-            deadline: Some(deadline),
-            answer_by: None,
-            level: 1,
-            client: None,
-            beside: false,
-        }
-    }
-
-    #[tokio::test]
-    async fn who_was_taken_along_gets_the_answer_after_the_deadline_too() {
-        let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
-        let room = Room { requests_max: 8, bytes_max: 1 << 20 };
-        let shared = Shared::new(Vec::new(), Vec::new(), sizes, Duration::ZERO, room);
-        let deadline = Instant::now() + Duration::from_millis(1);
-        let [taken, left] = [0, 1].map(|_| shared.wait(&mut shared.state.lock(), work(deadline)).unwrap());
-        let job = shared.state.lock().line.remove(taken.place.unwrap()).unwrap();
-        let telling = async {
-            tokio::time::sleep_until((deadline + Duration::from_millis(1)).into()).await;
-            job.reply.send(Turn::Done(Err(InferError::invalid("told")))).unwrap();
-        };
-        let (told, ()) = tokio::join!(taken.turn(), telling);
-        assert!(matches!(told, Turn::Done(Err(InferError::Invalid { .. }))), "{told:?}");
-        let told = left.turn().await;
-        assert!(matches!(told, Turn::Done(Err(InferError::DeadlineExceeded { .. }))), "{told:?}");
-        assert_eq!(shared.waiting(), 0);
-    }
-
-    #[test]
-    fn the_typical_duration_follows_the_rule_not_the_exception() {
-        let mut typical = towards(0, 5);
-        for run in 0..1000 {
-            typical = towards(typical, if run % 10 == 0 { 50_000 } else { 5 });
-        }
-        assert!(typical < 10, "{typical}");
-        for _ in 0..200 {
-            typical = towards(typical, 3_000);
-        }
-        assert_eq!(typical, 3_000);
-    }
-}
+mod tests;

@@ -40,10 +40,13 @@ pub(super) enum Turn {
 pub(super) struct Lease {
     pub(super) shared: Arc<Shared>,
     pub(super) session: Option<Session>,
+    /// Whether others wait for it to run, although sessions are free.
+    pub(super) gathers: bool,
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        self.end_gathering();
         if let Some(session) = self.session.take() {
             Arc::clone(&self.shared).give_back(session);
         }
@@ -52,16 +55,28 @@ impl Drop for Lease {
 
 impl Lease {
     pub(super) fn new(shared: &Arc<Shared>, session: Session) -> Lease {
-        Lease { shared: Arc::clone(shared), session: Some(session) }
+        Lease { shared: Arc::clone(shared), session: Some(session), gathers: false }
+    }
+
+    /// Others get the sessions that are free from now on.
+    pub(super) fn end_gathering(&mut self) {
+        if std::mem::take(&mut self.gathers) {
+            self.shared.gathered();
+        }
     }
 
     /// Runs a request and those in the line that can run with it.
     pub(super) fn run(mut self, work: Work) -> Result<Ran, InferError> {
         let shared = Arc::clone(&self.shared);
         if !shared.keeps_rows.load(Ordering::Relaxed) {
+            self.end_gathering();
             return self.run_alone(&work);
         }
         let others = shared.take_like(&work);
+        if self.gathers {
+            shared.company.found(1 + others.len());
+            self.end_gathering();
+        }
         if others.is_empty() {
             return self.run_alone(&work);
         }

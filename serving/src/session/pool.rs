@@ -5,6 +5,9 @@
 //! session to the one that is next in the line, whose thread takes along all that can run with it. So
 //! nothing waits for a batch to fill, and batches grow with the load by themselves; there is no thread of
 //! their own that all would have to go through, but for long runs while other models are in use.
+//!
+//! Where many ask, a request that finds a session free gathers company first: its thread takes in what has
+//! been sent by then, and who comes meanwhile waits for it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,8 +17,8 @@ use millrace_bundle::{Signature, TensorSpec};
 
 use super::Session;
 use super::background::{self, Mix};
-use super::handover::Shared;
-use super::lease::{Lease, Ran, Turn};
+use super::handover::{Begun, Shared};
+use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::placement::Placement;
 use super::values::run;
@@ -26,9 +29,13 @@ use crate::tensor::{Data, Tensor};
 /// Runs that take longer give their worker thread's other tasks away first.
 const INLINE_MICROS_MAX: usize = 500;
 
-/// Before runs that take longer, the thread takes in what clients have sent, if others run, too. That costs
-/// some microseconds, or 50 where a thread that is idle takes the task over.
+/// Before runs that take longer, the thread takes in what clients have sent, if others run, too; before
+/// shorter ones where that was worth it lately. It costs some microseconds, or 50 where a thread that is idle
+/// takes the task over.
 const READ_ON_MICROS_MIN: usize = 40;
+
+/// Of the time that a run takes, the part for which more may be taken in before it.
+const LOOK_PART: usize = 4;
 
 /// Sessions of one model version.
 #[derive(Debug)]
@@ -145,35 +152,56 @@ impl Pool {
             return Err(late(work.queued));
         }
         let (deadline, queued, beside) = (work.deadline, work.queued, work.beside);
-        let begun = {
-            let mut state = self.shared.state.lock();
-            match state.free.pop() {
-                // Where nobody else runs there is hardly anything to take in.
-                Some(session) => Ok((session, work, state.free.len() + 1 < self.sessions)),
-                None => Err(self.shared.wait(&mut state, work)?),
+        let waiting = match self.shared.begin(work, |free| self.gathers(free))? {
+            Begun::Alone(mut lease, work) => {
+                return self.execute(deadline, queued, beside, move || lease.run_alone(&work)).await;
             }
-        };
-        let waiting = match begun {
-            Ok((session, work, others_run)) => {
-                let mut lease = Lease::new(&self.shared, session);
-                if !others_run || self.shared.run_micros() < READ_ON_MICROS_MIN {
-                    return self.execute(deadline, queued, beside, move || lease.run_alone(&work)).await;
-                }
-                read_on().await;
+            Begun::Gathers(lease, work) => {
+                self.look(&work).await;
                 return self.execute(deadline, queued, beside, move || lease.run(work)).await;
             }
-            Err(waiting) => waiting,
+            Begun::Waits(waiting) => waiting,
         };
         self.shared.notify();
         match waiting.turn().await {
             Turn::Done(result) => result,
-            Turn::Lead(lease, work) => {
+            Turn::Lead(mut lease, work) => {
                 if self.shared.run_micros() >= READ_ON_MICROS_MIN {
-                    read_on().await;
+                    self.shared.gather_for(&mut lease, &work);
+                    self.look(&work).await;
                 }
-                self.shared.gather(&work).await;
+                if !self.shared.delay.is_zero() {
+                    lease.end_gathering();
+                    self.shared.gather(&work).await;
+                }
                 self.execute(deadline, queued, beside, move || lease.run(work)).await
             }
+        }
+    }
+
+    /// Whether a request that has a session, beside which so many are free, looks for company. Where nobody
+    /// else runs there is hardly anything to take in, unless it was otherwise lately.
+    fn gathers(&self, free: usize) -> bool {
+        let long = self.shared.run_micros() >= READ_ON_MICROS_MIN;
+        self.batch_rows_max().is_some()
+            && ((long && free + 1 < self.sessions) || self.shared.company.is_likely())
+    }
+
+    /// Takes in what clients have sent, as long as more comes, and not longer than it is worth.
+    async fn look(&self, work: &Work) {
+        let began = Instant::now();
+        let longest = (self.shared.run_micros() / LOOK_PART).max(READ_ON_MICROS_MIN);
+        let mut seen = work.rows;
+        loop {
+            read_on().await;
+            let rows = self.shared.rows_like(work);
+            if rows <= seen
+                || rows >= self.shared.sizes.rows_max
+                || began.elapsed() >= Duration::from_micros(longest as u64)
+            {
+                return;
+            }
+            seen = rows;
         }
     }
 

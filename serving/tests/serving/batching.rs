@@ -81,6 +81,37 @@ async fn requests_that_wait_run_together_and_each_gets_its_own_rows() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_clients_of_a_short_run_share_runs() {
+    const CLIENTS: usize = 16;
+    const REQUESTS: usize = 200;
+    if !have_runtime() {
+        return;
+    }
+    // As many sessions as threads: nobody has to wait for another one's.
+    let server = Server::start(config(), &[("sum", 1, sum())]).await;
+    let mut clients = tokio::task::JoinSet::new();
+    for number in 0..CLIENTS {
+        let mut client = server.client().await;
+        clients.spawn(async move {
+            for request in 0..REQUESTS {
+                let row = |from: usize| (0..4).map(|place| (from + place) as f32).collect::<Vec<f32>>();
+                let tensor = |name, from| Tensor::fp32(name, vec![1, 4], row(from)).unwrap();
+                let inputs = vec![tensor("a", number * REQUESTS), tensor("b", request)];
+                let answer = client.infer("sum", None, inputs, Form::Raw).await.unwrap();
+                let from = number * REQUESTS + request;
+                let expected: Vec<f32> = (0..4).map(|place| (from + 2 * place) as f32).collect();
+                assert_eq!(fp32(&answer.outputs[0].data), expected);
+            }
+        });
+    }
+    clients.join_all().await;
+    let statistics = statistics(&server, "sum").await;
+    assert_eq!(statistics.inference_count, (CLIENTS * REQUESTS) as u64);
+    assert!(statistics.execution_count < statistics.inference_count, "{statistics:?}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_has_no_more_rows_than_it_may() {
     if !have_runtime() {
         return;

@@ -1,0 +1,246 @@
+//! Who gets a session, who waits, and what becomes of those who wait when others go.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+use millrace_bundle::Datatype;
+use millrace_bundle::onnx::*;
+use prost::Message as _;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tokio::sync::oneshot::error::TryRecvError;
+
+use super::super::options;
+use super::*;
+use crate::config::Device;
+use crate::runtime::Runtime;
+use crate::tensor::{Held, Tensor};
+
+/// `y = relu(x)`, of rows of any width.
+fn graph() -> Vec<u8> {
+    use tensor_shape_proto::{Dimension, dimension::Value};
+    let value = |name: &str| {
+        let dim = |name: &str| Dimension { value: Some(Value::DimParam(name.into())), ..Default::default() };
+        let tensor = type_proto::Tensor {
+            elem_type: Some(tensor_proto::DataType::Float as i32),
+            shape: Some(TensorShapeProto { dim: vec![dim("rows"), dim("width")] }),
+        };
+        let r#type = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(r#type), ..Default::default() }
+    };
+    let node = NodeProto {
+        op_type: Some("Relu".into()),
+        input: vec!["x".into()],
+        output: vec!["y".into()],
+        ..Default::default()
+    };
+    let graph = GraphProto {
+        name: Some("relu".into()),
+        node: vec![node],
+        input: vec![value("x")],
+        output: vec![value("y")],
+        ..Default::default()
+    };
+    let opset = OperatorSetIdProto { version: Some(17), ..Default::default() };
+    ModelProto { ir_version: Some(8), opset_import: vec![opset], graph: Some(graph), ..Default::default() }
+        .encode_to_vec()
+}
+
+/// With so many sessions; `None` where there is no ONNX Runtime.
+fn shared(sessions: usize) -> Option<Arc<Shared>> {
+    let runtime = match Runtime::load() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            return None;
+        }
+    };
+    let mut builder = options::builder(runtime, Device::Cpu, 1, false).unwrap();
+    let graph = graph();
+    let session = |_| Session { session: builder.commit_from_memory(&graph).unwrap(), _weights: None };
+    let free = (0..sessions).map(session).collect();
+    let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
+    let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
+    let room = Room { requests_max: 64, bytes_max: 1 << 20 };
+    Some(Arc::new(Shared::new(free, vec![output], sizes, Duration::ZERO, room)))
+}
+
+/// A request of so many rows, of that width, each filled with a value.
+fn work(rows: usize, width: usize, value: f32) -> Work {
+    let extents = vec![rows.max(1) as i64, width as i64];
+    let input = Tensor::fp32("x", extents, vec![value; rows.max(1) * width]).unwrap();
+    Work {
+        inputs: vec![Held::Alone(input)],
+        outputs: vec![0],
+        rows,
+        queued: Instant::now(),
+        deadline: None,
+        answer_by: None,
+        level: 1,
+        client: None,
+        beside: false,
+    }
+}
+
+fn waits(begun: Result<Begun<'_>, InferError>) -> Waiting<'_> {
+    match begun.unwrap() {
+        Begun::Waits(waiting) => waiting,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn gathers(begun: Result<Begun<'_>, InferError>) -> (Lease, Work) {
+    match begun.unwrap() {
+        Begun::Gathers(lease, work) => (lease, work),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Sessions that are free, and requests that wait.
+fn rest(shared: &Shared) -> (usize, usize) {
+    let state = shared.state.lock();
+    (state.free.len(), state.line.len())
+}
+
+fn value(ran: &super::super::Ran) -> f32 {
+    match &ran.outputs[0].data {
+        crate::tensor::Data::Fp32(values) => values[0],
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn who_was_taken_along_gets_the_answer_after_the_deadline_too() {
+    let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
+    let room = Room { requests_max: 8, bytes_max: 1 << 20 };
+    let shared = Arc::new(Shared::new(Vec::new(), Vec::new(), sizes, Duration::ZERO, room));
+    let deadline = Instant::now() + Duration::from_millis(1);
+    let [taken, left] =
+        [0, 1].map(|_| waits(shared.begin(Work { deadline: Some(deadline), ..work(1, 1, 0.0) }, |_| false)));
+    let job = shared.state.lock().line.remove(taken.place.unwrap()).unwrap();
+    let telling = async {
+        tokio::time::sleep_until((deadline + Duration::from_millis(1)).into()).await;
+        job.reply.send(Turn::Done(Err(InferError::invalid("told")))).unwrap();
+    };
+    let (told, ()) = tokio::join!(taken.turn(), telling);
+    assert!(matches!(told, Turn::Done(Err(InferError::Invalid { .. }))), "{told:?}");
+    let told = left.turn().await;
+    assert!(matches!(told, Turn::Done(Err(InferError::DeadlineExceeded { .. }))), "{told:?}");
+    assert_eq!(shared.waiting(), 0);
+}
+
+#[tokio::test]
+async fn who_gathers_takes_along_who_came_although_a_session_was_free() {
+    let Some(shared) = shared(2) else { return };
+    let (lease, first) = gathers(shared.begin(work(1, 3, 1.0), |free| free == 1));
+    let joined = waits(shared.begin(work(2, 3, 2.0), |_| true));
+    // What runs alone has nothing to wait for, and looks for nobody.
+    assert!(matches!(shared.begin(work(0, 3, 3.0), |_| true).unwrap(), Begun::Alone(..)));
+    let ran = lease.run(first).unwrap();
+    assert_eq!((value(&ran), ran.run_rows), (1.0, Some(3)));
+    let Turn::Done(Ok(ran)) = joined.turn().await else { panic!("it was not taken along") };
+    assert_eq!((value(&ran), ran.run_rows), (2.0, None));
+    assert_eq!(rest(&shared), (2, 0));
+    assert!(matches!(shared.begin(work(1, 3, 1.0), |_| false).unwrap(), Begun::Alone(..)));
+}
+
+#[tokio::test]
+async fn who_cannot_run_with_the_one_who_gathers_gets_a_session_that_is_free() {
+    let Some(shared) = shared(2) else { return };
+    let (mut lease, first) = gathers(shared.begin(work(1, 3, 1.0), |_| true));
+    let other = waits(shared.begin(work(1, 4, 2.0), |_| true));
+    assert!(shared.take_like(&first).is_empty());
+    lease.end_gathering();
+    // The first has his session still.
+    let Turn::Lead(others, second) = other.turn().await else { panic!("it did not get the session") };
+    assert_eq!(value(&others.run(second).unwrap()), 2.0);
+    assert_eq!(value(&lease.run(first).unwrap()), 1.0);
+    assert_eq!(shared.state.lock().free.len(), 2);
+}
+
+#[tokio::test]
+async fn where_the_one_who_gathers_goes_another_runs() {
+    let Some(shared) = shared(1) else { return };
+    let (lease, _) = gathers(shared.begin(work(1, 3, 1.0), |_| true));
+    let joined = waits(shared.begin(work(1, 3, 2.0), |_| true));
+    drop(lease);
+    let Turn::Lead(lease, second) = joined.turn().await else { panic!("nobody runs") };
+    assert_eq!(value(&lease.run(second).unwrap()), 2.0);
+    assert_eq!(shared.state.lock().free.len(), 1);
+}
+
+/// Callers come, run, and go in any order: nobody waits while a session is free and nobody gathers, each gets
+/// his own answer, and no session is lost.
+#[test]
+fn whatever_callers_do_nobody_is_forgotten() {
+    const SESSIONS: usize = 2;
+    let Some(shared) = shared(SESSIONS) else { return };
+    for seed in 0..200 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (mut leases, mut waiting) = (Vec::new(), Vec::new());
+        for step in 0..200u32 {
+            let number = step as f32;
+            match rng.random_range(0..6u8) {
+                0..3 if step < 150 => {
+                    let (rows, width) = (rng.random_range(0..3), rng.random_range(1..3));
+                    let looks = rng.random_bool(0.5);
+                    match shared.begin(work(rows, width, number), |_| looks).unwrap() {
+                        Begun::Alone(lease, work) | Begun::Gathers(lease, work) => {
+                            leases.push((lease, work, number));
+                        }
+                        Begun::Waits(place) => waiting.push((place, number)),
+                    }
+                }
+                0..5 if !leases.is_empty() => {
+                    let (lease, work, number) = leases.swap_remove(rng.random_range(0..leases.len()));
+                    if rng.random_bool(0.8) {
+                        assert_eq!(value(&lease.run(work).unwrap()), number);
+                    }
+                }
+                _ if !waiting.is_empty() && rng.random_bool(0.2) => {
+                    waiting.swap_remove(rng.random_range(0..waiting.len()));
+                }
+                _ => {}
+            }
+            let told = std::mem::take(&mut waiting).into_iter().filter_map(|(mut place, number)| {
+                match place.turn.try_recv() {
+                    Err(TryRecvError::Empty) => waiting.push((place, number)),
+                    Err(TryRecvError::Closed) => panic!("seed {seed}: {number} was forgotten"),
+                    Ok(Turn::Done(ran)) => assert_eq!(value(&ran.unwrap()), number),
+                    Ok(Turn::Lead(mut lease, work)) => {
+                        if rng.random_bool(0.5) {
+                            shared.gather_for(&mut lease, &work);
+                        }
+                        return Some((lease, work, number));
+                    }
+                }
+                None
+            });
+            leases.extend(told.collect::<Vec<_>>());
+            let state = shared.state.lock();
+            assert_eq!(state.free.len() + leases.len(), SESSIONS, "seed {seed}");
+            assert_eq!(state.line.len(), waiting.len(), "seed {seed}");
+            assert_eq!(state.gathering, leases.iter().any(|(lease, ..)| lease.gathers), "seed {seed}");
+            assert!(
+                state.gathering || state.free.is_empty() || waiting.is_empty(),
+                "seed {seed}: {} wait while {} sessions are free",
+                waiting.len(),
+                state.free.len()
+            );
+        }
+        drop(leases);
+        drop(waiting);
+        assert_eq!(rest(&shared), (SESSIONS, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_typical_duration_follows_the_rule_not_the_exception() {
+    let mut typical = towards(0, 5);
+    for run in 0..1000 {
+        typical = towards(typical, if run % 10 == 0 { 50_000 } else { 5 });
+    }
+    assert!(typical < 10, "{typical}");
+    for _ in 0..200 {
+        typical = towards(typical, 3_000);
+    }
+    assert_eq!(typical, 3_000);
+}
