@@ -133,14 +133,30 @@ fn members(versions: &Versions) -> BTreeSet<String> {
 }
 
 impl Models {
-    /// Why an ensemble cannot answer with these models.
+    /// Why an ensemble cannot answer with these models: none of the versions may be wrong for it that a step
+    /// runs on.
     pub(super) fn fault(&self, model: &Model) -> Option<String> {
         let ensemble = model.ensemble()?;
-        let find = |name: &str, version: Option<u64>| {
-            let versions = self.models.get(name).ok_or_else(|| unknown(name))?;
-            versions.find(name, version.map_or(Asked::Any, Asked::Version))
+        // `turn` is a model's version that steps get which name none.
+        let check = |turn: Option<(&str, u64)>| {
+            let find = |name: &str, version: Option<u64>| {
+                let versions = self.models.get(name).ok_or_else(|| unknown(name))?;
+                let turn = turn.filter(|(of, _)| *of == name).map(|(_, version)| version);
+                versions.find(name, version.or(turn).map_or(Asked::Any, Asked::Version))
+            };
+            ensemble.check(model, &find).err()
         };
-        ensemble.check(model, &find).err()
+        let turns = |name| {
+            let versions = self.models.get(name)?;
+            let split = versions.split.as_ref()?.versions();
+            Some(
+                split
+                    .filter(|version| versions.ready.contains_key(version))
+                    .map(move |version| (name, version)),
+            )
+        };
+        check(None)
+            .or_else(|| ensemble.models().filter_map(turns).flatten().find_map(|turn| check(Some(turn))))
     }
 
     fn faults(&self) -> BTreeMap<(&str, u64), String> {

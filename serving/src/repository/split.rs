@@ -37,6 +37,11 @@ impl Split {
         Some(Split { bounds, count: AtomicU64::new(0) })
     }
 
+    /// The versions that have a share.
+    pub(super) fn versions(&self) -> impl Iterator<Item = u64> {
+        self.bounds.iter().map(|(_, version)| *version)
+    }
+
     /// The version for a request: always the same for an id, in any process; in turn for an empty one.
     pub(super) fn version(&self, id: &str) -> u64 {
         let place = if id.is_empty() {

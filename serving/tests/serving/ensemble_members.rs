@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use millrace_serving::client::{Client, ClientError};
-use millrace_serving::repository::State;
+use millrace_serving::repository::{State, VersionPolicy};
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::{Config, Control};
+use millrace_serving::{Config, Control, ModelOptions};
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tonic::Code;
@@ -16,6 +16,7 @@ use tonic::Code;
 use crate::ensemble::{DIAMOND, assert_close, one_by_one, put_diamond, put_ensemble, rows};
 use crate::scheduling::{Line, ROWS_MAX, holding, message, until};
 use crate::support::*;
+use crate::triton_layout::put;
 
 /// Clients that ask at once.
 const CLIENTS: usize = 3;
@@ -230,6 +231,30 @@ async fn a_model_is_unloaded_while_an_ensemble_runs_on_it() {
     until("clients are answered again", async || answered(&server, "mlp", 1).await > before).await;
     let (answered, _) = asking.end().await;
     assert!(answered > 0);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_between() {
+    if !have_runtime() {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    put_diamond(dir.path()).await;
+    // Fits no more, while the ones before and after it do.
+    publish(dir.path(), "mlp", 2, fixed()).await;
+    publish(dir.path(), "mlp", 3, mlp()).await;
+    let options = ModelOptions { versions: Some(VersionPolicy::All), ..Default::default() };
+    let config = Config { models: [("mlp".to_owned(), options)].into(), ..config() };
+    let server = Server::over(config, dir).await;
+    let mut client = server.client().await;
+    let repository = server.serving.repository();
+    assert!(client.model_ready("diamond", "").await.unwrap());
+    for (weights, ready) in [(r#"{"2": 1, "3": 9}"#, false), (r#"{"1": 1, "3": 1}"#, true)] {
+        put(server.dir.path(), "mlp/rollout.json", format!("{{\"split\": {weights}}}"));
+        repository.refresh().await.unwrap();
+        assert_eq!(client.model_ready("diamond", "").await.unwrap(), ready, "{weights}");
+    }
     server.stop().await;
 }
 
