@@ -154,7 +154,7 @@ impl Shared {
 
     /// Waits until enough others have come to run together, at most for the delay since the request did;
     /// not at all when its deadline comes before that.
-    pub(super) async fn gather(&self, work: &Work) {
+    pub(super) async fn linger(&self, work: &Work) {
         if self.delay.is_zero() || work.rows == 0 {
             return;
         }

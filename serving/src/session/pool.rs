@@ -34,7 +34,8 @@ const INLINE_MICROS_MAX: usize = 500;
 /// takes the task over.
 const READ_ON_MICROS_MIN: usize = 40;
 
-/// Of the time that a run takes, the part for which more may be taken in before it.
+/// Of the time that a run takes, the part for which more may be taken in before it, where that is longer than
+/// [`READ_ON_MICROS_MIN`].
 const LOOK_PART: usize = 4;
 
 /// Sessions of one model version.
@@ -167,12 +168,14 @@ impl Pool {
             Turn::Done(result) => result,
             Turn::Lead(mut lease, work) => {
                 if self.shared.run_micros() >= READ_ON_MICROS_MIN {
-                    self.shared.gather_for(&mut lease, &work);
+                    if self.batch_rows_max().is_some() {
+                        self.shared.gather_for(&mut lease, &work);
+                    }
                     self.look(&work).await;
                 }
                 if !self.shared.delay.is_zero() {
                     lease.end_gathering();
-                    self.shared.gather(&work).await;
+                    self.shared.linger(&work).await;
                 }
                 self.execute(deadline, queued, beside, move || lease.run(work)).await
             }
