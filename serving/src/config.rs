@@ -1,19 +1,19 @@
 //! The `[serving]` table of `millrace.toml`: where models come from, where the server listens, how
 //! much it takes, and the topic-to-topic pipes.
 
+mod device;
 mod drift;
 mod model;
 mod telemetry;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
+pub use device::{Device, Devices};
 pub use drift::Drift;
 pub(crate) use drift::ROWS_MIN;
 pub use model::ModelOptions;
@@ -38,16 +38,16 @@ pub struct Config {
     /// Directory of the local file system that is served. Excludes `volume`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directory: Option<PathBuf>,
-    /// Where models run: `cpu`, `cuda` or `cuda:1`.
-    pub device: Device,
+    /// Where models run: `cpu`, `cuda`, `cuda:1`, or `cuda:0,1` for sessions on both.
+    pub device: Devices,
     /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
     /// otherwise.
     pub allow_fallback: bool,
     /// Threads that inference may use together; 0 takes what the control group and the CPU affinity
     /// of the process allow.
     pub threads_max: usize,
-    /// Sessions per model version, each of which runs one request at a time; those on the processor share
-    /// the weights. 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
+    /// Sessions per model version and device, each of which runs one request at a time; those on the processor
+    /// share the weights. 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
     pub sessions_max: usize,
     /// Who decides what is served: `poll`, by which every version that is found is, or `explicit`, by
     /// which only models are that `load` names or a client's call loaded.
@@ -112,7 +112,7 @@ impl Default for Config {
             metrics: local(8002),
             volume: None,
             directory: None,
-            device: Device::Cpu,
+            device: Devices::CPU,
             allow_fallback: false,
             threads_max: 0,
             sessions_max: 0,
@@ -312,59 +312,6 @@ impl Limits {
             }),
             None => Ok(()),
         }
-    }
-}
-
-/// Where models run. There is no fallback from one to the other but by [`Config::allow_fallback`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Device {
-    /// The processor.
-    #[default]
-    Cpu,
-    /// A CUDA device by its ordinal.
-    Cuda(i32),
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(0) => f.write_str("cuda"),
-            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-        }
-    }
-}
-
-/// A device name that is not known.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a device: use cpu, cuda or cuda:N")]
-pub struct UnknownDevice(String);
-
-impl FromStr for Device {
-    type Err = UnknownDevice;
-
-    fn from_str(text: &str) -> Result<Self, UnknownDevice> {
-        let unknown = || UnknownDevice(text.chars().take(40).collect());
-        match text.split_once(':') {
-            None if text == "cpu" => Ok(Device::Cpu),
-            None if text == "cuda" => Ok(Device::Cuda(0)),
-            Some(("cuda", ordinal)) => {
-                ordinal.parse::<u8>().map(|n| Device::Cuda(n.into())).map_err(|_| unknown())
-            }
-            _ => Err(unknown()),
-        }
-    }
-}
-
-impl Serialize for Device {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Device {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 

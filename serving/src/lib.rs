@@ -100,7 +100,7 @@ mod tokens;
 mod trace;
 pub mod wire;
 
-pub use config::{Config, Control, Device, Limits, ModelOptions, PipeConfig, Telemetry, Tls};
+pub use config::{Config, Control, Device, Devices, Limits, ModelOptions, PipeConfig, Telemetry, Tls};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::{Value, json};
 
-use crate::config::Device;
+use crate::config::{Device, Devices};
 use crate::ensemble;
 use crate::repository::{Model, VersionPolicy};
 use crate::wire::inference as pb;
@@ -125,23 +125,24 @@ fn micros(time: Duration) -> u64 {
 /// The sessions, which are what Triton calls instances.
 fn instances(model: &Model) -> pb::ModelInstanceGroup {
     use pb::model_instance_group::Kind;
-    let (kind, gpus) = match model.pool.placement().device() {
-        Device::Cpu => (Kind::Cpu, Vec::new()),
-        Device::Cuda(ordinal) => (Kind::Gpu, vec![ordinal]),
+    let placement = model.pool.placement();
+    let gpu = |device| match device {
+        Device::Cpu => None,
+        Device::Cuda(ordinal) => Some(i32::from(ordinal)),
     };
     pb::ModelInstanceGroup {
         name: format!("{}_0", model.name()),
-        kind: kind.into(),
-        count: i32::try_from(model.pool.sessions()).unwrap_or(i32::MAX),
-        gpus,
+        kind: if placement.on().is_cpu() { Kind::Cpu } else { Kind::Gpu }.into(),
+        count: i32::try_from(placement.of_each()).unwrap_or(i32::MAX),
+        gpus: placement.on().each().into_iter().filter_map(gpu).collect(),
         ..Default::default()
     }
 }
 
-/// The device that was asked for, where another one is used.
+/// The devices that were asked for, where others are used.
 fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
     let instead_of = model.pool.placement().instead_of();
-    let parameter = |device: Device| {
+    let parameter = |device: &Devices| {
         ("runs_instead_of".to_owned(), pb::ModelParameter { string_value: device.to_string() })
     };
     instead_of.map(parameter).into_iter().collect()

@@ -3,6 +3,7 @@
 mod background;
 mod backing;
 mod company;
+mod free;
 mod handover;
 mod joined;
 mod lease;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use millrace_bundle::{Bundle, Manifest, Signature};
 use ort::value::ValueType;
 
-use crate::config::{Config, Device};
+use crate::config::{Config, Device, Devices};
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
 use backing::Weights;
@@ -46,11 +47,18 @@ pub(crate) struct Session {
     session: ort::session::Session,
     // After the session, which uses them.
     _weights: Option<Arc<Weights>>,
+    /// The place of its device among those of the version.
+    place: usize,
 }
 
 impl Session {
+    fn new(session: ort::session::Session, place: usize) -> Session {
+        Session { session, _weights: None, place }
+    }
+
+    /// On the processor.
     fn sharing(session: ort::session::Session, weights: Arc<Weights>) -> Session {
-        Session { session, _weights: Some(weights) }
+        Session { session, _weights: Some(weights), place: 0 }
     }
 }
 
@@ -72,14 +80,14 @@ impl DerefMut for Session {
 /// optimises the graph.
 pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
     let manifest = bundle.manifest();
-    let (device, mut free) = match sessions(bundle, config, config.device) {
-        Err(error) if config.device != Device::Cpu && config.allow_fallback => {
+    let (devices, mut free) = match sessions(bundle, config, &config.device) {
+        Err(error) if !config.device.is_cpu() && config.allow_fallback => {
             let (model, version, device) = (&manifest.name, manifest.version, config.device.to_string());
-            let free = sessions(bundle, config, Device::Cpu)?;
+            let free = sessions(bundle, config, &Devices::CPU)?;
             tracing::warn!(model, version, device, %error, "a model version runs on the processor instead");
-            (Device::Cpu, free)
+            (Devices::CPU, free)
         }
-        built => (config.device, built?),
+        built => (config.device.clone(), built?),
     };
     let mut rows_max = config.batching.rows_max;
     if rows_max > 1 && manifest.lineage.quantized.is_some() {
@@ -99,7 +107,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         tracing::info!(model = manifest.name, version = manifest.version, reason, "requests run one by one");
         rows_max = 0;
     }
-    let placement = Placement::new(manifest, config.device, device, free.len());
+    let of_each = free.len() / devices.each().len();
+    let placement = Placement::new(manifest, &config.device, devices, of_each);
     Ok(Pool::new(free, placement, &manifest.signature, config, rows_max))
 }
 
@@ -108,16 +117,28 @@ pub(crate) fn none(manifest: &Manifest, config: &Config) -> Pool {
     let mut config = config.clone();
     // That bounds each wait for a session, and so is for those others to say.
     config.batching.timeout_us_max = 0;
-    let placement = Placement::new(manifest, Device::Cpu, Device::Cpu, 0);
+    let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
     Pool::new(Vec::new(), placement, &nothing, &config, 0)
 }
 
-/// Sessions of a version on a device.
-fn sessions(bundle: &Bundle, config: &Config, device: Device) -> Result<Vec<Session>> {
+/// Sessions of a version, on each of the devices as many.
+fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<Session>> {
+    let mut sessions = Vec::new();
+    for (place, device) in devices.each().into_iter().enumerate() {
+        sessions.extend(sessions_on(bundle, config, (place, device))?);
+    }
+    let manifest = bundle.manifest();
+    for session in &sessions {
+        check_signature(&manifest.signature, session).map_err(|reason| failed(manifest, reason))?;
+    }
+    Ok(sessions)
+}
+
+/// Sessions of a version on one device, which has that place among those of the version.
+fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device)) -> Result<Vec<Session>> {
     let manifest = bundle.manifest();
     let (model, version) = (&manifest.name, manifest.version);
-    let failed = |reason: String| Error::Model { model: model.clone(), version, reason };
     let onnx = bundle.model_onnx();
     let threads = config.threads().max(1);
     let count = match config.sessions_max {
@@ -127,23 +148,21 @@ fn sessions(bundle: &Bundle, config: &Config, device: Device) -> Result<Vec<Sess
     };
     let intra_threads = (threads / count).max(1);
     let mut builder = options::builder(Runtime::load()?, device, intra_threads, config.allow_fallback)?;
-    let mut sessions = Vec::with_capacity(count);
     if count > 1 && device == Device::Cpu && onnx.len() >= SHARED_BYTES_MIN {
         match weights::sessions(&builder, onnx, count) {
-            Ok(sharing) => sessions = sharing,
+            Ok(sessions) => return Ok(sessions),
             Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
         }
     }
-    while sessions.len() < count {
-        let session = builder
-            .commit_from_memory(onnx)
-            .map_err(|error| failed(format!("ONNX Runtime refuses it on {device}: {}", one_line(&error))))?;
-        sessions.push(Session { session, _weights: None });
-    }
-    for session in &sessions {
-        check_signature(&manifest.signature, session).map_err(&failed)?;
-    }
-    Ok(sessions)
+    let refused = |error: ort::Error<_>| {
+        failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
+    };
+    let session = |_| Ok(Session::new(builder.commit_from_memory(onnx).map_err(refused)?, place));
+    (0..count).map(session).collect()
+}
+
+fn failed(manifest: &Manifest, reason: String) -> Error {
+    Error::Model { model: manifest.name.clone(), version: manifest.version, reason }
 }
 
 fn one_line(error: &dyn std::fmt::Display) -> String {

@@ -231,9 +231,9 @@ pub(crate) struct ServeArgs {
     /// Metrics address [default: serving.metrics]
     #[arg(long)]
     pub(crate) metrics: Option<SocketAddr>,
-    /// Where to run the models [default: serving.device]
-    #[arg(long, value_enum)]
-    pub(crate) device: Option<DeviceArg>,
+    /// Where to run the models: cpu, cuda, cuda:1, or cuda:0,1 for sessions on both [default: serving.device]
+    #[arg(long)]
+    pub(crate) device: Option<millrace_serving::Devices>,
     /// Who decides what is served [default: serving.control]
     #[arg(long, value_enum)]
     pub(crate) control: Option<ControlArg>,

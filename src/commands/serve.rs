@@ -31,7 +31,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         }
     }
     if let Some(device) = args.device {
-        config.device = device.as_str().parse()?;
+        config.device = device;
     }
     if let Some(control) = args.control {
         config.control = control.into();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, Device};
+use super::{Config, Devices};
 use crate::error::{Error, Result, quote};
 use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
 
@@ -33,11 +33,11 @@ pub struct ModelOptions {
     pub shadow: Option<ShadowTarget>,
     /// Where the model runs.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub device: Option<Device>,
+    pub device: Option<Devices>,
     /// Whether it may run on the processor, or parts of it, that its device cannot run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_fallback: Option<bool>,
-    /// Sessions per version, 0 as in `[serving]`.
+    /// Sessions per version and device, 0 as in `[serving]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sessions_max: Option<usize>,
     /// Whether its answers are kept, and equal requests answered with them, for as long as
@@ -58,7 +58,9 @@ impl Config {
     pub(crate) fn of_model(&self, name: &str) -> Config {
         let mut config = self.clone();
         let Some(settings) = self.models.get(name) else { return config };
-        config.device = settings.device.unwrap_or(self.device);
+        if let Some(device) = &settings.device {
+            config.device = device.clone();
+        }
         config.allow_fallback = settings.allow_fallback.unwrap_or(self.allow_fallback);
         config.sessions_max = settings.sessions_max.unwrap_or(self.sessions_max);
         config

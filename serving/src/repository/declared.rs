@@ -7,7 +7,7 @@ mod sequences;
 use millrace_bundle::{Signature, TensorSpec};
 
 use super::policy::VersionPolicy;
-use crate::config::{Config, Device};
+use crate::config::{Config, Devices};
 use crate::ensemble::{self, Plan};
 use crate::error::quote;
 use crate::grpc::PLATFORM;
@@ -43,7 +43,7 @@ pub(crate) struct Loading {
     sequences: Option<Declaration>,
     /// 0 where the server decides.
     sessions: usize,
-    device: Option<Device>,
+    device: Option<Devices>,
     /// Whether answers are kept.
     pub(crate) response_cache: bool,
     /// The steps of a model that is made of others.
@@ -170,8 +170,8 @@ impl Loading {
         if self.sessions > 0 {
             config.sessions_max = self.sessions;
         }
-        if let Some(device) = self.device {
-            config.device = device;
+        if let Some(device) = &self.device {
+            config.device = device.clone();
         }
     }
 }

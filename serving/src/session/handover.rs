@@ -12,6 +12,7 @@ use tokio::sync::{Notify, oneshot};
 
 use super::background::{Account, Mix};
 use super::company::Company;
+use super::free::Free;
 use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
 use crate::error::InferError;
@@ -41,7 +42,7 @@ pub(super) struct Shared {
 /// While a session is free, nobody waits but for one who gathers.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) free: Vec<Session>,
+    pub(super) free: Free,
     line: Line,
     /// Somebody with a session looks for company: who could run with him waits for him, although a session is
     /// free.
@@ -68,7 +69,7 @@ impl Shared {
         room: Room,
     ) -> Shared {
         Shared {
-            state: Mutex::new(State { free, line: Line::default(), gathering: false }),
+            state: Mutex::new(State { free: Free::new(free), line: Line::default(), gathering: false }),
             outputs,
             sizes,
             delay,
@@ -93,7 +94,7 @@ impl Shared {
     ) -> Result<Begun<'_>, InferError> {
         let mut state = self.state.lock();
         let joins = state.gathering && work.rows > 0;
-        let Some(session) = (if joins { None } else { state.free.pop() }) else {
+        let Some(session) = (if joins { None } else { state.free.take() }) else {
             return Ok(Begun::Waits(self.wait(&mut state, work)?));
         };
         let gathers = !state.gathering && work.rows > 0 && gathers(state.free.len());
@@ -192,41 +193,43 @@ impl Shared {
         state.line.take_like(work, &self.sizes)
     }
 
-    /// Nobody gathers any more: who waits still gets the sessions that are free.
-    pub(super) fn gathered(self: &Arc<Self>) {
-        let mut state = self.state.lock();
-        state.gathering = false;
-        // Another one may begin to meanwhile, who has them all then.
-        while !state.gathering
-            && state.line.len() > 0
-            && let Some(session) = state.free.pop()
-        {
-            drop(state);
-            Arc::clone(self).give_back(session);
-            state = self.state.lock();
-        }
+    /// Whether requests run together.
+    pub(super) fn runs_together(&self) -> bool {
+        self.sizes.rows_max > 1 && self.keeps_rows.load(Ordering::Relaxed)
     }
 
-    /// Hands a session to the request that is next, unless somebody gathers, who has them all.
-    pub(super) fn give_back(self: Arc<Shared>, session: Session) {
-        let mut lease = Lease::new(&self, session);
+    /// Nobody gathers any more: who waits still gets the sessions that are free.
+    pub(super) fn gathered(self: &Arc<Self>) {
+        self.state.lock().gathering = false;
+        self.hand_out(None);
+    }
+
+    /// Hands sessions to the requests that are next: the one that is given back, if one is, and those that are
+    /// free. Not while somebody gathers, who has them all.
+    pub(super) fn hand_out(self: &Arc<Self>, mut back: Option<Session>) {
         let mut too_late = Vec::new();
         loop {
-            let job = {
+            let (lease, job, more) = {
                 let mut state = self.state.lock();
-                let next = if state.gathering { None } else { state.line.next(&mut too_late) };
-                match next {
-                    Some(job) => job,
-                    None => {
-                        state.free.extend(lease.session.take());
-                        break;
-                    }
+                if let Some(session) = back.take() {
+                    state.free.put(session);
                 }
+                // Another one may begin to gather meanwhile.
+                if state.gathering || state.line.len() == 0 {
+                    break;
+                }
+                let Some(session) = state.free.take() else { break };
+                let Some(job) = state.line.next(&mut too_late) else {
+                    state.free.put(session);
+                    break;
+                };
+                (Lease::new(self, session), job, state.line.len() > 0 && state.free.len() > 0)
             };
             let Job { work, reply, .. } = job;
             match reply.send(Turn::Lead(lease, work)) {
                 // The caller has gone just now.
-                Err(Turn::Lead(unused, _)) => lease = unused,
+                Err(Turn::Lead(mut unused, _)) => back = unused.session.take(),
+                Ok(()) | Err(Turn::Done(_)) if more => {}
                 Ok(()) | Err(Turn::Done(_)) => break,
             }
         }

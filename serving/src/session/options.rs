@@ -45,8 +45,8 @@ pub(super) fn builder(
 }
 
 #[cfg(feature = "cuda")]
-fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
-    let provider = ort::ep::CUDA::default().with_device_id(ordinal).build().error_on_failure();
+fn with_cuda(builder: SessionBuilder, ordinal: u8) -> Result<SessionBuilder> {
+    let provider = ort::ep::CUDA::default().with_device_id(ordinal.into()).build().error_on_failure();
     builder.with_execution_providers([provider]).map_err(|error| Error::DeviceUnavailable {
         device: Device::Cuda(ordinal),
         reason: super::one_line(&error),
@@ -54,18 +54,18 @@ fn with_cuda(builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn with_cuda(_builder: SessionBuilder, ordinal: i32) -> Result<SessionBuilder> {
+fn with_cuda(_builder: SessionBuilder, ordinal: u8) -> Result<SessionBuilder> {
     Err(Error::DeviceUnavailable {
         device: Device::Cuda(ordinal),
         reason: "this build has no CUDA support (build with --features cuda)".into(),
     })
 }
 
-/// Fails when the device of all models cannot be used, before any is loaded.
+/// Fails when a device of all models cannot be used, before any is loaded.
 pub(crate) fn check_device(config: &Config) -> Result<()> {
     let runtime = Runtime::load()?;
     if config.allow_fallback {
         return Ok(());
     }
-    builder(runtime, config.device, 1, false).map(drop)
+    config.device.each().into_iter().try_for_each(|device| builder(runtime, device, 1, false).map(drop))
 }

@@ -3,42 +3,50 @@
 use millrace_bundle::Manifest;
 use prometheus::IntGauge;
 
-use crate::config::Device;
+use crate::config::Devices;
 use crate::metrics::SESSIONS;
 
 /// Where the sessions of a version run. Counted in the metrics until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Placement {
-    device: Device,
-    asked: Device,
-    sessions: i64,
-    gauge: IntGauge,
+    on: Devices,
+    asked: Devices,
+    /// Sessions on each of the devices.
+    of_each: usize,
+    gauges: Vec<IntGauge>,
 }
 
 impl Placement {
-    /// Counts the sessions of a version that was asked for on one device and runs on another or the same.
-    pub(super) fn new(manifest: &Manifest, asked: Device, device: Device, sessions: usize) -> Placement {
-        let labels =
-            [manifest.name.as_str(), &manifest.version.to_string(), &device.to_string(), &asked.to_string()];
-        let gauge = SESSIONS.with_label_values(&labels);
-        let sessions = i64::try_from(sessions).unwrap_or(i64::MAX);
-        gauge.add(sessions);
-        Placement { device, asked, sessions, gauge }
+    /// Counts the sessions of a version, so many on each device, that was asked for on some devices and runs on
+    /// others or the same.
+    pub(super) fn new(manifest: &Manifest, asked: &Devices, on: Devices, of_each: usize) -> Placement {
+        let (version, asked_text) = (manifest.version.to_string(), asked.to_string());
+        let gauge = |device: String| {
+            SESSIONS.with_label_values(&[manifest.name.as_str(), &version, &device, &asked_text])
+        };
+        let gauges: Vec<_> = on.each().iter().map(|device| gauge(device.to_string())).collect();
+        gauges.iter().for_each(|gauge| gauge.add(of_each as i64));
+        Placement { on, asked: asked.clone(), of_each, gauges }
     }
 
     /// Where the sessions run.
-    pub(crate) fn device(&self) -> Device {
-        self.device
+    pub(crate) fn on(&self) -> &Devices {
+        &self.on
     }
 
-    /// The device that was asked for, where that is another one.
-    pub(crate) fn instead_of(&self) -> Option<Device> {
-        (self.asked != self.device).then_some(self.asked)
+    /// How many sessions each of the devices has.
+    pub(crate) fn of_each(&self) -> usize {
+        self.of_each
+    }
+
+    /// The devices that were asked for, where those are other ones.
+    pub(crate) fn instead_of(&self) -> Option<&Devices> {
+        (self.asked != self.on).then_some(&self.asked)
     }
 }
 
 impl Drop for Placement {
     fn drop(&mut self) {
-        self.gauge.sub(self.sessions);
+        self.gauges.iter().for_each(|gauge| gauge.sub(self.of_each as i64));
     }
 }

@@ -10,7 +10,6 @@
 //! been sent by then, and who comes meanwhile waits for it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::{Signature, TensorSpec};
@@ -92,11 +91,6 @@ impl Pool {
         &self.placement
     }
 
-    /// How many runs there are at once.
-    pub(crate) fn sessions(&self) -> usize {
-        self.sessions
-    }
-
     /// How many requests wait for a session.
     pub(crate) fn waiting(&self) -> usize {
         self.shared.waiting()
@@ -104,8 +98,7 @@ impl Pool {
 
     /// Most rows that run together; `None` where each request runs alone.
     pub(crate) fn batch_rows_max(&self) -> Option<usize> {
-        let batches = self.shared.sizes.rows_max > 1 && self.shared.keeps_rows.load(Ordering::Relaxed);
-        batches.then_some(self.shared.sizes.rows_max)
+        self.shared.runs_together().then_some(self.shared.sizes.rows_max)
     }
 
     /// Sizes of batches that are preferred, ascending.
@@ -250,7 +243,7 @@ impl Pool {
         let Some(inputs) = inputs else { return };
         let inputs: Vec<&Tensor> = inputs.iter().collect();
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
-        for session in &mut self.shared.state.lock().free {
+        for session in self.shared.state.lock().free.iter_mut() {
             match run(session, &inputs, &outputs, Instant::now()) {
                 Ok((_, times)) => self.shared.took(&times),
                 Err(error) => {

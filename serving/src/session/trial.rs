@@ -6,7 +6,7 @@ use millrace_bundle::{Bundle, TensorSpec};
 
 use super::Session;
 use super::values::run;
-use crate::config::{Config, Device};
+use crate::config::{Config, Devices};
 use crate::error::{Error, InferError, Result};
 use crate::tensor::Tensor;
 
@@ -25,7 +25,7 @@ impl Trial {
     pub fn open(bundle: &Bundle) -> Result<Trial> {
         let config = Config { threads_max: 1, sessions_max: 1, ..Config::default() };
         let manifest = bundle.manifest();
-        let session = super::sessions(bundle, &config, Device::Cpu)?.pop().ok_or_else(|| Error::Model {
+        let session = super::sessions(bundle, &config, &Devices::CPU)?.pop().ok_or_else(|| Error::Model {
             model: manifest.name.clone(),
             version: manifest.version,
             reason: "it has no session".into(),

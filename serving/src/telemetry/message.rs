@@ -1,6 +1,7 @@
 //! Spans as OTLP has them. Names and attributes are those of OpenTelemetry's semantic conventions 1.37, and
 //! where these have none, `millrace.` stands before.
 
+use std::borrow::Cow;
 use std::time::{Instant, SystemTime};
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -20,6 +21,27 @@ const SCHEMA: &str = "https://opentelemetry.io/schemas/1.37.0";
 const SAMPLED: u32 = 1;
 const HAS_IS_REMOTE: u32 = 0x100;
 const IS_REMOTE: u32 = 0x200;
+
+/// Names of the status codes of gRPC.
+const GRPC_CODES: [&str; 17] = [
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+];
 
 /// Who sends spans.
 pub(super) fn resource(service_name: &str) -> Resource {
@@ -57,6 +79,18 @@ pub(super) fn export(
     }
 }
 
+/// What a call was refused with before the core saw it, as its protocol names it: `404`, `NOT_FOUND`.
+fn by_status(request: &Finished) -> Option<Cow<'static, str>> {
+    let code = request.status?;
+    match request.call {
+        Call::Http { .. } => (code >= 400).then(|| code.to_string().into()),
+        Call::Grpc(_) => {
+            (code > 0).then(|| GRPC_CODES.get(usize::from(code)).copied().unwrap_or("UNKNOWN").into())
+        }
+        Call::InStream => None,
+    }
+}
+
 fn of_request(request: &Finished) -> Span {
     let mut attributes = Vec::with_capacity(12);
     let (name, failed) = match &request.call {
@@ -89,8 +123,13 @@ fn of_request(request: &Finished) -> Span {
     };
     // Streams are answered one request at a time, and a call that nobody waited for has no status.
     let gone = request.status.is_none() && request.call != Call::InStream;
-    let error = request.outcome.error.or(gone.then_some("cancelled"));
-    attributes.extend(error.map(|error| text("error.type", error)));
+    let error = request
+        .outcome
+        .error
+        .or(gone.then_some("cancelled"))
+        .map(Cow::Borrowed)
+        .or_else(|| by_status(request));
+    attributes.extend(error.as_deref().map(|error| text("error.type", error)));
     if let Some(peer) = request.peer {
         attributes.push(text("client.address", &peer.ip().to_canonical().to_string()));
         attributes.push(number("client.port", peer.port().into()));
@@ -116,7 +155,7 @@ fn of_request(request: &Finished) -> Span {
         end_time_unix_nano: nanos(request, request.end),
         attributes,
         status: (failed || gone).then(|| Status {
-            message: error.unwrap_or_default().to_owned(),
+            message: error.unwrap_or_default().into_owned(),
             code: StatusCode::Error.into(),
         }),
         ..Default::default()

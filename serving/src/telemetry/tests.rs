@@ -200,6 +200,28 @@ async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
 }
 
 #[test]
+fn what_is_refused_before_the_core_sees_it_is_named_by_its_status() {
+    let mut opened = opened(1.0);
+    let mut named = |path: &str, http: Option<u16>, grpc: Option<u16>| {
+        let mut open = begin(&opened.telemetry, &request(path, "")).unwrap();
+        open.set_status(http, None);
+        open.set_status(None, grpc);
+        drop(open);
+        let span = spans(ended(&mut opened)).remove(0);
+        let of = attributes(&span).into_iter().find(|(key, _)| key == "error.type");
+        (of.map(|(_, value)| value), span.status.is_some())
+    };
+    let error = |name: &str, failed| (Some(name.to_owned()), failed);
+    let (rest, grpc) = ("/v2/models/m/infer", "/inference.GRPCInferenceService/ModelInfer");
+    assert_eq!(named(rest, Some(200), None), (None, false));
+    assert_eq!(named(rest, Some(413), None), error("413", false));
+    assert_eq!(named(rest, Some(503), None), error("503", true));
+    assert_eq!(named(grpc, Some(200), Some(0)), (None, false));
+    assert_eq!(named(grpc, Some(200), Some(7)), error("PERMISSION_DENIED", false));
+    assert_eq!(named(grpc, Some(200), Some(99)), error("UNKNOWN", false));
+}
+
+#[test]
 fn requests_beyond_the_queue_are_dropped_and_nobody_waits() {
     let opened = opened(1.0);
     let asked = request("/v2/models/m/infer", "");

@@ -81,7 +81,7 @@ async fn a_whole_server_falls_back_where_it_may() {
     if !have_runtime() {
         return;
     }
-    let fallback = Config { device: Device::Cuda(99), allow_fallback: true, ..config() };
+    let fallback = Config { device: Device::Cuda(99).into(), allow_fallback: true, ..config() };
     let server = Server::start(fallback, &[]).await;
     server.client().await.infer("mlp", None, row(), Form::Raw).await.unwrap();
     assert_eq!(described(&server, "mlp").await.parameters["runs_instead_of"].string_value, "cuda:99");

@@ -137,7 +137,7 @@ async fn a_device_that_is_not_there_is_refused() {
     }
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
-    let config = millrace_serving::Config { device: Device::Cuda(99), ..config() };
+    let config = millrace_serving::Config { device: Device::Cuda(99).into(), ..config() };
     let source = Source::directory(dir.path()).unwrap();
     let error = serve(&config, source, CancellationToken::new()).await.unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");

@@ -1,11 +1,12 @@
 //! Fields of a `config.pbtxt`, one by one, checked.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
 use millrace_bundle::{Datatype, MODEL_FILE, TensorSpec};
 
 use super::super::policy::VersionPolicy;
-use crate::config::Device;
+use crate::config::Devices;
 use crate::error::quote;
 use crate::wire::inference as pb;
 
@@ -140,35 +141,53 @@ pub(super) fn batching(config: &pb::ModelConfig) -> Result<Option<(Vec<usize>, u
     Ok(Some((preferred.collect::<Result<_, _>>()?, delay_us)))
 }
 
-/// Sessions and where they run.
-pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Device>), String> {
+/// Sessions of each device, and the devices.
+pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devices>), String> {
     use pb::model_instance_group::Kind;
-    let mut sessions = 0;
-    let mut devices = Vec::new();
+    let mut all = 0;
+    // By the ordinals of GPUs; the processor and what is not said have none.
+    let mut of_gpus = BTreeMap::<u8, i32>::new();
+    let mut kinds = Vec::new();
     for group in &config.instance_group {
         if !(0..=INSTANCES_MAX).contains(&group.count) {
             return Err(format!("count is {}, allowed are 0 to {INSTANCES_MAX}", group.count));
         }
-        let device = match (group.kind(), group.gpus.as_slice()) {
-            (Kind::Auto | Kind::Model, []) => None,
-            (Kind::Cpu, []) => Some(Device::Cpu),
-            (Kind::Gpu | Kind::Auto, [gpu]) if *gpu >= 0 => Some(Device::Cuda(*gpu)),
-            (Kind::Gpu, []) => Some(Device::Cuda(0)),
-            (_, gpus) => {
+        let gpus = group.gpus.iter().map(|gpu| u8::try_from(*gpu).ok()).collect::<Option<Vec<_>>>();
+        let (kind, gpus) = match (group.kind(), gpus) {
+            (Kind::Auto | Kind::Model, Some(gpus)) if gpus.is_empty() => (Kind::Auto, gpus),
+            (Kind::Cpu, Some(gpus)) if gpus.is_empty() => (Kind::Cpu, gpus),
+            (Kind::Gpu, Some(gpus)) if gpus.is_empty() => (Kind::Gpu, vec![0]),
+            (Kind::Gpu | Kind::Auto, Some(gpus)) => (Kind::Gpu, gpus),
+            _ => {
+                let gpus = &group.gpus;
                 return Err(format!(
-                    "gpus {gpus:?}: a model runs on the processor (KIND_CPU) or on one GPU (KIND_GPU)"
+                    "gpus {gpus:?}: a model runs on the processor (KIND_CPU) or on GPUs 0 to 255 (KIND_GPU)"
                 ));
             }
         };
         // Triton takes one where none is said.
-        sessions += group.count.max(1);
-        devices.push(device);
+        let count = group.count.max(1);
+        all += count * i32::try_from(gpus.len().max(1)).unwrap_or(i32::MAX / INSTANCES_MAX);
+        if all > INSTANCES_MAX {
+            return Err(format!("a model has at most {INSTANCES_MAX} instances"));
+        }
+        gpus.iter().for_each(|gpu| *of_gpus.entry(*gpu).or_default() += count);
+        kinds.push(kind);
     }
-    devices.dedup();
-    if devices.len() > 1 || sessions > INSTANCES_MAX {
-        return Err(format!("a model runs on one device with at most {INSTANCES_MAX} instances"));
+    kinds.dedup();
+    if kinds.len() > 1 {
+        return Err("a model runs on the processor or on GPUs, not on both".into());
     }
-    Ok((usize::try_from(sessions).unwrap_or(0), devices.pop().flatten()))
+    let sessions = match of_gpus.first_key_value() {
+        None => all,
+        Some((_, first)) if of_gpus.values().all(|count| count == first) => *first,
+        Some(_) => return Err(format!("instances by GPU {of_gpus:?}: give each of them as many")),
+    };
+    let devices = match kinds.first() {
+        Some(Kind::Cpu) => Some(Devices::CPU),
+        _ => Devices::gpus(of_gpus.into_keys()),
+    };
+    Ok((usize::try_from(sessions).unwrap_or(0), devices))
 }
 
 /// Fields that are set and change nothing here.

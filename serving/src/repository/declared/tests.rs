@@ -4,6 +4,7 @@
 use millrace_bundle::Datatype;
 
 use super::*;
+use crate::config::Device;
 
 fn spec(name: &str, datatype: Datatype, shape: &[i64]) -> TensorSpec {
     TensorSpec { name: name.into(), datatype, shape: shape.to_vec() }
@@ -50,11 +51,22 @@ fn what_is_declared_is_honoured() {
     assert_eq!(declared.ignored, ["parameters"]);
     let loading = &declared.loading;
     assert_eq!((loading.max_batch_size, loading.file.as_str()), (Some(32), "net.onnx"));
-    let mut config = Config { device: Device::Cuda(0), ..Config::default() };
+    let mut config = Config { device: Device::Cuda(0).into(), ..Config::default() };
     loading.apply(&mut config);
-    assert_eq!((config.sessions_max, config.device), (3, Device::Cpu));
+    assert_eq!((config.sessions_max, config.device), (3, Devices::CPU));
     assert_eq!((config.batching.rows_max, config.batching.delay_us_max), (32, 500));
     assert_eq!(config.batching.preferred_rows, [8, 32]);
+    for (groups, devices, sessions) in [
+        ("{ kind: KIND_GPU }", "cuda", 1),
+        ("{ count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }", "cuda:0,1", 2),
+        ("{ gpus: 3 }, { kind: KIND_GPU gpus: [ 3, 5 ] }, { kind: KIND_GPU gpus: 5 }", "cuda:3,5", 2),
+        ("{ count: 4 }", "cpu", 4),
+    ] {
+        let mut config = Config::default();
+        let declared = read(&format!("backend: \"onnxruntime\" instance_group [ {groups} ] {IO}")).unwrap();
+        declared.loading.apply(&mut config);
+        assert_eq!((config.device.to_string().as_str(), config.sessions_max), (devices, sessions));
+    }
     // In the graph's order, with the rows, as narrow as declared, and without the output that is left out.
     let signature = loading.signature(&graph()).unwrap();
     let inputs = [spec("x", Datatype::Fp32, &[-1, 4]), spec("n", Datatype::Int64, &[-1, 7])];
@@ -145,9 +157,13 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
         ("instance_group { count: 257 }", "count is 257, allowed are 0 to 256"),
         ("instance_group { count: -1 }", "count is -1"),
         ("instance_group [ { count: 200 }, { count: 200 } ]", "at most 256 instances"),
-        ("instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", "gpus [0, 1]: a model runs"),
+        ("instance_group { kind: KIND_CPU gpus: [ 0, 1 ] }", "gpus [0, 1]: a model runs"),
         ("instance_group { kind: KIND_GPU gpus: -1 }", "gpus [-1]"),
-        ("instance_group [ { kind: KIND_CPU }, { kind: KIND_GPU } ]", "on one device"),
+        ("instance_group { kind: KIND_GPU gpus: 256 }", "gpus [256]"),
+        ("instance_group { kind: KIND_GPU count: 200 gpus: [ 0, 1 ] }", "at most 256 instances"),
+        ("instance_group [ { kind: KIND_CPU }, { kind: KIND_GPU } ]", "not on both"),
+        ("instance_group [ { kind: KIND_AUTO }, { kind: KIND_GPU } ]", "not on both"),
+        ("instance_group [ { kind: KIND_GPU gpus: 1 }, { kind: KIND_GPU gpus: [ 1, 2 ] } ]", "{1: 2, 2: 1}"),
         ("batch_input { }", "line 1: batch_input: "),
         ("batch_output { }", "batch_output: "),
         ("model_operations { op_library_filename: \"lib.so\" }", "libraries of operators are not loaded"),

@@ -44,8 +44,13 @@ fn graph() -> Vec<u8> {
         .encode_to_vec()
 }
 
-/// With so many sessions; `None` where there is no ONNX Runtime.
+/// With so many sessions on one device; `None` where there is no ONNX Runtime.
 fn shared(sessions: usize) -> Option<Arc<Shared>> {
+    shared_on(&vec![0; sessions])
+}
+
+/// With sessions on the devices of these places, as it were: all are on the processor.
+fn shared_on(places: &[usize]) -> Option<Arc<Shared>> {
     let runtime = match Runtime::load() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -55,8 +60,8 @@ fn shared(sessions: usize) -> Option<Arc<Shared>> {
     };
     let mut builder = options::builder(runtime, Device::Cpu, 1, false).unwrap();
     let graph = graph();
-    let session = |_| Session { session: builder.commit_from_memory(&graph).unwrap(), _weights: None };
-    let free = (0..sessions).map(session).collect();
+    let session = |place: &usize| Session::new(builder.commit_from_memory(&graph).unwrap(), *place);
+    let free = places.iter().map(session).collect();
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
     let room = Room { requests_max: 64, bytes_max: 1 << 20 };
@@ -167,12 +172,30 @@ async fn where_the_one_who_gathers_goes_another_runs() {
     assert_eq!(shared.state.lock().free.len(), 1);
 }
 
+#[test]
+fn runs_go_to_the_device_with_the_fewest() {
+    let Some(shared) = shared_on(&[0, 0, 0, 1, 1, 1]) else { return };
+    let mut leases = Vec::new();
+    let begin = || shared.begin(work(1, 3, 1.0), |_| false).unwrap();
+    for _ in 0..2 {
+        let Begun::Alone(lease, _) = begin() else { panic!("it did not get a session") };
+        leases.push(lease);
+    }
+    let place = |lease: &Lease| lease.session.as_ref().unwrap().place;
+    assert_ne!(place(&leases[0]), place(&leases[1]));
+    let Begun::Alone(third, _) = begin() else { panic!("it did not get a session") };
+    leases.insert(0, third);
+    let freed = place(&leases.pop().unwrap());
+    let Begun::Alone(lease, _) = begin() else { panic!("it did not get the session that came back") };
+    assert_eq!(place(&lease), freed);
+}
+
 /// Callers come, run, and go in any order: nobody waits while a session is free and nobody gathers, each gets
 /// his own answer, and no session is lost.
 #[test]
 fn whatever_callers_do_nobody_is_forgotten() {
-    const SESSIONS: usize = 2;
-    let Some(shared) = shared(SESSIONS) else { return };
+    const SESSIONS: usize = 4;
+    let Some(shared) = shared_on(&[0, 0, 1, 1]) else { return };
     for seed in 0..200 {
         let mut rng = StdRng::seed_from_u64(seed);
         let (mut leases, mut waiting) = (Vec::new(), Vec::new());
@@ -220,7 +243,7 @@ fn whatever_callers_do_nobody_is_forgotten() {
             assert_eq!(state.line.len(), waiting.len(), "seed {seed}");
             assert_eq!(state.gathering, leases.iter().any(|(lease, ..)| lease.gathers), "seed {seed}");
             assert!(
-                state.gathering || state.free.is_empty() || waiting.is_empty(),
+                state.gathering || state.free.len() == 0 || waiting.is_empty(),
                 "seed {seed}: {} wait while {} sessions are free",
                 waiting.len(),
                 state.free.len()
