@@ -4,6 +4,7 @@
 mod credentials;
 mod remote;
 
+use std::error::Error as _;
 use std::sync::Arc;
 
 use millrace_bundle::{Signature, TensorSpec};
@@ -71,8 +72,31 @@ impl ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
+        if was_not_taken(&status) {
+            let message = "the server closed the connection and has not taken the request in".into();
+            return ClientError::Refused { code: Code::Unavailable, message };
+        }
         ClientError::Refused { code: status.code(), message: status.message().to_owned() }
     }
+}
+
+/// Whether the connection was closed, as by a server that stops, before the request went out on it, or behind the
+/// last one that the server took in. Tonic has the codes CANCELLED and INTERNAL for that, with which nobody would
+/// ask again.
+fn was_not_taken(status: &Status) -> bool {
+    let mut source = status.source();
+    while let Some(error) = source {
+        let sent = error.downcast_ref::<hyper::Error>().is_none_or(|error| !error.is_canceled());
+        let taken = error.downcast_ref::<h2::Error>().is_none_or(|error| {
+            // RFC 9113, 6.8: what comes behind the last stream that a GOAWAY names was not looked at.
+            !(error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
+        });
+        if !(sent && taken) {
+            return true;
+        }
+        source = error.source();
+    }
+    false
 }
 
 /// The outputs of a model and the version that gave them.

@@ -16,6 +16,7 @@ mod predicting;
 mod quantized;
 mod quickstart;
 mod readme;
+mod rolling;
 mod rooms;
 mod secured;
 mod shares;
