@@ -4,10 +4,13 @@
 //! is load, so it is given back only when the load has fallen to half of what it was, and after versions
 //! were unloaded.
 
+mod allocator;
+
 use std::time::Duration;
 
 use crate::blocking::blocking;
 use crate::infer::Inference;
+pub(crate) use allocator::Mapping;
 
 /// How often the load is looked at.
 const PERIOD: Duration = Duration::from_secs(1);
