@@ -167,7 +167,8 @@ pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devic
         };
         // Triton takes one where none is said.
         let count = group.count.max(1);
-        all += count * i32::try_from(gpus.len().max(1)).unwrap_or(i32::MAX / INSTANCES_MAX);
+        let on = i32::try_from(gpus.len().max(1)).unwrap_or(i32::MAX);
+        all = count.saturating_mul(on).saturating_add(all);
         if all > INSTANCES_MAX {
             return Err(format!("a model has at most {INSTANCES_MAX} instances"));
         }
