@@ -57,11 +57,7 @@ fn files_become_the_next_versions_in_a_folder_and_are_served() {
     assert_eq!(std::fs::read(folder.join("m/2/model.onnx")).unwrap(), std::fs::read(&file).unwrap());
     // No home is needed for it.
     program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(import));
-    let any = "127.0.0.1:0";
-    let serve =
-        ["serve", "--json", "--models", text(&folder), "--grpc", any, "--http", any, "--metrics", any];
-    let mut service = home.start(serve);
-    let served = service.object();
+    let (service, served) = home.serve(["--models", text(&folder)]);
     for version in 1..=3 {
         let line = Value::from(format!("m version {version}"));
         assert!(served["models"].as_array().unwrap().contains(&line), "{served}");

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use millrace_serving::client::{Client, ClientError};
 use millrace_serving::wire::inference as pb;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::support::{Home, program};
 
@@ -49,10 +49,7 @@ fn a_label_moves_to_another_version_while_the_server_answers() {
     let models = models.as_str();
     let label = |version: &str| home.json(["model", "label", "m", "stable", version, "--models", models]);
     assert_eq!(label("1"), json!({ "model": "m", "labels": { "stable": 1 } }));
-    let any = "127.0.0.1:0";
-    let serve = ["serve", "--json", "--models", models, "--grpc", any, "--http", any, "--metrics", any];
-    let mut service = home.start(serve);
-    let served: Value = service.object();
+    let (service, served) = home.serve(["--models", models]);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let mut client = Client::connect(served["grpc"].as_str().unwrap()).await.unwrap();

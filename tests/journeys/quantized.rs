@@ -107,20 +107,7 @@ fn a_version_is_quantized_compared_and_served() {
     assert_eq!(versions(&folder), ["1", "2", "9"]);
 
     // All are served, and answer alike.
-    let any = "127.0.0.1:0";
-    let mut service = home.start([
-        "serve",
-        "--json",
-        "--models",
-        text(&folder),
-        "--grpc",
-        any,
-        "--http",
-        any,
-        "--metrics",
-        any,
-    ]);
-    let served = service.object();
+    let (service, served) = home.serve(["--models", text(&folder)]);
     let grpc = served["grpc"].as_str().unwrap();
     let ask = |version: &str| {
         home.json(["predict", "m", text(&sample), "--grpc", grpc, "--input", "x", "--version", version])

@@ -1,7 +1,7 @@
 //! Servers that stop, start and change versions while clients ask: no request is lost, none is answered by two
 //! versions. `ROLLING_ROUNDS=100` asks for more rounds, and what was measured is printed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -81,22 +81,9 @@ impl Models {
     /// A server that is ready, and its address.
     fn serve(&self) -> (Service, String) {
         let (config, models) = (self.home.dir.path().join("millrace.toml"), self.folder());
-        let any = "127.0.0.1:0";
-        let mut service = self.home.start([
-            "--config",
-            config.to_str().unwrap(),
-            "serve",
-            "--json",
-            "--models",
-            models.to_str().unwrap(),
-            "--grpc",
-            any,
-            "--http",
-            any,
-            "--metrics",
-            any,
-        ]);
-        let address = service.object()["grpc"].as_str().unwrap().to_owned();
+        let (service, said) =
+            self.home.serve([Path::new("--config"), &config, Path::new("--models"), &models]);
+        let address = said["grpc"].as_str().unwrap().to_owned();
         (service, address)
     }
 }

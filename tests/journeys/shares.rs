@@ -23,10 +23,7 @@ fn splits_and_shadows_move_while_the_server_answers() {
     let models = repository(&home);
     let models = models.as_str();
     let model = |args: &[&str]| home.json([&["model"][..], args, &["--models", models]].concat());
-    let any = "127.0.0.1:0";
-    let serve = ["serve", "--json", "--models", models, "--grpc", any, "--http", any, "--metrics", any];
-    let mut service = home.start(serve);
-    let served: Value = service.object();
+    let (service, served) = home.serve(["--models", models]);
     let metrics = served["metrics"].as_str().unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut client = runtime.block_on(Client::connect(served["grpc"].as_str().unwrap())).unwrap();

@@ -22,10 +22,9 @@ pub(crate) fn serve_echoes(home: &Home, echoes: &[(&str, Inputs<'_>)]) -> (Servi
         let bundle = Bundle::new(name, 1, echo(inputs), Lineage::default(), Default::default()).unwrap();
         runtime.block_on(bundle.write(&store, "")).unwrap();
     }
-    let (models, any) = (models.to_str().unwrap(), "127.0.0.1:0");
-    let serve = ["serve", "--json", "--models", models, "--grpc", any, "--http", any, "--metrics", any];
-    let mut service = home.start(serve);
-    let grpc = service.object()["grpc"].as_str().unwrap().to_owned();
+    let models = models.to_str().unwrap();
+    let (service, served) = home.serve(["--models", models]);
+    let grpc = served["grpc"].as_str().unwrap().to_owned();
     (service, grpc)
 }
 

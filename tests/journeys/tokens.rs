@@ -33,22 +33,8 @@ fn a_token_is_made_once_and_lets_its_bearer_predict() {
 
     let config = home.file("millrace.toml", "[serving]\ntokens = \"tokens.txt\"\n");
     let config = config.to_str().unwrap();
-    let (models, free) = (models.to_str().unwrap(), "127.0.0.1:0");
-    let mut service = home.start([
-        "serve",
-        "--json",
-        "--config",
-        config,
-        "--models",
-        models,
-        "--grpc",
-        free,
-        "--http",
-        free,
-        "--metrics",
-        free,
-    ]);
-    let said = service.object();
+    let models = models.to_str().unwrap();
+    let (service, said) = home.serve(["--config", config, "--models", models]);
     let grpc = said["grpc"].as_str().unwrap();
     let records = home.file("records.jsonl", "{\"input\": [1, 2]}\n");
     let secret = home.file("secret", format!("{token}\n"));

@@ -96,6 +96,14 @@ impl Home {
         failure(&self.run(&args), &format!("{args:?}"))
     }
 
+    /// Starts a server of models on free ports, with more arguments; what it says of itself once it answers.
+    pub fn serve<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> (Service, Value) {
+        let ports = ["--grpc", "--http", "--metrics"].into_iter().flat_map(|flag| [flag, "127.0.0.1:0"]);
+        let mut service = Service::spawn(self.command().args(["serve", "--json"]).args(ports).args(args));
+        let said = service.object();
+        (service, said)
+    }
+
     /// Starts a service and reads what it prints until `ready` is there.
     pub fn start<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Service {
         Service::spawn(self.command().args(args))

@@ -200,37 +200,44 @@ impl Shared {
 
     /// Nobody gathers any more: who waits still gets the sessions that are free.
     pub(super) fn gathered(self: &Arc<Self>) {
-        self.state.lock().gathering = false;
-        self.hand_out(None);
+        self.hand_out(|state| state.gathering = false);
     }
 
-    /// Hands sessions to the requests that are next: the one that is given back, if one is, and those that are
-    /// free. Not while somebody gathers, who has them all.
-    pub(super) fn hand_out(self: &Arc<Self>, mut back: Option<Session>) {
+    /// A session is free again.
+    pub(super) fn give_back(self: &Arc<Self>, session: Session) {
+        self.hand_out(|state| state.free.put(session));
+    }
+
+    /// Hands the sessions that are free after a change to the requests that are next, unless somebody gathers,
+    /// who has them all.
+    fn hand_out(self: &Arc<Self>, change: impl FnOnce(&mut State)) {
         let mut too_late = Vec::new();
-        loop {
-            let (lease, job, more) = {
-                let mut state = self.state.lock();
-                if let Some(session) = back.take() {
-                    state.free.put(session);
-                }
-                // Another one may begin to gather meanwhile.
-                if state.gathering || state.line.len() == 0 {
-                    break;
-                }
-                let Some(session) = state.free.take() else { break };
-                let Some(job) = state.line.next(&mut too_late) else {
+        {
+            let mut state = self.state.lock();
+            change(&mut state);
+            // Another one may begin to gather meanwhile.
+            while !state.gathering
+                && state.line.len() > 0
+                && let Some(session) = state.free.take()
+            {
+                let Some(Job { work, reply, .. }) = state.line.next(&mut too_late) else {
                     state.free.put(session);
                     break;
                 };
-                (Lease::new(self, session), job, state.line.len() > 0 && state.free.len() > 0)
-            };
-            let Job { work, reply, .. } = job;
-            match reply.send(Turn::Lead(lease, work)) {
-                // The caller has gone just now.
-                Err(Turn::Lead(mut unused, _)) => back = unused.session.take(),
-                Ok(()) | Err(Turn::Done(_)) if more => {}
-                Ok(()) | Err(Turn::Done(_)) => break,
+                let more = state.line.len() > 0 && state.free.len() > 0;
+                drop(state);
+                let unused = match reply.send(Turn::Lead(Lease::new(self, session), work)) {
+                    // The caller has gone just now.
+                    Err(Turn::Lead(mut unused, _)) => unused.session.take(),
+                    Ok(()) | Err(Turn::Done(_)) => None,
+                };
+                if unused.is_none() && !more {
+                    break;
+                }
+                state = self.state.lock();
+                if let Some(session) = unused {
+                    state.free.put(session);
+                }
             }
         }
         for job in too_late {

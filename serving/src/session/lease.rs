@@ -48,7 +48,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.end_gathering();
         if let Some(session) = self.session.take() {
-            self.shared.hand_out(Some(session));
+            self.shared.give_back(session);
         }
     }
 }
