@@ -24,6 +24,10 @@ use anyhow::Result;
 use clap::{CommandFactory, Parser};
 use tokio_util::sync::CancellationToken;
 
+// The allocator of the whole program, also of the libraries that it loads.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use tikv_jemalloc_sys as _;
+
 use cli::{Cli, Command};
 use context::Context;
 use output::Output;

@@ -17,6 +17,9 @@ mod trainer;
 mod turns;
 
 use figure::Figure;
+// The allocator that the program has.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use tikv_jemalloc_sys as _;
 
 /// What the generated table is marked with.
 const COMMAND: &str = "make bench";

@@ -20,6 +20,9 @@ use std::time::Duration;
 
 use figure::Figure;
 use served::Served;
+// The allocator that the program has.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use tikv_jemalloc_sys as _;
 
 /// What was asked for.
 #[derive(Debug, Default)]

@@ -74,7 +74,6 @@ mod grpc;
 pub mod infer;
 pub mod load;
 pub mod logging;
-mod memory;
 pub mod metrics;
 mod model_config;
 mod parameters;

@@ -28,7 +28,7 @@ use crate::repository::{Repository, Source};
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
-use crate::{grpc, memory, metrics, reflection, rest, telemetry};
+use crate::{grpc, metrics, reflection, rest, telemetry};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
@@ -256,7 +256,6 @@ fn serve_on(
         let (repository, cancel) = (inference.repository().clone(), cancel.clone());
         async move { repository.poll(cancel).await }
     });
-    let releasing = tokio::spawn(memory::release_after_peaks(inference.clone()));
     let drain = Duration::from_millis(config.drain_ms_max);
     let served = inference.clone();
     let task = tokio::spawn(async move {
@@ -292,7 +291,6 @@ fn serve_on(
         ending.cancel();
         scraping.shutdown().await;
         polling.abort();
-        releasing.abort();
         served.tracer().finish();
         tracing::info!("the server has stopped");
         outcome

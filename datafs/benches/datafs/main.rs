@@ -22,6 +22,9 @@ mod stores;
 use std::path::Path;
 
 use figure::Figure;
+// The allocator that the program has.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use tikv_jemalloc_sys as _;
 
 /// What was asked for.
 #[derive(Debug, Default)]

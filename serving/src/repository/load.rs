@@ -13,7 +13,6 @@ use crate::blocking::blocking;
 use crate::config::Drift as DriftOptions;
 use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
-use crate::memory::Mapping;
 use crate::metrics::ModelMetrics;
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
@@ -29,7 +28,6 @@ impl Repository {
     pub(super) async fn load(&self, name: &str, version: u64, origin: &Arc<Origin>) -> Result<Model> {
         let inner = &self.inner;
         let _loading = self.loading(name, version);
-        let mapping = Mapping::begin();
         let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
         let (store, root) = (inner.source.store.as_ref(), inner.source.root.as_str());
         let loading = origin.loading.clone();
@@ -75,8 +73,6 @@ impl Repository {
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
-            // As long as this takes, even if nobody waits for it any more.
-            let _mapping = mapping;
             let pool = session::build(&bundle, &config)?;
             let mut manifest = bundle.manifest().clone();
             let sequences = plan.map(|(plan, declaration)| {
