@@ -5,7 +5,7 @@ use crate::data::{Extent, ObjectError, ObjectId, Pack, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::fs::content;
+use crate::fs::content::{self, Referral};
 use crate::meta::engine::Durability;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
@@ -109,17 +109,16 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
         let run = [(extent.file_offset, buffer.as_slice())];
         moved.push((*live, shared.packs.append(&codec, live.volume, live.ino, run.into_iter())?));
     }
-    let mut packs: Vec<Pack> = moved.iter().map(|(_, packed)| packed.pack.clone()).collect();
-    packs.dedup_by_key(|pack| pack.id());
+    let mut packs: Vec<(Pack, Referral)> =
+        moved.iter().map(|(_, packed)| (packed.pack.clone(), Referral::default())).collect();
+    packs.dedup_by_key(|(pack, _)| pack.id());
     failpoint::hit("compact-pack-copied");
     let result = shared.meta.transact(Durability::Relaxed, |txn| {
         Writer::run(txn, first.volume, shared.session.id(), |writer| {
-            for pack in &packs {
-                // As for writers: whoever found that nothing points at it may be deleting it.
-                if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
+            for (pack, referral) in &mut packs {
+                if !referral.refer(pack, writer)? {
                     return Ok(None);
                 }
-                writer.txn().require(pack.prerequisite())?;
             }
             let mut done = Moved::default();
             for (live, packed) in &moved {
@@ -141,10 +140,8 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
             Ok(true)
         }
         Ok(None) => {
-            packs.iter().for_each(|pack| shared.packs.give_up(pack));
-            if !shared.pool.is_local() {
-                shared.session.leave_unclean();
-            }
+            packs.iter().for_each(|(pack, _)| shared.packs.give_up(pack));
+            shared.session.leave_unclean();
             Ok(false)
         }
         Err(error) => {

@@ -5,11 +5,12 @@
 
 use super::dirty::slice;
 use super::types::FileKind;
-use crate::data::{Extent, ObjectError, ObjectId, ObjectPool};
+use crate::data::{Extent, ObjectError, ObjectId, ObjectPool, Pack};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Inode, decode_extent, encode_extent};
 use crate::meta::keys;
+use crate::meta::references::References;
 use crate::meta::versioned::{Records, Writer};
 
 /// Most bytes of a file that are kept in the metadata.
@@ -18,6 +19,27 @@ pub(crate) const INLINE_BYTES_MAX: usize = 4096;
 pub(crate) const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 /// Extents that a scan takes at a time.
 const PAGE: usize = 512;
+
+/// A commit's claim to a pack, which it keeps when its transaction begins again.
+#[derive(Debug, Default)]
+pub(crate) struct Referral {
+    /// This commit was the first that tried to.
+    first: bool,
+}
+
+impl Referral {
+    /// Notes that a transaction is going to refer to a pack, and has it made durable before. False when the pack
+    /// must be given up: somebody had tried to before and nothing points at it, so whoever found that may be
+    /// deleting it. Not so where this very commit was the first: nobody else can have pointed at it since.
+    pub(crate) fn refer(&mut self, pack: &Pack, writer: &mut Writer<'_>) -> Result<bool> {
+        self.first |= !pack.refer();
+        let stands = self.first || References::get(writer.txn().as_read(), pack.id())?.is_some();
+        if stands {
+            writer.txn().require(pack.prerequisite())?;
+        }
+        Ok(stands)
+    }
+}
 
 /// Where the bytes of a range of a file are.
 #[derive(Debug, Clone, PartialEq, Eq)]

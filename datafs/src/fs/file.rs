@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use bytes::Bytes;
 use parking_lot::MutexGuard;
 
-use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout};
+use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout, Referral};
 use super::dirty::Dirty;
 use super::open_table::{Naming, OpenInode, Unflushed};
 use super::tree;
@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
-use crate::meta::references::References;
 use crate::meta::versioned::Reader;
 use crate::view::View;
 
@@ -430,10 +429,8 @@ pub(super) fn flush_inode(
             Ok(false) => match &placed {
                 Placed::Packed(packed) => {
                     view.shared.packs.give_up(&packed.pack);
-                    if !view.shared.pool.is_local() {
-                        // It may be on the store, with nothing that points at it.
-                        view.shared.session.leave_unclean();
-                    }
+                    // It may be on the store, with nothing that points at it: a commit that tried to has failed.
+                    view.shared.session.leave_unclean();
                 }
                 Placed::Inline | Placed::Sealed(_) => inline = false,
             },
@@ -511,6 +508,7 @@ fn commit(
     durability: Durability,
 ) -> Result<bool> {
     failpoint::hit("write-placed");
+    let mut referral = Referral::default();
     let result = view.write(durability, |writer| {
         let mut inode = tree::inode(writer, ino).map_err(|error| match error {
             Error::NotFound { what } => Error::Stale { what },
@@ -539,12 +537,9 @@ fn commit(
                 }
             }
             Placed::Packed(packed) => {
-                // Whoever found that nothing points at the pack any more may be deleting it.
-                let pack = &packed.pack;
-                if pack.refer() && References::get(writer.txn().as_read(), pack.id())?.is_none() {
+                if !referral.refer(&packed.pack, writer)? {
                     return Ok(false);
                 }
-                writer.txn().require(pack.prerequisite())?;
             }
             Placed::Sealed(_) => {
                 for prerequisite in dirty.prerequisites() {
