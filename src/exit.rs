@@ -41,6 +41,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
         E::Exists { .. }
         | E::NotEmpty { .. }
         | E::Conflict { .. }
+        | E::Changed { .. }
         | E::Busy { .. }
         | E::NewerFormat { .. } => Exit::Conflict,
         E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) | E::WrongKey { .. } => Exit::Usage,

@@ -133,6 +133,13 @@ pub enum Error {
         /// The key.
         key: String,
     },
+    /// A file is no longer as the publish expected (EAGAIN): somebody else wrote or removed it first. Look at it
+    /// again and decide.
+    #[error("{what} was changed by another writer")]
+    Changed {
+        /// The path.
+        what: String,
+    },
     /// The metadata stayed locked by other processes for longer than the limit (EBUSY). Retry.
     #[error("the metadata at {place} stayed locked by another process for {waited_ms} ms")]
     Busy {

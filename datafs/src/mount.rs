@@ -145,7 +145,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::TooLarge { .. } => Errno::EFBIG,
         Error::NoSpace { quota: false, .. } | Error::NoSpaceToCommit { quota: false, .. } => Errno::ENOSPC,
         Error::NoSpace { quota: true, .. } | Error::NoSpaceToCommit { quota: true, .. } => Errno::EDQUOT,
-        Error::Conflict { .. } => Errno::EAGAIN,
+        Error::Conflict { .. } | Error::Changed { .. } => Errno::EAGAIN,
         Error::Busy { .. } => Errno::EBUSY,
         Error::Stale { .. } => Errno::ESTALE,
         Error::NotWritable { .. } | Error::WrongKey { .. } => Errno::EACCES,

@@ -14,9 +14,9 @@ use crate::error::{Error, Result};
 use crate::fs::content;
 use crate::fs::path::components;
 use crate::fs::tree::{self, Closing};
-use crate::fs::types::{FileKind, ROOT_INO};
+use crate::fs::types::{Attr, FileKind, Node, ROOT_INO};
 use crate::meta::engine::Durability;
-use crate::meta::inode::Inode;
+use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys;
 use crate::meta::versioned::{Records as _, Writer};
 use crate::view::{View, name_it};
@@ -128,6 +128,8 @@ enum Step {
     PutKey { key: String, value: Vec<u8> },
     DeleteKey { key: String },
     ExpectKey { key: String, value: Option<Vec<u8>> },
+    ExpectAbsent { path: String },
+    ExpectUnchanged { path: String, attr: Box<Attr> },
 }
 
 impl Publish {
@@ -168,6 +170,21 @@ impl Publish {
         self.step(Step::ExpectKey { key: key.into(), value })
     }
 
+    /// Fails the publish with [`Error::Exists`] when there is something at the path, be it a symbolic link.
+    /// Checked before anything else of the publish.
+    #[must_use]
+    pub fn expect_absent(self, path: impl Into<String>) -> Publish {
+        self.step(Step::ExpectAbsent { path: path.into() })
+    }
+
+    /// Fails the publish with [`Error::Changed`] unless the file at the path is the one that had these
+    /// attributes, with contents and attributes as they were; a symbolic link is not followed. What was
+    /// written to it since and is not flushed does not count. Checked before anything else of the publish.
+    #[must_use]
+    pub fn expect_unchanged(self, path: impl Into<String>, attr: &Attr) -> Publish {
+        self.step(Step::ExpectUnchanged { path: path.into(), attr: Box::new(*attr) })
+    }
+
     fn step(mut self, step: Step) -> Publish {
         self.steps.push(step);
         self
@@ -185,6 +202,11 @@ impl View {
     /// [`Error::Metadata`] nobody knows whether the commit took place: look at an application key that
     /// the publish sets before trying again.
     pub fn publish(&self, publish: Publish) -> Result<()> {
+        self.publish_files(publish).map(drop)
+    }
+
+    /// [`View::publish`], which tells the attributes of the files as they were published, in order.
+    pub(crate) fn publish_files(&self, publish: Publish) -> Result<Vec<Attr>> {
         let mut inos = 0;
         for step in &publish.steps {
             inos += self.check(step)?;
@@ -197,15 +219,12 @@ impl View {
         }
         let spare = self.spare_inos(inos)?;
         let result = self.write_closing(Durability::Durable, |writer, closing| {
+            publish.steps.iter().try_for_each(|step| expect(step, writer))?;
+            let (mut spare, mut files) = (spare.clone(), Vec::new());
             for step in &publish.steps {
-                if let Step::ExpectKey { key, value } = step
-                    && writer.get(&keys::application(key))? != *value
-                {
-                    return Err(Error::Conflict { key: key.clone() });
-                }
+                files.extend(self.apply(step, writer, &mut spare, closing)?);
             }
-            let mut spare = spare.clone();
-            publish.steps.iter().try_for_each(|step| self.apply(step, writer, &mut spare, closing))
+            Ok(files)
         });
         let unknown = result.as_ref().is_err_and(|error| !error.is_definite());
         if result.is_ok() || unknown {
@@ -236,7 +255,9 @@ impl View {
                 }
                 Ok(check_path(path)?.len() as u64)
             }
-            Step::Remove { path } => check_path(path).map(|_| 0),
+            Step::Remove { path } | Step::ExpectAbsent { path } | Step::ExpectUnchanged { path, .. } => {
+                check_path(path).map(|_| 0)
+            }
             Step::DeleteKey { key } | Step::ExpectKey { key, .. } => check_key(key).map(|()| 0),
             Step::PutKey { key, value } => {
                 if value.len() > VALUE_BYTES_MAX {
@@ -250,22 +271,24 @@ impl View {
         }
     }
 
+    /// Carries a step out; the attributes of the file that it made.
     fn apply<'a>(
         &'a self,
         step: &Step,
         writer: &mut Writer<'_>,
         spare: &mut Range<u64>,
         closing: &mut Closing<'a>,
-    ) -> Result<()> {
+    ) -> Result<Option<Attr>> {
         match step {
-            Step::ExpectKey { .. } => Ok(()),
-            Step::PutKey { key, value } => writer.put(&keys::application(key), value),
-            Step::DeleteKey { key } => writer.delete(&keys::application(key)),
+            Step::ExpectKey { .. } | Step::ExpectAbsent { .. } | Step::ExpectUnchanged { .. } => Ok(None),
+            Step::PutKey { key, value } => writer.put(&keys::application(key), value).map(|()| None),
+            Step::DeleteKey { key } => writer.delete(&keys::application(key)).map(|()| None),
             Step::Remove { path } => {
                 let parts = check_path(path)?;
                 let (name, parents) = parts.split_last().ok_or_else(|| root_error(path))?;
                 let parent = find_directories(writer, parents).map_err(|e| name_it(e, path))?;
-                self.unlink_in(writer, parent, name, closing).map_err(|e| name_it(e, path))
+                self.unlink_in(writer, parent, name, closing).map_err(|e| name_it(e, path))?;
+                Ok(None)
             }
             Step::File { path, staged } => {
                 let parts = check_path(path)?;
@@ -300,9 +323,44 @@ impl View {
                     }
                 }
                 writer.settle(ino, &mut inode);
-                tree::add_child(writer, (parent, directory), name, ino, &inode)
+                tree::add_child(writer, (parent, directory), name, ino, &inode)?;
+                Ok(Some(inode.attr(Node { snapshot: 0, ino })))
             }
         }
+    }
+}
+
+/// Refuses what a step does not expect.
+fn expect(step: &Step, writer: &mut Writer<'_>) -> Result<()> {
+    match step {
+        Step::ExpectKey { key, value } if writer.get(&keys::application(key))? != *value => {
+            Err(Error::Conflict { key: key.clone() })
+        }
+        Step::ExpectAbsent { path } if entry(writer, path)?.is_some() => {
+            Err(Error::Exists { what: path.clone() })
+        }
+        Step::ExpectUnchanged { path, attr } => {
+            let unchanged = match entry(writer, path)? {
+                Some(dentry) if dentry.ino == attr.node.ino => {
+                    let now = tree::inode(writer, dentry.ino)?.attr(attr.node);
+                    (now.size, now.ctime, now.data_version) == (attr.size, attr.ctime, attr.data_version)
+                }
+                _ => false,
+            };
+            if unchanged { Ok(()) } else { Err(Error::Changed { what: path.clone() }) }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What a path names, if there is anything.
+fn entry(writer: &mut Writer<'_>, path: &str) -> Result<Option<Dentry>> {
+    let parts = check_path(path)?;
+    let (name, parents) = parts.split_last().ok_or_else(|| root_error(path))?;
+    match find_directories(writer, parents) {
+        Ok(parent) => tree::child(writer, parent, name),
+        Err(Error::NotFound { .. } | Error::NotADirectory { .. }) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -7,8 +7,10 @@
 //!    directories are made. Dropping an upload leaves nothing.
 //!  - `get` streams from the version of the file that was there when it began, or fails; it never mixes.
 //!    Every byte is verified.
-//!  - Conditional puts and copies ("only if absent", "only if unchanged") are not implemented and say
-//!    so.
+//!  - `put`, `copy` and `rename` "only if absent" and `put` "only if unchanged" (`PutMode::Update` with the tag of
+//!    what was read) decide in the transaction that makes the file visible, also between processes and mounts. A
+//!    file that was written to through the file system has another tag; one whose location is a symbolic link
+//!    cannot be updated so.
 //!
 //! All waiting happens on the crate's own threads, so the futures may be polled by any executor.
 
@@ -28,7 +30,7 @@ use object_store::path::Path;
 use object_store::{
     CopyMode, CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
     ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions,
-    RenameTargetMode, Result as StoreResult,
+    RenameTargetMode, Result as StoreResult, UpdateVersion,
 };
 use tokio::runtime::Handle;
 
@@ -84,7 +86,9 @@ fn store_error(location: &str, error: Error) -> object_store::Error {
         Error::ReadOnly { .. } | Error::NotWritable { .. } | Error::NotPermitted { .. } => {
             object_store::Error::PermissionDenied { path, source: error.into() }
         }
-        Error::Conflict { .. } => object_store::Error::Precondition { path, source: error.into() },
+        Error::Conflict { .. } | Error::Changed { .. } => {
+            object_store::Error::Precondition { path, source: error.into() }
+        }
         Error::Unsupported(_) => object_store::Error::NotSupported { source: error.into() },
         other => object_store::Error::Generic { store: STORE, source: other.into() },
     }
@@ -94,20 +98,24 @@ fn refused(reason: String) -> object_store::Error {
     object_store::Error::Generic { store: STORE, source: reason.into() }
 }
 
-fn meta(location: Path, attr: &Attr) -> ObjectMeta {
+/// What is another one after each change of a file.
+fn tag(attr: &Attr) -> String {
     let changed = DateTime::<Utc>::from(attr.ctime);
-    let tag = format!(
+    format!(
         "{:x}-{:x}.{:x}-{:x}",
         attr.node.to_u64(),
         changed.timestamp(),
         changed.timestamp_subsec_nanos(),
         attr.size
-    );
+    )
+}
+
+fn meta(location: Path, attr: &Attr) -> ObjectMeta {
     ObjectMeta {
         location,
         last_modified: DateTime::<Utc>::from(attr.mtime),
         size: attr.size,
-        e_tag: Some(tag),
+        e_tag: Some(tag(attr)),
         version: None,
     }
 }
@@ -215,16 +223,21 @@ impl ObjectStore for VolumeStore {
         payload: PutPayload,
         options: PutOptions,
     ) -> StoreResult<PutResult> {
-        if options.mode != PutMode::Overwrite {
-            return Err(self.not_implemented("put with a condition"));
-        }
         if !options.attributes.is_empty() {
             return Err(self.not_implemented("put with attributes"));
         }
+        let condition = match options.mode {
+            PutMode::Overwrite => Condition::None,
+            PutMode::Create => Condition::Absent,
+            PutMode::Update(UpdateVersion { e_tag: Some(tag), .. }) => Condition::Unchanged(tag),
+            PutMode::Update(_) => {
+                return Err(refused(format!("{location}: an update needs the tag of what was read")));
+            }
+        };
         self.on_view(location, move |view, path| {
             let mut staged = view.stage()?;
             payload.iter().try_for_each(|bytes| staged.append(bytes))?;
-            publish(view, path, staged.finish()?)
+            publish(view, path, staged.finish()?, &condition)
         })
         .await
     }
@@ -362,9 +375,10 @@ impl ObjectStore for VolumeStore {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> StoreResult<()> {
-        if options.mode != CopyMode::Overwrite {
-            return Err(self.not_implemented("copy with a condition"));
-        }
+        let condition = match options.mode {
+            CopyMode::Overwrite => Condition::None,
+            CopyMode::Create => Condition::Absent,
+        };
         let to = to.clone();
         self.on_view(from, move |view, from| {
             let (attr, file) = open_file(view, from)?;
@@ -375,7 +389,7 @@ impl ObjectStore for VolumeStore {
                 staged.append(&read_on(&file, &attr, at..end)?)?;
                 at = end;
             }
-            publish(view, to.as_ref(), staged.finish()?).map(drop)
+            publish(view, to.as_ref(), staged.finish()?, &condition).map(drop)
         })
         .await
     }
@@ -397,12 +411,38 @@ impl ObjectStore for VolumeStore {
     }
 }
 
-/// Makes a staged file visible and tells its new tag.
-fn publish(view: &View, path: &str, staged: StagedFile) -> crate::error::Result<PutResult> {
-    view.publish(Publish::new().file(path, staged))?;
-    // The file is there; if it cannot be looked at, its tag is left out.
-    let e_tag = stat_file(view, path).ok().and_then(|attr| meta(Path::default(), &attr).e_tag);
-    Ok(PutResult { e_tag, version: None })
+/// What must hold for a file to be put.
+enum Condition {
+    None,
+    Absent,
+    /// What is there has this tag.
+    Unchanged(String),
+}
+
+/// Makes a staged file visible where the condition holds, and tells its new tag.
+fn publish(
+    view: &View,
+    path: &str,
+    staged: StagedFile,
+    condition: &Condition,
+) -> crate::error::Result<PutResult> {
+    let publish = match condition {
+        Condition::None => Publish::new(),
+        Condition::Absent => Publish::new().expect_absent(path),
+        Condition::Unchanged(wanted) => {
+            let changed = || Error::Changed { what: path.to_owned() };
+            let attr = match stat_file(view, path) {
+                Err(Error::NotFound { .. }) => return Err(changed()),
+                found => found?,
+            };
+            if tag(&attr) != *wanted {
+                return Err(changed());
+            }
+            Publish::new().expect_unchanged(path, &attr)
+        }
+    };
+    let files = view.publish_files(publish.file(path, staged))?;
+    Ok(PutResult { e_tag: files.first().map(tag), version: None })
 }
 
 #[cfg(test)]

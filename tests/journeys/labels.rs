@@ -42,6 +42,29 @@ pub(crate) async fn answers(client: &mut Client, version: &str) -> Result<String
     Ok(client.infer_message(request).await?.model_version)
 }
 
+/// Commands that change a model at the same time keep what the others change, in a folder and in a volume.
+#[test]
+fn commands_at_the_same_time_keep_one_another() {
+    let home = Home::new();
+    let models = repository(&home);
+    home.ok(["volume", "create", "models"]);
+    let onnx = home.dir.path().join("mlp.onnx");
+    home.ok(["model", "import", onnx.to_str().unwrap(), "--name", "m", "--volume", "models"]);
+    for place in [["--models", models.as_str()], ["--volume", "models"]] {
+        std::thread::scope(|scope| {
+            for label in 0..6 {
+                let home = &home;
+                scope.spawn(move || {
+                    home.ok(["model", "label", "m", &format!("l{label}"), "1", place[0], place[1]]);
+                });
+            }
+        });
+        let all = home.json(["model", "split", "m", "l0=1", place[0], place[1]]);
+        let labels = home.json(["model", "label", "m", "last", "1", place[0], place[1]]);
+        assert_eq!(labels["labels"].as_object().unwrap().len(), 7, "{labels} {all}");
+    }
+}
+
 #[test]
 fn a_label_moves_to_another_version_while_the_server_answers() {
     let home = Home::new();

@@ -7,7 +7,7 @@ use object_store::{GetRange, ObjectStoreExt as _};
 use tempfile::TempDir;
 
 use super::*;
-use crate::{Config, Datafs, VolumeSpec};
+use crate::{Config, Datafs, OpenFlags, Owner, VolumeSpec};
 
 fn volume() -> (TempDir, Datafs, View) {
     let dir = tempfile::tempdir().unwrap();
@@ -164,9 +164,11 @@ fn files_are_copied_renamed_and_deleted() {
             Err(object_store::Error::AlreadyExists { .. })
         ));
         assert!(matches!(
-            store.copy_if_not_exists(&b, &a).await,
-            Err(object_store::Error::NotImplemented { .. })
+            store.copy_if_not_exists(&b, &c).await,
+            Err(object_store::Error::AlreadyExists { .. })
         ));
+        store.copy_if_not_exists(&b, &a).await.unwrap();
+        store.delete(&a).await.unwrap();
         store.delete(&b).await.unwrap();
         store.delete(&c).await.unwrap();
     });
@@ -204,9 +206,74 @@ fn conditions_are_checked() {
     block_on(store.put(&path, "two".into())).unwrap();
     let error = block_on(store.get_opts(&path, unless_changed)).unwrap_err();
     assert!(matches!(error, object_store::Error::Precondition { .. }), "{error}");
-    let create = PutOptions::from(PutMode::Create);
-    let error = block_on(store.put_opts(&path, "three".into(), create)).unwrap_err();
-    assert!(matches!(error, object_store::Error::NotImplemented { .. }), "{error}");
+    // Absent.
+    let put = |path: &Path, mode: PutMode, text: &'static str| {
+        block_on(store.put_opts(path, text.into(), PutOptions::from(mode)))
+    };
+    let error = put(&path, PutMode::Create, "three").unwrap_err();
+    assert!(matches!(error, object_store::Error::AlreadyExists { .. }), "{error}");
+    let other = Path::from("a/other");
+    put(&other, PutMode::Create, "three").unwrap();
+    let error = block_on(store.copy_if_not_exists(&other, &path)).unwrap_err();
+    assert!(matches!(error, object_store::Error::AlreadyExists { .. }), "{error}");
+    block_on(store.copy_if_not_exists(&other, &Path::from("a/third"))).unwrap();
+    view.symlink(view.root(), "link".as_ref(), "nowhere".as_ref(), Owner { uid: 0, gid: 0 }).unwrap();
+    let error = put(&Path::from("link"), PutMode::Create, "three").unwrap_err();
+    assert!(matches!(error, object_store::Error::AlreadyExists { .. }), "{error}");
+    // Unchanged.
+    let changed = |path: &Path, tag: &Option<String>| {
+        let update = UpdateVersion { e_tag: tag.clone(), version: None };
+        match put(path, PutMode::Update(update), "four") {
+            Ok(put) => Ok(put.e_tag),
+            Err(object_store::Error::Precondition { .. }) => Err(()),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    assert_eq!(changed(&path, &tag), Err(()));
+    assert_eq!(changed(&Path::from("a/nothing"), &tag), Err(()));
+    let tag = block_on(store.head(&path)).unwrap().e_tag;
+    let tag = changed(&path, &tag).unwrap();
+    assert_eq!(tag, block_on(store.head(&path)).unwrap().e_tag);
+    let file = view.open(view.stat("file").unwrap().node, OpenFlags::READ_WRITE).unwrap();
+    file.write_at(0, b"F").unwrap();
+    assert_eq!(changed(&path, &tag), Err(()), "written, and not flushed");
+    file.fsync().unwrap();
+    assert_eq!(changed(&path, &tag), Err(()));
+    assert_eq!(view.read_file("file").unwrap(), b"Four"[..]);
+    let error = put(&path, PutMode::Update(UpdateVersion { e_tag: None, version: None }), "").unwrap_err();
+    assert!(error.to_string().contains("needs the tag"), "{error}");
+}
+
+/// Writers that add to what they have read lose nothing of one another, also from another open home.
+#[test]
+fn updates_of_many_are_not_lost() {
+    let (dir, _datafs, view) = volume();
+    let another = Datafs::open(dir.path(), &Config::default()).unwrap();
+    let stores = [view.object_store(), self::view(&another, "data").object_store()];
+    let path = Path::from("a/count");
+    let add = |store: &dyn ObjectStore| loop {
+        let (count, mode) = match block_on(store.get(&path)) {
+            Ok(found) => {
+                let tag = UpdateVersion { e_tag: found.meta.e_tag.clone(), version: None };
+                let text = block_on(found.bytes()).unwrap();
+                (std::str::from_utf8(&text).unwrap().parse::<u32>().unwrap(), PutMode::Update(tag))
+            }
+            Err(object_store::Error::NotFound { .. }) => (0, PutMode::Create),
+            Err(error) => panic!("{error}"),
+        };
+        match block_on(store.put_opts(&path, (count + 1).to_string().into(), mode.into())) {
+            Ok(_) => return,
+            Err(object_store::Error::Precondition { .. } | object_store::Error::AlreadyExists { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    };
+    std::thread::scope(|scope| {
+        for writer in 0..4 {
+            let (store, add) = (stores[writer % 2].as_ref(), &add);
+            scope.spawn(move || (0..10).for_each(|_| add(store)));
+        }
+    });
+    assert_eq!(view.read_file("a/count").unwrap(), b"40"[..]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
-use super::{STORE, blocking, publish, store_error};
+use super::{Condition, STORE, blocking, publish, store_error};
 use crate::publish::StagedWriter;
 use crate::view::View;
 
@@ -98,7 +98,7 @@ impl MultipartUpload for Upload {
         blocking(&self.runtime, move || {
             staged
                 .finish()
-                .and_then(|file| publish(&view, location.as_ref(), file))
+                .and_then(|file| publish(&view, location.as_ref(), file, &Condition::None))
                 .map_err(|e| store_error(location.as_ref(), e))
         })
         .await

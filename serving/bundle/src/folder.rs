@@ -6,12 +6,12 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use object_store::path::Path;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, UpdateVersion};
 
 use crate::bundle::Bundle;
 use crate::error::{Error, Result};
 use crate::manifest::shorten;
-use crate::repository::{Limits, model_path, read_bounded, version_path};
+use crate::repository::{Limits, model_path, read_bounded, read_tagged, version_path};
 
 /// Triton's configuration of a model, beside its versions.
 pub const CONFIG_FILE: &str = "config.pbtxt";
@@ -130,6 +130,14 @@ pub async fn load_plain(
     Bundle::new(name, version, content.into(), Default::default(), BTreeMap::new())
 }
 
+/// A file beside the versions of a model, as it was read.
+#[derive(Debug, Clone)]
+pub struct FileBeside {
+    /// All of it.
+    pub content: Bytes,
+    tag: UpdateVersion,
+}
+
 /// Reads a file beside the versions of a model.
 ///
 /// # Errors
@@ -140,24 +148,37 @@ pub async fn read_beside(
     name: &str,
     file: &str,
     bytes_max: u64,
-) -> Result<Bytes> {
-    read_bounded(store, &model_path(root, name)?.join(file), bytes_max).await
+) -> Result<FileBeside> {
+    let (content, tag) = read_tagged(store, &model_path(root, name)?.join(file), bytes_max).await?;
+    Ok(FileBeside { content, tag })
 }
 
-/// Writes a file beside the versions of a model in one step: readers see the one before or this one.
+/// Writes a file beside the versions of a model in the place of the one that was read, or where none was there,
+/// in one step: readers see the one before or this one. Whether it was written: not where somebody else has written
+/// or removed it meanwhile. Stores that cannot tell, which local folders are, replace what is there; keep others
+/// away from those.
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].
-pub async fn write_beside(
+pub async fn replace_beside(
     store: &dyn ObjectStore,
     root: &str,
     name: &str,
     file: &str,
+    before: Option<&FileBeside>,
     content: Bytes,
-) -> Result<()> {
+) -> Result<bool> {
     let path = model_path(root, name)?.join(file);
-    match store.put(&path, content.into()).await {
-        Ok(_) => Ok(()),
+    let mode = before.map_or(PutMode::Create, |before| PutMode::Update(before.tag.clone()));
+    let mut put = store.put_opts(&path, content.clone().into(), mode.into()).await;
+    if matches!(put, Err(object_store::Error::NotImplemented { .. })) {
+        put = store.put(&path, content.into()).await;
+    }
+    match put {
+        Ok(_) => Ok(true),
+        Err(object_store::Error::Precondition { .. } | object_store::Error::AlreadyExists { .. }) => {
+            Ok(false)
+        }
         Err(source) => Err(Error::Store { path: path.to_string(), source }),
     }
 }

@@ -60,7 +60,8 @@ pub mod onnx {
 pub use bundle::Bundle;
 pub use error::{Error, Result};
 pub use folder::{
-    CONFIG_FILE, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE, load_plain, read_beside, write_beside,
+    CONFIG_FILE, FileBeside, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE, load_plain, read_beside,
+    replace_beside,
 };
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, UpdateVersion};
 
 use crate::bundle::{Bundle, sha256_hex};
 use crate::error::{Error, Result};
@@ -350,11 +350,22 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
 
 /// Reads a file, but never more than `bytes_max` of it: the size that the store reports may be wrong.
 pub(crate) async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
+    Ok(read_tagged(store, path, bytes_max).await?.0)
+}
+
+/// [`read_bounded`], with what tells whether the file has changed since.
+pub(crate) async fn read_tagged(
+    store: &dyn ObjectStore,
+    path: &Path,
+    bytes_max: u64,
+) -> Result<(Bytes, UpdateVersion)> {
     let store_error = |source| match source {
         object_store::Error::NotFound { .. } => Error::NotFound { path: path.to_string() },
         source => Error::Store { path: path.to_string(), source },
     };
-    let mut stream = store.get(path).await.map_err(store_error)?.into_stream();
+    let found = store.get(path).await.map_err(store_error)?;
+    let tag = UpdateVersion { e_tag: found.meta.e_tag.clone(), version: found.meta.version.clone() };
+    let mut stream = found.into_stream();
     let mut content = Vec::new();
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(store_error)?;
@@ -364,5 +375,5 @@ pub(crate) async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max
         }
         content.extend_from_slice(&chunk);
     }
-    Ok(Bytes::from(content))
+    Ok((Bytes::from(content), tag))
 }

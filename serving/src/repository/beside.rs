@@ -82,11 +82,11 @@ impl Repository {
             return Some(before.clone());
         }
         let source = &self.inner.source;
-        let content =
+        let read =
             millrace_bundle::read_beside(source.store.as_ref(), &source.root, &folder.name, file, bytes_max)
                 .await;
-        let parsed = match content {
-            Ok(content) => parse(&content).map_err(|reason| format!("{}/{file}: {reason}", folder.name)),
+        let parsed = match read {
+            Ok(found) => parse(&found.content).map_err(|reason| format!("{}/{file}: {reason}", folder.name)),
             Err(error) => Err(chain(&error)),
         };
         Some(match parsed {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use millrace_bundle::{ROLLOUT_FILE, scan_model};
+use millrace_bundle::{FileBeside, ROLLOUT_FILE, scan_model};
 use millrace_datafs::Name;
 use millrace_serving::config::VOLUME_ROOT;
 use millrace_serving::repository::{Rollout, Target};
@@ -20,6 +20,8 @@ use crate::output::Output;
 
 /// Largest file that is read.
 const BYTES_MAX: u64 = 64 << 10;
+/// How often a change begins again because somebody else was faster.
+const TRIES_MAX: usize = 100;
 
 /// What says which versions of a model answer, and which there are.
 pub(super) struct Versions {
@@ -27,6 +29,8 @@ pub(super) struct Versions {
     /// Complete ones.
     there: BTreeSet<u64>,
     pub(super) rollout: Rollout,
+    /// The file that says so, if there is one.
+    file: Option<FileBeside>,
 }
 
 /// Runs the command on a model in a volume.
@@ -47,26 +51,42 @@ pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<(
         return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
     }
     let store = LocalFileSystem::new_with_prefix(folder)?;
+    // A folder cannot tell whether a file has changed, so one command at a time changes it. What has no locks,
+    // as some network file systems, does without.
+    let alone = std::fs::File::open(folder).and_then(|folder| folder.lock().map(|()| folder));
+    if let Err(error) = &alone {
+        tracing::warn!(%error, folder = %folder.display(), "the folder cannot be locked against other commands");
+    }
     let versions =
         change(&store, "", command).await.with_context(|| format!("folder {}", folder.display()))?;
     show(out, command, &versions)
 }
 
-/// Writes what is to be, of the versions that are there, unless the command only asks.
+/// Writes what is to be, of the versions that are there, unless the command only asks. What others write
+/// meanwhile is kept.
 async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -> Result<Versions> {
-    let mut versions = Versions::read(store, root, command.model()).await?;
-    let changed = match command {
-        RolloutCommand::Label(args) => label::change(&mut versions, args)?,
-        RolloutCommand::Split(args) => split::change(&mut versions, args)?,
-        RolloutCommand::Shadow(args) => shadow::change(&mut versions, args)?,
-    };
-    if changed {
-        let rollout = &versions.rollout;
+    for _ in 0..TRIES_MAX {
+        let mut versions = Versions::read(store, root, command.model()).await?;
+        let changed = match command {
+            RolloutCommand::Label(args) => label::change(&mut versions, args)?,
+            RolloutCommand::Split(args) => split::change(&mut versions, args)?,
+            RolloutCommand::Shadow(args) => shadow::change(&mut versions, args)?,
+        };
+        if !changed {
+            return Ok(versions);
+        }
+        let Versions { model, rollout, file, .. } = &versions;
         rollout.check().map_err(|reason| failure(Exit::Usage, reason))?;
         let content = rollout.written().into();
-        millrace_bundle::write_beside(store, root, &versions.model, ROLLOUT_FILE, content).await?;
+        if millrace_bundle::replace_beside(store, root, model, ROLLOUT_FILE, file.as_ref(), content).await? {
+            return Ok(versions);
+        }
     }
-    Ok(versions)
+    let model = command.model();
+    fail(
+        Exit::Conflict,
+        format!("{model}/{ROLLOUT_FILE} was changed by others each of {TRIES_MAX} times; try again"),
+    )
 }
 
 fn show(out: Output, command: &RolloutCommand, versions: &Versions) -> Result<()> {
@@ -86,17 +106,19 @@ impl Versions {
             return fail(Exit::NotFound, format!("there is no complete version of a model {model:?}"));
         }
         let read = millrace_bundle::read_beside(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
-        let rollout = match read {
-            Ok(content) => Rollout::read(&content).map_err(|reason| {
-                failure(
-                    Exit::Corrupt,
-                    format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (mend or remove it)"),
-                )
-            })?,
-            Err(millrace_bundle::Error::NotFound { .. }) => Rollout::default(),
+        let file = match read {
+            Ok(file) => Some(file),
+            Err(millrace_bundle::Error::NotFound { .. }) => None,
             Err(error) => return Err(error.into()),
         };
-        Ok(Versions { model: model.to_owned(), there, rollout })
+        let rollout = file.as_ref().map_or(Ok(Rollout::default()), |file| Rollout::read(&file.content));
+        let rollout = rollout.map_err(|reason| {
+            failure(
+                Exit::Corrupt,
+                format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (mend or remove it)"),
+            )
+        })?;
+        Ok(Versions { model: model.to_owned(), there, rollout, file })
     }
 
     /// Refuses a version that is not there, or not complete.

@@ -313,6 +313,15 @@ pub(super) fn a_publish_is_whole_or_nothing() {
         .put_key("k/1", b"y".to_vec())
         .expect_key("k/1", Some(b"other".to_vec()));
     assert!(matches!(view.publish(conflict), Err(Error::Conflict { .. })));
+    let there = Publish::new().file("a/three", stage(10_000)).expect_absent("a/one");
+    assert!(matches!(view.publish(there), Err(Error::Exists { .. })));
+    let one = view.stat("a/one").unwrap();
+    for path in ["a/b/two", "a/nothing", "nothing/x", "a/one/x"] {
+        let other = Publish::new().file("a/three", stage(10_000)).expect_unchanged(path, &one);
+        assert!(matches!(view.publish(other), Err(Error::Changed { .. })), "{path}");
+    }
+    let same = Publish::new().put_key("k/1", b"x".to_vec()).expect_unchanged("a/one", &one);
+    view.publish(same.expect_absent("a/three").expect_absent("nothing/x")).unwrap();
     let missing = Publish::new().file("a/three", stage(9_000)).remove("a/nothing");
     assert!(matches!(view.publish(missing), Err(Error::NotFound { .. })));
     let not_dir = Publish::new().put_key("k/2", b"".to_vec()).file("a/one/x", stage(9_000));
