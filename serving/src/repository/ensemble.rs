@@ -104,6 +104,7 @@ impl Repository {
 
     /// Loads a model, and of an ensemble the models that are not loaded. Only one call may run at a time.
     pub(super) async fn load_whole(&self, name: &str) -> Result<Result<(), InferError>> {
+        let former = self.inner.models.read().clone();
         let outcome = self.load_settled(name).await?;
         // From now on it is wanted for itself.
         self.inner.along.lock().remove(name);
@@ -113,9 +114,24 @@ impl Repository {
             }
             self.inner.along.lock().insert(member);
         }
+        if outcome.is_ok() {
+            self.unload_former(&former, name);
+        }
         let models = self.inner.models.read().clone();
         let ready = models.models.get(name).and_then(|versions| versions.ready.values().next_back());
         Ok(outcome.and_then(|()| ready.map_or(Ok(()), |model| self.check_steps(model))))
+    }
+
+    /// Takes out what was loaded for steps that an ensemble had and has no more.
+    fn unload_former(&self, former: &Models, name: &str) {
+        let Some(former) = former.models.get(name) else { return };
+        let before = self.inner.models.read().clone();
+        let mut next = Models::clone(&before);
+        // Requests that run on them still are answered.
+        next.unload_along(former, &mut self.inner.along.lock());
+        if next.models.len() < before.models.len() {
+            self.publish(&before, next);
+        }
     }
 
     /// Models of an ensemble's steps that are not loaded.
@@ -184,8 +200,8 @@ impl Models {
         faults.len() as i64
     }
 
-    /// Takes out the models that were loaded for an ensemble alone, which is out already, but for those that
-    /// another one has steps of; tells what fires when they are gone.
+    /// Takes out the models that were loaded for an ensemble alone, as it was before it was taken out or replaced,
+    /// but for those that one that is there has steps of; tells what fires when they are gone.
     pub(super) fn unload_along(
         &mut self,
         ensemble: &Versions,

@@ -190,6 +190,19 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
     unload(&mut client, "two", true).await;
     assert_eq!(ready(&mut client).await, ["mlp", "sum"]);
 
+    // What only the steps ran on that an ensemble no longer has goes when it is loaded again.
+    load(&mut client, "two").await.unwrap();
+    assert_eq!(ready(&mut client).await, ["mlp", "reversed", "sum", "two"]);
+    put_ensemble(server.dir.path(), "two", two.replace("\"reversed\"", "\"nosuch\""));
+    load(&mut client, "two").await.unwrap_err();
+    put_ensemble(server.dir.path(), "two", two.replace("\"reversed\"", "\"steps\""));
+    load(&mut client, "two").await.unwrap();
+    assert_eq!(ready(&mut client).await, ["mlp", "steps", "sum", "two"]);
+    let summed = ask(&mut server.client().await, "two", input.clone()).await.unwrap();
+    assert_ne!(summed[0].data, turned[0].data);
+    unload(&mut client, "two", true).await;
+    assert_eq!(ready(&mut client).await, ["mlp", "sum"]);
+
     // One that cannot run is answered with its reason, as the index has it.
     let refused = load(&mut client, "bad").await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable);
