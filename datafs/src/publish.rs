@@ -219,7 +219,7 @@ impl View {
         }
         let spare = self.spare_inos(inos)?;
         let result = self.write_closing(Durability::Durable, |writer, closing| {
-            publish.steps.iter().try_for_each(|step| expect(step, writer))?;
+            publish.steps.iter().try_for_each(|step| check_expected(step, writer))?;
             let (mut spare, mut files) = (spare.clone(), Vec::new());
             for step in &publish.steps {
                 files.extend(self.apply(step, writer, &mut spare, closing)?);
@@ -331,7 +331,7 @@ impl View {
 }
 
 /// Refuses what a step does not expect.
-fn expect(step: &Step, writer: &mut Writer<'_>) -> Result<()> {
+fn check_expected(step: &Step, writer: &mut Writer<'_>) -> Result<()> {
     match step {
         Step::ExpectKey { key, value } if writer.get(&keys::application(key))? != *value => {
             Err(Error::Conflict { key: key.clone() })

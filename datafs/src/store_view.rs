@@ -226,18 +226,11 @@ impl ObjectStore for VolumeStore {
         if !options.attributes.is_empty() {
             return Err(self.not_implemented("put with attributes"));
         }
-        let condition = match options.mode {
-            PutMode::Overwrite => Condition::None,
-            PutMode::Create => Condition::Absent,
-            PutMode::Update(UpdateVersion { e_tag: Some(tag), .. }) => Condition::Unchanged(tag),
-            PutMode::Update(_) => {
-                return Err(refused(format!("{location}: an update needs the tag of what was read")));
-            }
-        };
         self.on_view(location, move |view, path| {
+            let publish = expecting(view, path, &options.mode)?;
             let mut staged = view.stage()?;
             payload.iter().try_for_each(|bytes| staged.append(bytes))?;
-            publish(view, path, staged.finish()?, &condition)
+            put(view, path, publish, staged.finish()?)
         })
         .await
     }
@@ -375,9 +368,9 @@ impl ObjectStore for VolumeStore {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> StoreResult<()> {
-        let condition = match options.mode {
-            CopyMode::Overwrite => Condition::None,
-            CopyMode::Create => Condition::Absent,
+        let publish = match options.mode {
+            CopyMode::Overwrite => Publish::new(),
+            CopyMode::Create => Publish::new().expect_absent(to.as_ref()),
         };
         let to = to.clone();
         self.on_view(from, move |view, from| {
@@ -389,7 +382,7 @@ impl ObjectStore for VolumeStore {
                 staged.append(&read_on(&file, &attr, at..end)?)?;
                 at = end;
             }
-            publish(view, to.as_ref(), staged.finish()?, &condition).map(drop)
+            put(view, to.as_ref(), publish, staged.finish()?).map(drop)
         })
         .await
     }
@@ -411,36 +404,26 @@ impl ObjectStore for VolumeStore {
     }
 }
 
-/// What must hold for a file to be put.
-enum Condition {
-    None,
-    Absent,
-    /// What is there has this tag.
-    Unchanged(String),
-}
-
-/// Makes a staged file visible where the condition holds, and tells its new tag.
-fn publish(
-    view: &View,
-    path: &str,
-    staged: StagedFile,
-    condition: &Condition,
-) -> crate::error::Result<PutResult> {
-    let publish = match condition {
-        Condition::None => Publish::new(),
-        Condition::Absent => Publish::new().expect_absent(path),
-        Condition::Unchanged(wanted) => {
-            let changed = || Error::Changed { what: path.to_owned() };
-            let attr = match stat_file(view, path) {
-                Err(Error::NotFound { .. }) => return Err(changed()),
-                found => found?,
-            };
-            if tag(&attr) != *wanted {
-                return Err(changed());
-            }
-            Publish::new().expect_unchanged(path, &attr)
+/// A publish that takes place only if what `mode` asks for holds of a path. A tag that is wrong already is
+/// refused here, before anything is stored.
+fn expecting(view: &View, path: &str, mode: &PutMode) -> crate::error::Result<Publish> {
+    let wanted = match mode {
+        PutMode::Overwrite => return Ok(Publish::new()),
+        PutMode::Create => return Ok(Publish::new().expect_absent(path)),
+        PutMode::Update(UpdateVersion { e_tag: Some(tag), .. }) => tag,
+        PutMode::Update(_) => {
+            return Err(Error::Invalid(format!("{path}: an update needs the tag of what was read")));
         }
     };
+    match stat_file(view, path) {
+        Ok(attr) if tag(&attr) == *wanted => Ok(Publish::new().expect_unchanged(path, &attr)),
+        Ok(_) | Err(Error::NotFound { .. }) => Err(Error::Changed { what: path.to_owned() }),
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes a staged file visible with `publish`, and tells its tag.
+fn put(view: &View, path: &str, publish: Publish, staged: StagedFile) -> crate::error::Result<PutResult> {
     let files = view.publish_files(publish.file(path, staged))?;
     Ok(PutResult { e_tag: files.first().map(tag), version: None })
 }

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
-use super::{Condition, STORE, blocking, publish, store_error};
-use crate::publish::StagedWriter;
+use super::{STORE, blocking, put, store_error};
+use crate::publish::{Publish, StagedWriter};
 use crate::view::View;
 
 /// An upload that is under way. Nothing is visible before `complete`.
@@ -98,7 +98,7 @@ impl MultipartUpload for Upload {
         blocking(&self.runtime, move || {
             staged
                 .finish()
-                .and_then(|file| publish(&view, location.as_ref(), file, &Condition::None))
+                .and_then(|file| put(&view, location.as_ref(), Publish::new(), file))
                 .map_err(|e| store_error(location.as_ref(), e))
         })
         .await

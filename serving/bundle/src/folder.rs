@@ -156,7 +156,7 @@ pub async fn read_beside(
 /// Writes a file beside the versions of a model in the place of the one that was read, or where none was there,
 /// in one step: readers see the one before or this one. Whether it was written: not where somebody else has written
 /// or removed it meanwhile. Stores that cannot tell, which local folders are, replace what is there; keep others
-/// away from those.
+/// away from those. As durable as the store's puts are.
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].
