@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -26,6 +26,7 @@ use parking_lot::Mutex;
 
 use super::error::{ObjectError, Result};
 use super::evict::Evictor;
+use super::image::Image;
 use super::object::ObjectId;
 use crate::metrics;
 
@@ -35,6 +36,9 @@ const HEADER_BYTES: usize = 48;
 pub(super) const MAP_SUFFIX: &str = ".map";
 /// Blocks that wait to be written: at 4 MiB each, the memory that a slow disk may hold.
 const QUEUE_MAX: usize = 16;
+/// With more of them waiting the disk does not keep up, and the kernel's pages take what it cannot: a burst
+/// is kept instead of skipped.
+const WAITING_MAX: usize = QUEUE_MAX / 2;
 /// After the disk has refused, nothing is written for this long.
 const REST: Duration = Duration::from_secs(5);
 /// The time of use is noted when the last note is older than this.
@@ -52,6 +56,8 @@ pub(super) struct Cache {
 struct State {
     /// When the disk refused last.
     refused: Mutex<Option<Instant>>,
+    /// Blocks and small objects in the queue.
+    waiting: AtomicUsize,
     boot: [u8; 16],
 }
 
@@ -59,7 +65,7 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Entry {
     id: ObjectId,
-    image: File,
+    image: Image,
     map: File,
     frames: u64,
     trailer: Bytes,
@@ -86,7 +92,7 @@ impl Cache {
     /// A cache in `root`, which is made when it is first needed. It holds at most `bytes_max` and leaves
     /// `free_bytes_min` of the disk free.
     pub(super) fn open(root: &Path, bytes_max: u64, free_bytes_min: u64) -> io::Result<Cache> {
-        let state = Arc::new(State { refused: Mutex::new(None), boot: boot_id() });
+        let state = Arc::new(State { refused: Mutex::new(None), waiting: AtomicUsize::new(0), boot: boot_id() });
         let (queue, writes) = sync_channel(QUEUE_MAX);
         let writer = Writer {
             root: root.to_owned(),
@@ -192,6 +198,7 @@ impl Cache {
         if !wait {
             return self.enqueue(write);
         }
+        self.state.waiting.fetch_add(1, Ordering::Relaxed);
         // If the thread has panicked, `settle` says so.
         let _ = self.queue.send(write);
     }
@@ -200,7 +207,9 @@ impl Cache {
         if self.is_resting() {
             return;
         }
+        self.state.waiting.fetch_add(1, Ordering::Relaxed);
         if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) = self.queue.try_send(write) {
+            self.state.waiting.fetch_sub(1, Ordering::Relaxed);
             metrics::CACHE_SKIPPED.inc();
         }
     }
@@ -234,7 +243,7 @@ impl Cache {
             return Ok(None);
         }
         let file = File::open(self.image_path(entry.id))?;
-        if file.metadata()?.ino() != entry.image.metadata()?.ino() {
+        if file.metadata()?.ino() != entry.image.file().metadata()?.ino() {
             return Ok(None);
         }
         let mut boot = [0; 16];
@@ -263,7 +272,7 @@ impl Entry {
         }
         let mut trailer = vec![0; usize::try_from(trailer_bytes).ok()?];
         map.read_exact_at(&mut trailer, HEADER_BYTES as u64 + frames).ok()?;
-        Some(Entry { id, image, map, frames, trailer: trailer.into(), frames_bytes })
+        Some(Entry { id, image: Image::new(image), map, frames, trailer: trailer.into(), frames_bytes })
     }
 
     /// The object's table of checksums, as the store has it.
@@ -298,7 +307,7 @@ impl Entry {
 
     /// Stored bytes from `at` on, of frames that are there; not verified.
     pub(super) fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<()> {
-        self.image.read_exact_at(buffer, at)
+        self.image.file().read_exact_at(buffer, at)
     }
 
     /// Says that a frame is not there after all.
@@ -319,15 +328,19 @@ impl Writer {
     fn run(&mut self, write: Write) {
         let (len, done) = match write {
             Write::Frames { entry, frames, at, bytes } => {
+                let keeps_up = self.state.waiting.fetch_sub(1, Ordering::Relaxed) <= WAITING_MAX;
                 let mark = || vec![1; (frames.end - frames.start) as usize];
                 // The bytes first: whoever sees the mark sees them.
                 let done = entry
                     .image
-                    .write_all_at(&bytes, at)
-                    .and_then(|()| entry.map.write_all_at(&mark(), HEADER_BYTES as u64 + frames.start));
+                    .write(&bytes, at, keeps_up)
+                    .and_then(|_| entry.map.write_all_at(&mark(), HEADER_BYTES as u64 + frames.start));
                 (bytes.len(), done)
             }
-            Write::Whole { id, bytes } => (bytes.len(), self.put_whole(id, &bytes)),
+            Write::Whole { id, bytes } => {
+                self.state.waiting.fetch_sub(1, Ordering::Relaxed);
+                (bytes.len(), self.put_whole(id, &bytes))
+            }
             Write::Mark(turn) => {
                 // Who waited for it may have gone.
                 let _ = turn.send(());

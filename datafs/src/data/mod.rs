@@ -27,6 +27,7 @@ mod fetch;
 mod gather;
 #[cfg(test)]
 mod gcs_tests;
+mod image;
 mod index;
 mod keyring;
 mod local;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf as _, Bytes, BytesMut};
 use futures::{StreamExt as _, TryStreamExt as _};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as StorePath;
@@ -22,6 +22,7 @@ use object_store::{
 use tokio::sync::Semaphore;
 
 use super::error::{ObjectError, Result};
+use super::image;
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::retry::insist;
 
@@ -338,6 +339,18 @@ impl RemoteStore {
     }
 }
 
+/// Room for so many bytes; for many, where the cache can write them from directly.
+pub(super) fn room(len: usize) -> BytesMut {
+    if len < image::DIRECT_BYTES_MIN {
+        return BytesMut::with_capacity(len);
+    }
+    let mut bytes = BytesMut::with_capacity(len + image::ALIGN);
+    let before = (bytes.as_ptr() as usize).wrapping_neg() % image::ALIGN;
+    bytes.resize(before, 0);
+    bytes.advance(before);
+    bytes
+}
+
 /// The body of an answer, which is as long as it was announced.
 async fn whole(answer: GetResult) -> object_store::Result<Bytes> {
     let expected = answer.range.end - answer.range.start;
@@ -346,7 +359,7 @@ async fn whole(answer: GetResult) -> object_store::Result<Bytes> {
         object_store::Error::Generic { store: "datafs", source: reason.into() }
     };
     let mut body = answer.into_stream();
-    let mut bytes = BytesMut::with_capacity(expected.min(1 << 30) as usize);
+    let mut bytes = room(expected.min(1 << 30) as usize);
     while let Some(piece) = body.next().await {
         let piece = piece?;
         if (bytes.len() + piece.len()) as u64 > expected {
