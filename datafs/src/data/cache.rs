@@ -92,7 +92,8 @@ impl Cache {
     /// A cache in `root`, which is made when it is first needed. It holds at most `bytes_max` and leaves
     /// `free_bytes_min` of the disk free.
     pub(super) fn open(root: &Path, bytes_max: u64, free_bytes_min: u64) -> io::Result<Cache> {
-        let state = Arc::new(State { refused: Mutex::new(None), waiting: AtomicUsize::new(0), boot: boot_id() });
+        let state =
+            Arc::new(State { refused: Mutex::new(None), waiting: AtomicUsize::new(0), boot: boot_id() });
         let (queue, writes) = sync_channel(QUEUE_MAX);
         let writer = Writer {
             root: root.to_owned(),
