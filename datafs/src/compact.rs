@@ -159,7 +159,8 @@ impl Shared {
     fn live_volumes(&self) -> Result<Vec<u64>> {
         let mut volumes = Vec::new();
         self.each(&keys::volumes(), |key, value| {
-            if !VolumeRow::decode(value)?.deleting {
+            // One that cannot be read is told of by the collector and by fsck.
+            if VolumeRow::decode(value).is_ok_and(|row| !row.deleting) {
                 volumes.push(Decoder::new("volume key", &key[1..]).u64()?);
             }
             Ok(())

@@ -294,7 +294,11 @@ impl Shared {
         let mut volumes = Vec::new();
         self.each(&keys::volumes(), |key, value| {
             let id = Decoder::new("volume key", &key[1..]).u64()?;
-            volumes.push((id, VolumeRow::decode(value)?.deleting));
+            match VolumeRow::decode(value) {
+                Ok(row) => volumes.push((id, row.deleting)),
+                // The others are not made to wait for it.
+                Err(error) => tracing::warn!(volume = id, %error, "a volume is left as it is; see fsck"),
+            }
             Ok(())
         })?;
         for (id, deleting) in volumes {

@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::codec::Encoder;
-use crate::meta::engine::{Durability, ReadTxn, WriteTxn};
+use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
@@ -166,13 +166,16 @@ pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
     txn.delete(&keys::session(id))
 }
 
-/// The sessions that have a row, oldest first.
+/// The sessions that have a row, oldest first (of a roster that is damaged: by their numbers).
 pub(crate) fn roster(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
     let value = txn.get(keys::ROSTER)?.unwrap_or_default();
-    let (numbers, []) = value.as_chunks() else {
-        return Err(Error::corrupt("roster of sessions", "it is of no whole numbers"));
-    };
-    Ok(numbers.iter().map(|number| u64::from_be_bytes(*number)).collect())
+    if let (numbers, []) = value.as_chunks() {
+        return Ok(numbers.iter().map(|number| u64::from_be_bytes(*number)).collect());
+    }
+    tracing::warn!("the roster of sessions is damaged; it is made anew from their rows");
+    let prefix = keys::sessions();
+    let rows = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
+    Ok(rows.iter().filter_map(|(key, _)| Some(u64::from_be_bytes(key[1..].try_into().ok()?))).collect())
 }
 
 fn put_roster(txn: &mut dyn WriteTxn, all: &[u64]) -> Result<()> {

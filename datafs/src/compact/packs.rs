@@ -72,7 +72,12 @@ fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
             }
             let mut reader = Reader::open(txn, volume, At::Live)?;
             content::whole_extents_within(&mut reader, ino, start, end)
-        })?;
+        });
+        let found = match found {
+            // Whose piece cannot be told keeps it where it is.
+            Err(Error::Corrupt { .. }) => return Ok(None),
+            found => found?,
+        };
         live.extend(found.into_iter().filter(|extent| extent.object == pack).map(|extent| Live {
             volume,
             ino,

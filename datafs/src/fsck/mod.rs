@@ -6,6 +6,7 @@
 //! reported. Memory is bounded: records stream through external sorts, and only folders are kept, 16
 //! bytes each. Spilled runs lie beside the metadata and go with the process.
 
+mod catalog;
 mod names;
 mod objects;
 mod repair;
@@ -59,10 +60,11 @@ impl Datafs {
         let picture = scan::take(&self.shared.meta, &directory, &mut findings)?;
         // Bytes of small files come to the store with the commit, which the picture may be ahead of.
         self.shared.meta.settle()?;
-        let scan::Picture { names, mut objects, volumes, sessions } = picture;
+        let scan::Picture { names, mut objects, volumes, sessions, hidden_extents } = picture;
         names::check(names.finish()?, &volumes, &mut findings)?;
         objects::list(&self.shared, &mut objects, &mut findings)?;
-        objects::check(&self.shared, objects.finish()?, &sessions, options.scrub, &mut findings)?;
+        let check = objects::Check { sessions, hidden_extents, scrub: options.scrub };
+        check.run(&self.shared, objects.finish()?, &mut findings)?;
         Ok(findings.found)
     }
 }

@@ -8,11 +8,13 @@ use super::scan::VolumeFacts;
 use super::sorter::Sorted;
 use super::tree::{Fact, Whose, parse};
 use crate::error::Result;
-use crate::fs::types::ROOT_INO;
+use crate::fs::types::{INO_MAX, ROOT_INO};
 use crate::meta::keys;
 
 /// Facts between two progress reports.
 const STEP: u64 = 10_000;
+/// Inode numbers behind the largest one in use that processes may have in reserve, by the counter as it was.
+const RESERVED_MAX: u64 = 1 << 20;
 
 /// Joins all facts.
 pub(super) fn check(
@@ -62,7 +64,8 @@ pub(super) fn check(
         let Some(facts) = volumes.get(&volume).filter(|facts| largest >= facts.next_ino) else { continue };
         let place = format!("inode numbers of volume {}", facts.name);
         let detail = format!("{largest} is in use, {} would be given out next", facts.next_ino);
-        let fix = Fix::RaiseCounter { volume, next: largest + 1 };
+        let next = largest.saturating_add(1 + RESERVED_MAX).min(INO_MAX);
+        let fix = Fix::RaiseCounter { volume, next };
         findings.problem(ProblemKind::WrongCounter, place, detail, Some(fix));
     }
     Ok(())

@@ -92,41 +92,53 @@ struct Group {
     witnesses: Vec<Witness>,
 }
 
-/// Joins all facts; with `scrub` reads all data.
-pub(super) fn check(
-    shared: &Shared,
-    mut facts: Sorted,
-    sessions: &BTreeSet<u64>,
-    scrub: bool,
-    findings: &mut Findings<'_>,
-) -> Result<()> {
-    findings.stage(if scrub { "scrub" } else { "references" });
-    let mut group: Option<Group> = None;
-    while let Some(record) = facts.next()? {
-        let (Some(id), Some(&fact)) = (record.first_chunk::<16>(), record.get(16)) else { continue };
-        let id = ObjectId::from_bytes(*id);
-        let payload = &record[17..];
-        if group.as_ref().is_none_or(|group| group.id != id)
-            && let Some(group) = group.replace(Group::new(id))
-        {
-            group.finish(shared, sessions, findings)?;
-        }
-        let Some(group) = &mut group else { continue };
-        match fact {
-            object_fact::REFERENCES => group.references = Some(payload.to_vec()),
-            object_fact::GARBAGE => group.garbage = true,
-            object_fact::DATA => group.data_bytes = payload.try_into().ok().map(u64::from_be_bytes),
-            object_fact::SUMS => group.sums = true,
-            _ => {
-                let Some(witness) = Witness::parse(payload) else { continue };
-                group.extent(shared, witness, scrub, findings)?;
+/// How objects are checked.
+pub(super) struct Check {
+    /// Sessions whose objects may be unpublished still.
+    pub(super) sessions: BTreeSet<u64>,
+    /// Extents are among what could not be read: an object may have more references than are there, so
+    /// that none is given up.
+    pub(super) hidden_extents: bool,
+    /// All data is read.
+    pub(super) scrub: bool,
+}
+
+impl Check {
+    /// Joins all facts.
+    pub(super) fn run(&self, shared: &Shared, mut facts: Sorted, findings: &mut Findings<'_>) -> Result<()> {
+        findings.stage(if self.scrub { "scrub" } else { "references" });
+        let mut group: Option<Group> = None;
+        while let Some(record) = facts.next()? {
+            let (Some(id), Some(&fact)) = (record.first_chunk::<16>(), record.get(16)) else { continue };
+            let id = ObjectId::from_bytes(*id);
+            let payload = &record[17..];
+            if group.as_ref().is_none_or(|group| group.id != id)
+                && let Some(group) = group.replace(Group::new(id))
+            {
+                group.finish(shared, self, findings)?;
+            }
+            let Some(group) = &mut group else { continue };
+            match fact {
+                object_fact::REFERENCES => group.references = Some(payload.to_vec()),
+                object_fact::GARBAGE => group.garbage = true,
+                object_fact::DATA => group.data_bytes = payload.try_into().ok().map(u64::from_be_bytes),
+                object_fact::SUMS => group.sums = true,
+                _ => {
+                    let Some(witness) = Witness::parse(payload) else { continue };
+                    group.extent(shared, witness, self.scrub, findings)?;
+                }
+            }
+            if !self.scrub {
+                findings.step(1);
             }
         }
-        if !scrub {
-            findings.step(1);
-        }
+        group.map_or(Ok(()), |group| group.finish(shared, self, findings))
     }
-    group.map_or(Ok(()), |group| group.finish(shared, sessions, findings))
+
+    /// A repair that lets go of references, unless some may be there that cannot be seen.
+    fn gives_up(&self, fix: Fix) -> Option<Fix> {
+        (!self.hidden_extents).then_some(fix)
+    }
 }
 
 impl Group {
@@ -198,9 +210,9 @@ impl Group {
         Ok(())
     }
 
-    fn finish(self, shared: &Shared, sessions: &BTreeSet<u64>, findings: &mut Findings<'_>) -> Result<()> {
+    fn finish(self, shared: &Shared, check: &Check, findings: &mut Findings<'_>) -> Result<()> {
         if self.extents == 0 {
-            return self.unreferenced(shared, sessions, findings);
+            return self.unreferenced(shared, check, findings);
         }
         let object = self.id;
         let there =
@@ -214,7 +226,9 @@ impl Group {
                 recorded.extents, recorded.bytes, there.extents, there.bytes
             );
             let fix = Fix::SetReferences { object, was: self.references.clone(), is: there };
-            findings.problem(ProblemKind::WrongReferences, self.place(), detail, Some(fix));
+            let fewer = there.extents < recorded.extents || there.bytes < recorded.bytes;
+            let fix = if fewer { check.gives_up(fix) } else { Some(fix) };
+            findings.problem(ProblemKind::WrongReferences, self.place(), detail, fix);
         }
         if self.garbage {
             let fix = Fix::NoGarbage { object };
@@ -245,25 +259,20 @@ impl Group {
         Ok(())
     }
 
-    fn unreferenced(
-        self,
-        shared: &Shared,
-        sessions: &BTreeSet<u64>,
-        findings: &mut Findings<'_>,
-    ) -> Result<()> {
+    fn unreferenced(self, shared: &Shared, check: &Check, findings: &mut Findings<'_>) -> Result<()> {
         let object = self.id;
         if let Some(was) = self.references.clone() {
             let detail = "references are recorded, none is there";
-            let fix = Fix::Discard { object, was: Some(was) };
-            findings.problem(ProblemKind::WrongReferences, self.place(), detail, Some(fix));
+            let fix = check.gives_up(Fix::Discard { object, was: Some(was) });
+            findings.problem(ProblemKind::WrongReferences, self.place(), detail, fix);
             return Ok(());
         }
-        let known = self.garbage || sessions.contains(&object.session()) || known_now(shared, object)?;
+        let known = self.garbage || check.sessions.contains(&object.session()) || known_now(shared, object)?;
         if known {
             findings.report().unclaimed_objects += u64::from(self.data_bytes.is_some());
         } else if self.data_bytes.is_some() || self.sums {
-            let fix = Fix::Discard { object, was: None };
-            findings.problem(ProblemKind::LostObject, self.place(), "nothing would delete it", Some(fix));
+            let fix = check.gives_up(Fix::Discard { object, was: None });
+            findings.problem(ProblemKind::LostObject, self.place(), "nothing would delete it", fix);
         }
         Ok(())
     }

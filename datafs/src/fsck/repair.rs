@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 
 use super::objects::known_now;
 use super::report::{Found, Remedy};
+use super::scan::number_in;
 use super::tree::sum_of;
 use crate::data::ObjectId;
 use crate::datafs::Shared;
@@ -12,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::fs::orphan::Orphan;
 use crate::fs::tree;
 use crate::fs::types::{FileKind, Owner, ROOT_INO};
-use crate::meta::codec::{Decoder, Encoder};
+use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
@@ -21,6 +22,8 @@ use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 
 /// Where inodes without a name are put, in the root of their volume.
 const LOST_AND_FOUND: &str = "lost+found";
+/// Where something else has that name they go to `lost+found-2`, and so on up to this.
+const LOST_AND_FOUND_MAX: u32 = 100;
 
 /// One repair.
 #[derive(Debug, Clone)]
@@ -37,6 +40,9 @@ pub(super) enum Fix {
     SetLinks { volume: u64, ino: u64, sum: u32, links: u32 },
     /// Corrects the parent of a folder, likewise.
     SetParent { volume: u64, ino: u64, sum: u32, parent: u64 },
+    /// Puts a value in the place of another one, or of none, which is there still; likewise the value of
+    /// `beside`.
+    Replace { key: Vec<u8>, was: Option<Vec<u8>>, is: Option<Vec<u8>>, beside: Option<(Vec<u8>, Vec<u8>)> },
     /// Makes the next inode number at least this.
     RaiseCounter { volume: u64, next: u64 },
     /// Puts a version on the list of its last snapshot.
@@ -132,12 +138,24 @@ impl Fix {
                 let parent = |inode: &mut Inode| inode.parent = *parent;
                 Writer::run(txn, *volume, session, |writer| change(writer, *ino, *sum, parent))
             }
+            Fix::Replace { key, was, is, beside } => {
+                let same = match beside {
+                    Some((key, value)) => txn.get(key)?.as_ref() == Some(value),
+                    None => true,
+                };
+                if !same || txn.get(key)? != *was {
+                    return Ok(false);
+                }
+                match is {
+                    Some(value) => txn.put(key, value)?,
+                    None => txn.delete(key)?,
+                }
+                Ok(true)
+            }
             Fix::RaiseCounter { volume, next } => {
                 let key = keys::next_ino(*volume);
-                let now = match txn.get(&key)? {
-                    Some(value) => Decoder::new("inode counter", &value).u64()?,
-                    None => 0,
-                };
+                // One that cannot be read counts for nothing.
+                let now = txn.get(&key)?.as_deref().and_then(number_in).unwrap_or(0);
                 if now < *next {
                     txn.put(&key, &next.to_be_bytes())?;
                 }
@@ -251,15 +269,25 @@ fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
     Ok(true)
 }
 
+/// The folder of what was lost: the first of its names that a folder has, or nothing.
 fn lost_and_found(writer: &mut Writer<'_>, spare: u64) -> Result<u64> {
-    let name: &OsStr = LOST_AND_FOUND.as_ref();
-    if let Some(dentry) = tree::child(writer, ROOT_INO, name)? {
-        tree::directory(writer, dentry.ino)?;
-        return Ok(dentry.ino);
+    for count in 1..=LOST_AND_FOUND_MAX {
+        let name = if count == 1 { LOST_AND_FOUND.to_owned() } else { format!("{LOST_AND_FOUND}-{count}") };
+        let name: &OsStr = name.as_ref();
+        match tree::child(writer, ROOT_INO, name)? {
+            Some(dentry) if dentry.kind == FileKind::Directory => {
+                tree::directory(writer, dentry.ino)?;
+                return Ok(dentry.ino);
+            }
+            Some(_) => {}
+            None => {
+                let root = tree::directory(writer, ROOT_INO)?;
+                let owner = Owner { uid: root.uid, gid: root.gid };
+                let inode = tree::child_inode(&root, FileKind::Directory, 0o700, owner);
+                tree::add_directory(writer, (ROOT_INO, root), name, spare, inode)?;
+                return Ok(spare);
+            }
+        }
     }
-    let root = tree::directory(writer, ROOT_INO)?;
-    let owner = Owner { uid: root.uid, gid: root.gid };
-    let inode = tree::child_inode(&root, FileKind::Directory, 0o700, owner);
-    tree::add_directory(writer, (ROOT_INO, root), name, spare, inode)?;
-    Ok(spare)
+    Err(Error::not_found(format!("a free name like {LOST_AND_FOUND} in the root of the volume")))
 }

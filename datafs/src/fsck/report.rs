@@ -37,8 +37,10 @@ pub enum ProblemKind {
     LostOrphan,
     /// A file's extents overlap or reach behind its end.
     WrongExtents,
-    /// A volume's counter of inode numbers would give one out twice.
+    /// A counter of inode numbers, volumes or epochs would give a number out twice.
     WrongCounter,
+    /// The name of a volume or snapshot does not lead to it, or leads to something else.
+    WrongCatalog,
     /// The history of a snapshot and the list of what its deletion frees differ.
     WrongHistory,
     /// The count of extents that point at an object is wrong.

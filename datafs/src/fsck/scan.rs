@@ -1,8 +1,12 @@
 //! Takes the picture: one read transaction over all records, which leave as facts in sorters.
+//!
+//! What cannot be read is noted and does not keep the rest from being checked. Volumes are found by their
+//! records as well as by their rows: what a volume holds is in use whether or not its row can be read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::catalog;
 use super::repair::{Fix, version_of};
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
@@ -10,12 +14,10 @@ use super::tree::TreeScan;
 use crate::data::ObjectId;
 use crate::error::Result;
 use crate::fs::types::FIRST_INO;
-use crate::meta::codec::Decoder;
 use crate::meta::engine::{Order, Pair, ReadTxn};
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
-use crate::meta::snapshot::{self, SnapshotRow};
 use crate::meta::versioned::{At, Reader, VolumeRow, parts_of, record_of};
 
 /// Records that a scan takes at a time.
@@ -42,6 +44,8 @@ pub(super) struct Picture {
     pub(super) volumes: BTreeMap<u64, VolumeFacts>,
     /// Sessions whose objects may be unpublished still: live ones, and dead ones in cleanup.
     pub(super) sessions: BTreeSet<u64>,
+    /// Extents may be among what cannot be read, so that objects may have more references than are there.
+    pub(super) hidden_extents: bool,
 }
 
 /// Which fact about an object a record of the sorter is; they come in this order.
@@ -60,7 +64,7 @@ pub(super) mod object_fact {
 }
 
 /// Visits all pairs under a prefix.
-fn each(
+pub(super) fn each(
     txn: &mut dyn ReadTxn,
     prefix: &[u8],
     mut visit: impl FnMut(&mut dyn ReadTxn, Vec<Pair>) -> Result<()>,
@@ -86,25 +90,26 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
             objects: Sorter::new(directory),
             volumes: BTreeMap::new(),
             sessions: BTreeSet::new(),
+            hidden_extents: false,
         };
         for prefix in [keys::sessions(), keys::sessions_in_cleanup()] {
             each(txn, &prefix, |_, page| {
                 for (key, _) in page {
-                    picture.sessions.insert(Decoder::new("session key", &key[1..]).u64()?);
+                    match number_in(&key[1..]) {
+                        Some(id) => drop(picture.sessions.insert(id)),
+                        None => misplaced(findings, "sessions", &key),
+                    }
                 }
                 Ok(())
             })?;
         }
-        let mut rows = Vec::new();
-        each(txn, &keys::volumes(), |_, page| {
-            for (key, value) in page {
-                rows.push((Decoder::new("volume key", &key[1..]).u64()?, VolumeRow::decode(&value)?));
-            }
-            Ok(())
-        })?;
-        for (id, row) in rows {
+        let rows = catalog::volumes(txn, findings)?;
+        for (id, row) in &rows {
             findings.stage("records");
-            volume(txn, &mut picture, directory, findings, (id, &row))?;
+            match row {
+                Some(row) => volume(txn, &mut picture, directory, findings, (*id, row))?,
+                None => nameless(txn, &mut picture, findings, *id)?,
+            }
         }
         findings.stage("reference counts");
         for (prefix, fact) in
@@ -112,9 +117,12 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
         {
             each(txn, &prefix, |_, page| {
                 findings.step(page.len() as u64);
-                page.iter().try_for_each(|(key, value)| {
-                    let object: [u8; 16] = Decoder::new("object key", &key[1..]).array()?;
-                    picture.objects.push(&[&object, &[fact], value])
+                page.iter().try_for_each(|(key, value)| match <&[u8; 16]>::try_from(&key[1..]) {
+                    Ok(object) => picture.objects.push(&[object, &[fact], value]),
+                    Err(_) => {
+                        misplaced(findings, "objects", key);
+                        Ok(())
+                    }
                 })
             })?;
         }
@@ -129,11 +137,12 @@ fn volume(
     findings: &mut Findings<'_>,
     (id, row): (u64, &VolumeRow),
 ) -> Result<()> {
-    let snapshots = snapshot::all(txn, id)?;
+    let (snapshots, whole) = catalog::snapshots(txn, findings, (id, row))?;
     if !row.deleting {
         findings.report().volumes += 1;
         let next_ino = match txn.get(&keys::next_ino(id))? {
-            Some(value) => Decoder::new("inode counter", &value).u64()?,
+            // One that cannot be read is as wrong as one that is too low.
+            Some(value) => number_in(&value).unwrap_or(0),
             None => FIRST_INO,
         };
         let kept = snapshots.iter().filter(|(_, row)| !row.deleting);
@@ -141,7 +150,10 @@ fn volume(
         picture.volumes.insert(id, VolumeFacts { name: row.name.clone(), next_ino, snapshots });
     }
     live(txn, picture, findings, (id, row))?;
-    history(txn, picture, directory, findings, (id, row), &snapshots)?;
+    let lists = snapshots.iter().flat_map(|(_, row)| row.lists.iter().copied()).collect();
+    // What an unreadable snapshot holds is not known.
+    let lists = whole.then_some(lists);
+    history(txn, picture, directory, findings, (id, row), lists.as_ref())?;
     if row.deleting {
         return Ok(());
     }
@@ -174,6 +186,34 @@ fn volume(
     Ok(())
 }
 
+/// A volume without a row that can be read, which was reported: what it holds is in use all the same.
+fn nameless(
+    txn: &mut dyn ReadTxn,
+    picture: &mut Picture,
+    findings: &mut Findings<'_>,
+    id: u64,
+) -> Result<()> {
+    for prefix in [keys::live(id, &[]), keys::history(id, &[])] {
+        let is_history = prefix[0] == keys::HISTORY;
+        each(txn, &prefix, |_, page| {
+            findings.step(page.len() as u64);
+            for (key, version) in &page {
+                let record = match is_history {
+                    true if key.len() < HISTORY_KEY_BYTES_MIN => &[],
+                    true => record_of(key),
+                    false => &key[keys::LIVE_PREFIX_BYTES..],
+                };
+                match parts_of(version) {
+                    Some((_, value)) => reference(picture, findings, key, record, value)?,
+                    None => picture.hidden_extents = true,
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 /// The live tree: its names, and its extents as references.
 fn live(
     txn: &mut dyn ReadTxn,
@@ -185,8 +225,9 @@ fn live(
     each(txn, &keys::live(id, &[]), |_, page| {
         findings.step(page.len() as u64);
         for (key, version) in &page {
-            let record = &key[9..];
+            let record = &key[keys::LIVE_PREFIX_BYTES..];
             let Some((_, value)) = parts_of(version) else {
+                picture.hidden_extents |= keys::is_extent(record);
                 let place = place_of(record, &row.name);
                 findings.problem(ProblemKind::DamagedRecord, place, too_short(version), None);
                 if let Some(tree) = &mut tree {
@@ -194,7 +235,7 @@ fn live(
                 }
                 continue;
             };
-            reference(&mut picture.objects, findings, key, record, value)?;
+            reference(picture, findings, key, record, value)?;
             if let Some(tree) = &mut tree {
                 tree.record(record, value, &mut picture.names, findings)?;
             }
@@ -204,23 +245,26 @@ fn live(
     let Some(tree) = tree else { return Ok(()) };
     tree.finish(&mut picture.names, findings)?;
     each(txn, &keys::orphans(id), |_, page| {
-        page.iter().try_for_each(|(key, _)| {
-            let ino = Decoder::new("orphan key", &key[9..]).u64()?;
-            super::tree::orphan(&mut picture.names, id, ino)
+        page.iter().try_for_each(|(key, _)| match number_in(&key[9..]) {
+            Some(ino) => super::tree::orphan(&mut picture.names, id, ino),
+            None => {
+                misplaced(findings, "unlinked files", key);
+                Ok(())
+            }
         })
     })
 }
 
-/// What snapshots hold: its extents as references, and each version on the list of its last snapshot.
+/// What snapshots hold: its extents as references, and each version on the list of its last snapshot;
+/// `lists` are those that snapshots have, if that is known.
 fn history(
     txn: &mut dyn ReadTxn,
     picture: &mut Picture,
     directory: &Path,
     findings: &mut Findings<'_>,
     (id, row): (u64, &VolumeRow),
-    snapshots: &[(u64, SnapshotRow)],
+    lists: Option<&BTreeSet<u64>>,
 ) -> Result<()> {
-    let lists: BTreeSet<u64> = snapshots.iter().flat_map(|(_, row)| row.lists.iter().copied()).collect();
     let place = || format!("history of volume {}", row.name);
     let mut expected = Sorter::new(directory);
     each(txn, &keys::history(id, &[]), |_, page| {
@@ -232,17 +276,19 @@ fn history(
                     key.len()
                 );
                 findings.problem(ProblemKind::DamagedRecord, place(), detail, None);
+                picture.hidden_extents = true;
                 continue;
             };
             let (record, until) = (record_of(key), u64::from_be_bytes(*until));
             let Some((since, value)) = parts_of(version) else {
                 let place = format!("{}, up to epoch {until}", place_of(record, &row.name));
                 findings.problem(ProblemKind::DamagedRecord, place, too_short(version), None);
+                picture.hidden_extents |= keys::is_extent(record);
                 continue;
             };
-            reference(&mut picture.objects, findings, key, record, value)?;
+            reference(picture, findings, key, record, value)?;
             expected.push(&[&keys::dead(id, until, since, record)])?;
-            if since > until || (!row.deleting && !lists.contains(&until)) {
+            if since > until || (!row.deleting && lists.is_some_and(|lists| !lists.contains(&until))) {
                 let detail = format!("a version of epochs {since} to {until} that no snapshot holds");
                 findings.problem(ProblemKind::WrongHistory, place(), detail, None);
             }
@@ -296,13 +342,24 @@ fn place_of(record: &[u8], volume: &str) -> String {
     }
 }
 
+/// The number that a key ends with or a value is.
+pub(super) fn number_in(bytes: &[u8]) -> Option<u64> {
+    Some(u64::from_be_bytes(bytes.try_into().ok()?))
+}
+
+/// Notes a record whose key is none of its table.
+pub(super) fn misplaced(findings: &mut Findings<'_>, table: &str, key: &[u8]) {
+    let detail = format!("a key of {} bytes, which is none of this table: {}", key.len(), key.escape_ascii());
+    findings.problem(ProblemKind::DamagedRecord, format!("list of {table}"), detail, None);
+}
+
 fn too_short(version: &[u8]) -> String {
     format!("the record has {} bytes, at least 8 belong there", version.len())
 }
 
 /// Notes the object that a version of an extent points at.
 fn reference(
-    objects: &mut Sorter,
+    picture: &mut Picture,
     findings: &mut Findings<'_>,
     key: &[u8],
     record: &[u8],
@@ -311,9 +368,12 @@ fn reference(
     let Some(offset) = keys::extent_offset(record) else { return Ok(()) };
     findings.report().extents += 1;
     // A value that cannot be read is reported with the tree.
-    let Ok(extent) = decode_extent(offset, value) else { return Ok(()) };
+    let Ok(extent) = decode_extent(offset, value) else {
+        picture.hidden_extents = true;
+        return Ok(());
+    };
     let object: ObjectId = extent.object;
-    objects.push(&[
+    picture.objects.push(&[
         &object.to_bytes(),
         &[object_fact::EXTENT],
         &extent.object_offset.to_be_bytes(),

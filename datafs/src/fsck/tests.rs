@@ -15,7 +15,7 @@ use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
-use crate::meta::versioned::record_of;
+use crate::meta::versioned::{VolumeRow, record_of};
 use crate::publish::Publish;
 use crate::view::View;
 
@@ -370,5 +370,193 @@ fn damage_that_only_a_snapshot_holds_goes_with_it() {
     let report = home.check(false, true);
     assert!(!report.is_damaged(), "{:#?}", report.found);
     home.datafs.gc().unwrap();
+    home.assert_sound();
+}
+
+/// The rows of the catalog that a test damages.
+fn row_of_volume(home: &Home, name: &str) -> (u64, Vec<u8>, Vec<u8>) {
+    let id = home.datafs.volume_show(&name.parse().unwrap()).unwrap().id;
+    let key = keys::volume(id);
+    let row = home.datafs.shared.meta.view(|txn| txn.get(&key)).unwrap().unwrap();
+    (id, key, row)
+}
+
+fn kinds(report: &FsckReport) -> Vec<(ProblemKind, Remedy)> {
+    report.found.iter().map(|problem| (problem.kind, problem.remedy)).collect()
+}
+
+#[test]
+fn what_a_volume_without_its_row_holds_is_kept() {
+    let home = Home::new();
+    let name = "other".parse().unwrap();
+    home.datafs.volume_create(&name).unwrap();
+    let other = home.datafs.view(&"other".parse().unwrap()).unwrap();
+    other.write_file("now", &[1; 50_000]).unwrap();
+    other.write_file("then", &[2; 60_000]).unwrap();
+    home.datafs.snapshot_create(&name, &"s".parse().unwrap()).unwrap();
+    other.remove_file("then").unwrap();
+    let (id, key, row) = row_of_volume(&home, "other");
+    for damage in [Some(&row[..row.len() - 1]), None] {
+        home.change(|txn| match damage {
+            Some(row) => txn.put(&key, row).unwrap(),
+            None => txn.delete(&key).unwrap(),
+        });
+        let report = home.check(true, true);
+        assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None)], "{:#?}", report.found);
+        assert_eq!(report.found[0].place, format!("volume number {id}"));
+        assert_eq!((report.volumes, report.unclaimed_objects), (1, 0));
+        let _ = home.datafs.gc();
+    }
+    home.change(|txn| txn.put(&key, &row).unwrap());
+    home.assert_sound();
+    assert_eq!(other.read_file("now").unwrap()[..], [1; 50_000]);
+    let then = home.datafs.view(&"other@s".parse().unwrap()).unwrap();
+    assert_eq!(then.read_file("then").unwrap()[..], [2; 60_000]);
+}
+
+#[test]
+fn a_damaged_volume_keeps_nobody_from_collecting_what_others_gave_up() {
+    let home = Home::new();
+    for name in ["damaged", "gone"] {
+        let name: crate::Name = name.parse().unwrap();
+        home.datafs.volume_create(&name).unwrap();
+        let view = home.datafs.view(&name.as_str().parse().unwrap()).unwrap();
+        view.write_file("file", &[6; 50_000]).unwrap();
+    }
+    let (_, key, row) = row_of_volume(&home, "damaged");
+    home.datafs.volume_delete(&"gone".parse().unwrap()).unwrap();
+    home.change(|txn| txn.put(&key, b"damaged").unwrap());
+    home.datafs.gc().unwrap();
+    home.datafs.compact(None, &crate::Compact::default()).unwrap();
+    let report = home.check(false, false);
+    assert_eq!((report.problems, report.unclaimed_objects), (1, 0), "{:#?}", report.found);
+    home.change(|txn| txn.put(&key, &row).unwrap());
+    home.assert_sound();
+}
+
+#[test]
+fn names_of_volumes_and_snapshots_lead_to_them_again() {
+    let home = Home::new();
+    let (id, ..) = row_of_volume(&home, "v");
+    home.datafs.volume_create(&"w".parse().unwrap()).unwrap();
+    home.change(|txn| {
+        txn.delete(&keys::volume_name("v")).unwrap();
+        txn.put(&keys::volume_name("w"), &id.to_be_bytes()).unwrap();
+        txn.put(&keys::volume_name("nothing"), &77_u64.to_be_bytes()).unwrap();
+        txn.put(&keys::volume_name("no number"), b"77").unwrap();
+        txn.put(&keys::snapshot_name(id, "nothing"), &1_u64.to_be_bytes()).unwrap();
+        txn.delete(&keys::snapshot_name(id, "kept")).unwrap();
+    });
+    home.mends(ProblemKind::WrongCatalog);
+    let volumes: Vec<_> = home.datafs.volume_list().unwrap().into_iter().map(|v| v.name).collect();
+    assert_eq!(volumes, ["v".parse().unwrap(), "w".parse().unwrap()]);
+    let kept = home.datafs.view(&"v@kept".parse().unwrap()).unwrap();
+    assert_eq!(kept.read_file("a/b/file-7").unwrap()[..], [1; 20_000]);
+}
+
+#[test]
+fn counters_of_volumes_epochs_and_inodes_are_raised() {
+    let home = Home::new();
+    let (id, key, row) = row_of_volume(&home, "v");
+    let mut wrong = VolumeRow::decode(&row).unwrap();
+    (wrong.epoch, wrong.last_snapshot) = (1, 0);
+    home.change(|txn| {
+        txn.put(&key, &wrong.encode()).unwrap();
+        txn.put(keys::LAST_VOLUME, &0_u64.to_be_bytes()).unwrap();
+        txn.put(&keys::next_ino(id), b"short").unwrap();
+    });
+    let report = home.check(false, false);
+    assert_eq!(kinds(&report), [(ProblemKind::WrongCounter, Remedy::Repairable); 3], "{:#?}", report.found);
+    home.mends(ProblemKind::WrongCounter);
+    let (_, _, mended) = row_of_volume(&home, "v");
+    assert_eq!(mended, row);
+    home.view.write_file("more", b"more").unwrap();
+    let other = Datafs::open(home.dir.path(), &Config::default()).unwrap();
+    other.view(&"v".parse().unwrap()).unwrap().write_file("from another", b"more").unwrap();
+    assert!(home.ino("from another") > home.ino("more") + 1_000, "out of what this process has in reserve");
+    home.datafs.volume_create(&"w".parse().unwrap()).unwrap();
+    home.assert_sound();
+}
+
+#[test]
+fn what_a_snapshot_without_its_row_holds_is_kept() {
+    let home = Home::new();
+    let (id, ..) = row_of_volume(&home, "v");
+    let prefix = keys::snapshots(id);
+    let end = keys::after_prefix(&prefix);
+    let rows = home.datafs.shared.meta.view(|txn| txn.scan(&prefix, &end, Order::Ascending, 9)).unwrap();
+    let (key, row) = &rows[0];
+    home.change(|txn| txn.put(key, &row[..5]).unwrap());
+    let report = home.check(true, true);
+    assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None)], "{:#?}", report.found);
+    assert!(report.found[0].place.contains("of v"), "{:#?}", report.found);
+    home.change(|txn| txn.put(key, row).unwrap());
+    home.assert_sound();
+}
+
+#[test]
+fn objects_stay_while_extents_are_damaged_that_may_point_at_them() {
+    let home = Home::new();
+    let prefix = home.live(&keys::extents(home.ino("a/b/file-20")));
+    let end = keys::after_prefix(&prefix);
+    let extents = home.datafs.shared.meta.view(|txn| txn.scan(&prefix, &end, Order::Ascending, 9)).unwrap();
+    for damage in [3, 12] {
+        home.change(|txn| extents.iter().for_each(|(key, value)| txn.put(key, &value[..damage]).unwrap()));
+        let report = home.check(false, true);
+        let found = kinds(&report);
+        assert!(found.contains(&(ProblemKind::WrongReferences, Remedy::None)), "{:#?}", report.found);
+        assert!(found.iter().all(|(_, remedy)| *remedy == Remedy::None), "{:#?}", report.found);
+        home.datafs.gc().unwrap();
+    }
+    home.change(|txn| extents.iter().for_each(|(key, value)| txn.put(key, value).unwrap()));
+    home.assert_sound();
+    assert_eq!(home.view.read_file("a/b/file-20").unwrap()[..], [20; 14_000]);
+}
+
+#[test]
+fn keys_that_are_none_are_told() {
+    let home = Home::new();
+    let (id, ..) = row_of_volume(&home, "v");
+    let tables = [
+        keys::sessions(),
+        keys::sessions_in_cleanup(),
+        keys::volumes(),
+        keys::snapshots(id),
+        keys::orphans(id),
+        keys::all_references(),
+        keys::all_garbage(),
+    ];
+    let wrong: Vec<_> = tables.iter().map(|table| [table.as_slice(), b"\xff\xff?"].concat()).collect();
+    home.change(|txn| wrong.iter().for_each(|key| txn.put(key, b"").unwrap()));
+    let report = home.check(false, true);
+    assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None); 7], "{:#?}", report.found);
+    home.change(|txn| wrong.iter().for_each(|key| txn.delete(key).unwrap()));
+    home.assert_sound();
+}
+
+#[test]
+fn what_is_lost_is_found_again_beside_a_file_of_that_name() {
+    let home = Home::new();
+    home.view.write_file("lost+found", b"mine").unwrap();
+    let file = home.ino("new/file");
+    let entry = home.live(&keys::child(home.ino("new"), b"file"));
+    home.change(|txn| txn.delete(&entry).unwrap());
+    home.mends(ProblemKind::LostInode);
+    assert_eq!(home.view.read_file(&format!("lost+found-2/#{file}")).unwrap()[..], [8; 5_000]);
+    assert_eq!(home.view.read_file("lost+found").unwrap()[..], *b"mine");
+}
+
+#[test]
+fn a_damaged_roster_of_sessions_is_written_anew() {
+    let home = Home::new();
+    home.change(|txn| txn.put(keys::ROSTER, b"some").unwrap());
+    let other = Datafs::open(home.dir.path(), &Config::default()).unwrap();
+    let alone = |datafs: &Datafs| {
+        let shared = &datafs.shared;
+        shared.meta.view(|txn| crate::session::is_alone(txn, shared.session.id())).unwrap()
+    };
+    assert!(!alone(&home.datafs) && !alone(&other));
+    drop(other);
+    assert!(alone(&home.datafs));
     home.assert_sound();
 }

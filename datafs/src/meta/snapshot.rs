@@ -28,7 +28,7 @@ pub(crate) struct SnapshotRow {
 }
 
 impl SnapshotRow {
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let (seconds, nanos) = self.created.parts();
         let mut to = Encoder::default()
             .u8(u8::from(self.deleting))
@@ -42,7 +42,7 @@ impl SnapshotRow {
         to.finish()
     }
 
-    fn decode(bytes: &[u8]) -> Result<SnapshotRow> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<SnapshotRow> {
         let mut from = Decoder::new("snapshot record", bytes);
         let deleting = from.u8()? != 0;
         let created = Timestamp::from_parts(from.i64()?, from.u32()?);

@@ -1,0 +1,216 @@
+//! The catalog: which volumes and snapshots there are, by their rows, their names and what they hold.
+
+use std::collections::BTreeMap;
+
+use super::repair::Fix;
+use super::report::{Findings, ProblemKind};
+use super::scan::{each, misplaced, number_in};
+use crate::error::Result;
+use crate::meta::engine::{Order, ReadTxn};
+use crate::meta::keys;
+use crate::meta::snapshot::SnapshotRow;
+use crate::meta::versioned::VolumeRow;
+
+/// What the check of names asks of a row.
+struct Named<'r> {
+    name: &'r str,
+    deleting: bool,
+    /// As it is stored.
+    row: Vec<u8>,
+}
+
+impl<'r> Named<'r> {
+    fn of_volume(row: &'r VolumeRow) -> Named<'r> {
+        Named { name: &row.name, deleting: row.deleting, row: row.encode() }
+    }
+
+    fn of_snapshot(row: &'r SnapshotRow) -> Named<'r> {
+        Named { name: &row.name, deleting: row.deleting, row: row.encode() }
+    }
+}
+
+/// A table of names, with the rows that they lead to.
+struct Names<'r> {
+    /// In words.
+    what: String,
+    /// All their keys begin so.
+    prefix: Vec<u8>,
+    row_key: &'r dyn Fn(u64) -> Vec<u8>,
+    /// `None`: there is a row, but it cannot be read.
+    rows: BTreeMap<u64, Option<Named<'r>>>,
+}
+
+/// All volumes by number; `None` for one that has no row that can be read.
+pub(super) fn volumes(
+    txn: &mut dyn ReadTxn,
+    findings: &mut Findings<'_>,
+) -> Result<BTreeMap<u64, Option<VolumeRow>>> {
+    let mut rows = BTreeMap::new();
+    each(txn, &keys::volumes(), |_, page| {
+        for (key, value) in page {
+            let Some(id) = number_in(&key[1..]) else {
+                misplaced(findings, "volumes", &key);
+                continue;
+            };
+            let row = VolumeRow::decode(&value);
+            if let Err(error) = &row {
+                let detail = format!("its row cannot be read: {error}; what it holds is kept");
+                findings.problem(ProblemKind::DamagedRecord, format!("volume number {id}"), detail, None);
+            }
+            rows.insert(id, row.ok());
+        }
+        Ok(())
+    })?;
+    for id in with_records(txn)? {
+        rows.entry(id).or_insert_with(|| {
+            let detail = "it has no row; what it holds is kept";
+            findings.problem(ProblemKind::DamagedRecord, format!("volume number {id}"), detail, None);
+            None
+        });
+    }
+    let names = Names {
+        what: "volumes".to_owned(),
+        prefix: keys::volume_names(),
+        row_key: &keys::volume,
+        rows: rows.iter().map(|(id, row)| (*id, row.as_ref().map(Named::of_volume))).collect(),
+    };
+    names.check(txn, findings)?;
+    if let Some((largest, _)) = rows.last_key_value() {
+        let was = txn.get(keys::LAST_VOLUME)?;
+        let last = was.as_deref().and_then(number_in).unwrap_or(0);
+        if last < *largest {
+            let detail = format!("{largest} is in use, {last} is said to be the last one");
+            let is = Some(largest.to_be_bytes().to_vec());
+            let fix = Fix::Replace { key: keys::LAST_VOLUME.to_vec(), was, is, beside: None };
+            let place = "numbers of volumes".to_owned();
+            findings.problem(ProblemKind::WrongCounter, place, detail, Some(fix));
+        }
+    }
+    Ok(rows)
+}
+
+/// The volumes that have records, live or held by snapshots.
+fn with_records(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
+    let mut found = Vec::new();
+    for table in [keys::live as fn(u64, &[u8]) -> Vec<u8>, keys::history] {
+        let end = keys::after_prefix(&table(0, &[])[..1]);
+        let mut next = Some(0_u64);
+        while let Some(id) = next {
+            let first = txn.scan(&table(id, &[]), &end, Order::Ascending, 1)?;
+            let Some((key, _)) = first.first() else { break };
+            let Some(id) = key.get(1..9).and_then(number_in) else { break };
+            found.push(id);
+            next = id.checked_add(1);
+        }
+    }
+    Ok(found)
+}
+
+/// The snapshots of a volume by number, also those being deleted, and whether these are all of them.
+pub(super) fn snapshots(
+    txn: &mut dyn ReadTxn,
+    findings: &mut Findings<'_>,
+    (id, volume): (u64, &VolumeRow),
+) -> Result<(BTreeMap<u64, SnapshotRow>, bool)> {
+    let mut rows = BTreeMap::new();
+    each(txn, &keys::snapshots(id), |_, page| {
+        for (key, value) in page {
+            let Some(number) = number_in(&key[9..]) else {
+                misplaced(findings, "snapshots", &key);
+                continue;
+            };
+            let row = SnapshotRow::decode(&value);
+            if let Err(error) = &row {
+                let place = format!("snapshot number {number} of {}", volume.name);
+                let detail = format!("its row cannot be read: {error}; what it holds is kept");
+                findings.problem(ProblemKind::DamagedRecord, place, detail, None);
+            }
+            rows.insert(number, row.ok());
+        }
+        Ok(())
+    })?;
+    let whole = rows.values().all(Option::is_some);
+    if !volume.deleting {
+        let names = Names {
+            what: format!("snapshots of {}", volume.name),
+            prefix: keys::snapshot_names(id),
+            row_key: &|number| keys::snapshot(id, number),
+            rows: rows.iter().map(|(number, row)| (*number, row.as_ref().map(Named::of_snapshot))).collect(),
+        };
+        names.check(txn, findings)?;
+        epochs(findings, (id, volume), &rows);
+    }
+    Ok((rows.into_iter().filter_map(|(number, row)| Some((number, row?))).collect(), whole))
+}
+
+/// The epoch that a volume writes is later than all its snapshots, and it knows the newest of them.
+fn epochs(
+    findings: &mut Findings<'_>,
+    (id, volume): (u64, &VolumeRow),
+    rows: &BTreeMap<u64, Option<SnapshotRow>>,
+) {
+    let newest = rows.last_key_value().map_or(0, |(number, _)| *number);
+    let kept = rows.iter().rfind(|(_, row)| row.as_ref().is_none_or(|row| !row.deleting));
+    // One that cannot be read may be in deletion, or may not.
+    let unsure = kept.is_some_and(|(_, row)| row.is_none());
+    let mut right = volume.clone();
+    right.epoch = right.epoch.max(newest.saturating_add(1));
+    if !unsure {
+        right.last_snapshot = kept.map_or(0, |(number, _)| *number);
+    }
+    if right == *volume {
+        return;
+    }
+    let detail = format!(
+        "it writes epoch {} after snapshot {}; its newest snapshots are {} and, kept, {}",
+        volume.epoch, volume.last_snapshot, newest, right.last_snapshot
+    );
+    let (was, is) = (Some(volume.encode()), Some(right.encode()));
+    let fix = Fix::Replace { key: keys::volume(id), was, is, beside: None };
+    findings.problem(ProblemKind::WrongCounter, format!("epochs of {}", volume.name), detail, Some(fix));
+}
+
+impl Names<'_> {
+    /// Each name leads to what has it, and whatever is not being deleted has its name.
+    fn check(self, txn: &mut dyn ReadTxn, findings: &mut Findings<'_>) -> Result<()> {
+        let Names { what, prefix, row_key, mut rows } = self;
+        let place = || format!("names of {what}");
+        let mut wrong = BTreeMap::new();
+        each(txn, &prefix, |_, page| {
+            for (key, value) in page {
+                let name = &key[prefix.len()..];
+                let leads = number_in(&value);
+                match leads.and_then(|id| Some((id, rows.get(&id)?))) {
+                    // Which name it has is not known.
+                    Some((_, None)) => {}
+                    Some((id, Some(row))) if !row.deleting && row.name.as_bytes() == name => {
+                        rows.remove(&id);
+                    }
+                    _ => drop(wrong.insert(key, value)),
+                }
+            }
+            Ok(())
+        })?;
+        for (id, row) in rows {
+            let Some(Named { name, deleting: false, row }) = row else { continue };
+            let key = [prefix.as_slice(), name.as_bytes()].concat();
+            let was = wrong.remove(&key);
+            // A volume that cannot be read may have it.
+            let taken = was.is_none() && txn.get(&key)?.is_some();
+            let is = Some(id.to_be_bytes().to_vec());
+            let fix = Fix::Replace { key, was, is, beside: Some((row_key(id), row)) };
+            let detail = format!("number {id} is {name:?}, but this name does not lead to it");
+            findings.problem(ProblemKind::WrongCatalog, place(), detail, (!taken).then_some(fix));
+        }
+        for (key, value) in wrong {
+            let name = key[prefix.len()..].escape_ascii();
+            let detail = match number_in(&value) {
+                Some(id) => format!("\"{name}\" leads to number {id}, which has not this name"),
+                None => format!("\"{name}\" leads to something that is no number"),
+            };
+            let fix = Fix::Replace { key, was: Some(value), is: None, beside: None };
+            findings.problem(ProblemKind::WrongCatalog, place(), detail, Some(fix));
+        }
+        Ok(())
+    }
+}
