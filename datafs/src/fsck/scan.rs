@@ -150,7 +150,7 @@ fn volume(
         picture.volumes.insert(id, VolumeFacts { name: row.name.clone(), next_ino, snapshots });
     }
     live(txn, picture, findings, (id, row))?;
-    let lists = snapshots.iter().flat_map(|(_, row)| row.lists.iter().copied()).collect();
+    let lists = snapshots.values().flat_map(|row| row.lists.iter().copied()).collect();
     // What an unreadable snapshot holds is not known.
     let lists = whole.then_some(lists);
     history(txn, picture, directory, findings, (id, row), lists.as_ref())?;
