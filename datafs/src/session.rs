@@ -175,7 +175,7 @@ pub(crate) fn roster(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
     tracing::warn!("the roster of sessions is damaged; it is made anew from their rows");
     let prefix = keys::sessions();
     let rows = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
-    Ok(rows.iter().filter_map(|(key, _)| Some(u64::from_be_bytes(key[1..].try_into().ok()?))).collect())
+    Ok(rows.iter().filter_map(|(key, _)| keys::number(&key[prefix.len()..])).collect())
 }
 
 fn put_roster(txn: &mut dyn WriteTxn, all: &[u64]) -> Result<()> {

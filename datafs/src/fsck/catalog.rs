@@ -4,30 +4,15 @@ use std::collections::BTreeMap;
 
 use super::repair::Fix;
 use super::report::{Findings, ProblemKind};
-use super::scan::{each, misplaced, number_in};
+use super::scan::{each, misplaced};
 use crate::error::Result;
 use crate::meta::engine::{Order, ReadTxn};
 use crate::meta::keys;
 use crate::meta::snapshot::SnapshotRow;
 use crate::meta::versioned::VolumeRow;
 
-/// What the check of names asks of a row.
-struct Named<'r> {
-    name: &'r str,
-    deleting: bool,
-    /// As it is stored.
-    row: Vec<u8>,
-}
-
-impl<'r> Named<'r> {
-    fn of_volume(row: &'r VolumeRow) -> Named<'r> {
-        Named { name: &row.name, deleting: row.deleting, row: row.encode() }
-    }
-
-    fn of_snapshot(row: &'r SnapshotRow) -> Named<'r> {
-        Named { name: &row.name, deleting: row.deleting, row: row.encode() }
-    }
-}
+/// The rows of a table by number; `None` for one that cannot be read.
+type Rows<T> = BTreeMap<u64, Option<T>>;
 
 /// A table of names, with the rows that they lead to.
 struct Names<'r> {
@@ -36,35 +21,48 @@ struct Names<'r> {
     /// All their keys begin so.
     prefix: Vec<u8>,
     row_key: &'r dyn Fn(u64) -> Vec<u8>,
-    /// `None`: there is a row, but it cannot be read.
-    rows: BTreeMap<u64, Option<Named<'r>>>,
+    /// The name in each row, and whether it is being deleted, without a name.
+    rows: Rows<(&'r str, bool)>,
 }
 
-/// All volumes by number; `None` for one that has no row that can be read.
-pub(super) fn volumes(
+/// Reads a table whose keys end with numbers.
+fn rows<T>(
     txn: &mut dyn ReadTxn,
     findings: &mut Findings<'_>,
-) -> Result<BTreeMap<u64, Option<VolumeRow>>> {
-    let mut rows = BTreeMap::new();
-    each(txn, &keys::volumes(), |_, page| {
+    (table, prefix): (&str, &[u8]),
+    place: impl Fn(u64) -> String,
+    decode: impl Fn(&[u8]) -> Result<T>,
+) -> Result<Rows<T>> {
+    let mut rows = Rows::new();
+    each(txn, prefix, |_, page| {
         for (key, value) in page {
-            let Some(id) = number_in(&key[1..]) else {
-                misplaced(findings, "volumes", &key);
+            let Some(number) = keys::number(&key[prefix.len()..]) else {
+                misplaced(findings, table, &key);
                 continue;
             };
-            let row = VolumeRow::decode(&value);
+            let row = decode(&value);
             if let Err(error) = &row {
-                let detail = format!("its row cannot be read: {error}; what it holds is kept");
-                findings.problem(ProblemKind::DamagedRecord, format!("volume number {id}"), detail, None);
+                kept(findings, place(number), &format!("its row cannot be read: {error}"));
             }
-            rows.insert(id, row.ok());
+            rows.insert(number, row.ok());
         }
         Ok(())
     })?;
+    Ok(rows)
+}
+
+/// Notes a volume or snapshot without a row that can be read.
+fn kept(findings: &mut Findings<'_>, place: String, why: &str) {
+    findings.problem(ProblemKind::DamagedRecord, place, format!("{why}; what it holds is kept"), None);
+}
+
+/// All volumes, also those that have records but no row.
+pub(super) fn volumes(txn: &mut dyn ReadTxn, findings: &mut Findings<'_>) -> Result<Rows<VolumeRow>> {
+    let place = |id| format!("volume number {id}");
+    let mut rows = rows(txn, findings, ("volumes", &keys::volumes()), place, VolumeRow::decode)?;
     for id in with_records(txn)? {
         rows.entry(id).or_insert_with(|| {
-            let detail = "it has no row; what it holds is kept";
-            findings.problem(ProblemKind::DamagedRecord, format!("volume number {id}"), detail, None);
+            kept(findings, place(id), "it has no row");
             None
         });
     }
@@ -72,12 +70,15 @@ pub(super) fn volumes(
         what: "volumes".to_owned(),
         prefix: keys::volume_names(),
         row_key: &keys::volume,
-        rows: rows.iter().map(|(id, row)| (*id, row.as_ref().map(Named::of_volume))).collect(),
+        rows: rows
+            .iter()
+            .map(|(id, row)| (*id, row.as_ref().map(|row| (&*row.name, row.deleting))))
+            .collect(),
     };
     names.check(txn, findings)?;
     if let Some((largest, _)) = rows.last_key_value() {
         let was = txn.get(keys::LAST_VOLUME)?;
-        let last = was.as_deref().and_then(number_in).unwrap_or(0);
+        let last = was.as_deref().and_then(keys::number).unwrap_or(0);
         if last < *largest {
             let detail = format!("{largest} is in use, {last} is said to be the last one");
             let is = Some(largest.to_be_bytes().to_vec());
@@ -98,7 +99,7 @@ fn with_records(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
         while let Some(id) = next {
             let first = txn.scan(&table(id, &[]), &end, Order::Ascending, 1)?;
             let Some((key, _)) = first.first() else { break };
-            let Some(id) = key.get(1..9).and_then(number_in) else { break };
+            let Some(id) = key.get(1..9).and_then(keys::number) else { break };
             found.push(id);
             next = id.checked_add(1);
         }
@@ -112,30 +113,25 @@ pub(super) fn snapshots(
     findings: &mut Findings<'_>,
     (id, volume): (u64, &VolumeRow),
 ) -> Result<(BTreeMap<u64, SnapshotRow>, bool)> {
-    let mut rows = BTreeMap::new();
-    each(txn, &keys::snapshots(id), |_, page| {
-        for (key, value) in page {
-            let Some(number) = number_in(&key[9..]) else {
-                misplaced(findings, "snapshots", &key);
-                continue;
-            };
-            let row = SnapshotRow::decode(&value);
-            if let Err(error) = &row {
-                let place = format!("snapshot number {number} of {}", volume.name);
-                let detail = format!("its row cannot be read: {error}; what it holds is kept");
-                findings.problem(ProblemKind::DamagedRecord, place, detail, None);
-            }
-            rows.insert(number, row.ok());
-        }
-        Ok(())
-    })?;
+    let place = |number| format!("snapshot number {number} of {}", volume.name);
+    let mut rows = rows(txn, findings, ("snapshots", &keys::snapshots(id)), place, SnapshotRow::decode)?;
+    // Its row is gone. Were another one taken for the newest, nothing would be kept for it from now on.
+    if (1..volume.epoch).contains(&volume.last_snapshot) && !volume.deleting {
+        rows.entry(volume.last_snapshot).or_insert_with(|| {
+            kept(findings, place(volume.last_snapshot), "it has no row");
+            None
+        });
+    }
     let whole = rows.values().all(Option::is_some);
     if !volume.deleting {
         let names = Names {
             what: format!("snapshots of {}", volume.name),
             prefix: keys::snapshot_names(id),
             row_key: &|number| keys::snapshot(id, number),
-            rows: rows.iter().map(|(number, row)| (*number, row.as_ref().map(Named::of_snapshot))).collect(),
+            rows: rows
+                .iter()
+                .map(|(id, row)| (*id, row.as_ref().map(|row| (&*row.name, row.deleting))))
+                .collect(),
         };
         names.check(txn, findings)?;
         epochs(findings, (id, volume), &rows);
@@ -144,11 +140,7 @@ pub(super) fn snapshots(
 }
 
 /// The epoch that a volume writes is later than all its snapshots, and it knows the newest of them.
-fn epochs(
-    findings: &mut Findings<'_>,
-    (id, volume): (u64, &VolumeRow),
-    rows: &BTreeMap<u64, Option<SnapshotRow>>,
-) {
+fn epochs(findings: &mut Findings<'_>, (id, volume): (u64, &VolumeRow), rows: &Rows<SnapshotRow>) {
     let newest = rows.last_key_value().map_or(0, |(number, _)| *number);
     let kept = rows.iter().rfind(|(_, row)| row.as_ref().is_none_or(|row| !row.deleting));
     // One that cannot be read may be in deletion, or may not.
@@ -179,11 +171,11 @@ impl Names<'_> {
         each(txn, &prefix, |_, page| {
             for (key, value) in page {
                 let name = &key[prefix.len()..];
-                let leads = number_in(&value);
+                let leads = keys::number(&value);
                 match leads.and_then(|id| Some((id, rows.get(&id)?))) {
                     // Which name it has is not known.
                     Some((_, None)) => {}
-                    Some((id, Some(row))) if !row.deleting && row.name.as_bytes() == name => {
+                    Some((id, Some((right, false)))) if right.as_bytes() == name => {
                         rows.remove(&id);
                     }
                     _ => drop(wrong.insert(key, value)),
@@ -192,19 +184,21 @@ impl Names<'_> {
             Ok(())
         })?;
         for (id, row) in rows {
-            let Some(Named { name, deleting: false, row }) = row else { continue };
+            let Some((name, false)) = row else { continue };
             let key = [prefix.as_slice(), name.as_bytes()].concat();
             let was = wrong.remove(&key);
             // A volume that cannot be read may have it.
             let taken = was.is_none() && txn.get(&key)?.is_some();
             let is = Some(id.to_be_bytes().to_vec());
-            let fix = Fix::Replace { key, was, is, beside: Some((row_key(id), row)) };
+            let row_key = row_key(id);
+            let beside = txn.get(&row_key)?.map(|row| (row_key, row));
+            let fix = Fix::Replace { key, was, is, beside };
             let detail = format!("number {id} is {name:?}, but this name does not lead to it");
             findings.problem(ProblemKind::WrongCatalog, place(), detail, (!taken).then_some(fix));
         }
         for (key, value) in wrong {
             let name = key[prefix.len()..].escape_ascii();
-            let detail = match number_in(&value) {
+            let detail = match keys::number(&value) {
                 Some(id) => format!("\"{name}\" leads to number {id}, which has not this name"),
                 None => format!("\"{name}\" leads to something that is no number"),
             };

@@ -225,7 +225,8 @@ impl Group {
                 "{} references to {} bytes are recorded, {} to {} are there",
                 recorded.extents, recorded.bytes, there.extents, there.bytes
             );
-            let fix = Fix::SetReferences { object, was: self.references.clone(), is: there };
+            let (was, is) = (self.references.clone(), Some(there.encode()));
+            let fix = Fix::Replace { key: keys::references(object), was, is, beside: None };
             let fewer = there.extents < recorded.extents || there.bytes < recorded.bytes;
             let fix = if fewer { check.gives_up(fix) } else { Some(fix) };
             findings.problem(ProblemKind::WrongReferences, self.place(), detail, fix);

@@ -5,7 +5,6 @@ use std::ffi::OsStr;
 
 use super::objects::known_now;
 use super::report::{Found, Remedy};
-use super::scan::number_in;
 use super::tree::sum_of;
 use crate::data::ObjectId;
 use crate::datafs::Shared;
@@ -17,7 +16,6 @@ use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
-use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 
 /// Where inodes without a name are put, in the root of their volume.
@@ -49,8 +47,6 @@ pub(super) enum Fix {
     AddDead { volume: u64, key: Vec<u8> },
     /// Takes an entry without a version off a list.
     RemoveDead { volume: u64, key: Vec<u8> },
-    /// Corrects a count of references that is recorded as it was still.
-    SetReferences { object: ObjectId, was: Option<Vec<u8>>, is: References },
     /// Takes an object in use off the garbage list.
     NoGarbage { object: ObjectId },
     /// Puts an object that nothing points at on the garbage list.
@@ -155,7 +151,7 @@ impl Fix {
             Fix::RaiseCounter { volume, next } => {
                 let key = keys::next_ino(*volume);
                 // One that cannot be read counts for nothing.
-                let now = txn.get(&key)?.as_deref().and_then(number_in).unwrap_or(0);
+                let now = txn.get(&key)?.as_deref().and_then(keys::number).unwrap_or(0);
                 if now < *next {
                     txn.put(&key, &next.to_be_bytes())?;
                 }
@@ -174,14 +170,6 @@ impl Fix {
                     txn.delete(key)?;
                 }
                 Ok(wrong)
-            }
-            Fix::SetReferences { object, was, is } => {
-                let key = keys::references(*object);
-                if txn.get(&key)? != *was {
-                    return Ok(false);
-                }
-                txn.put(&key, &is.encode())?;
-                Ok(true)
             }
             Fix::NoGarbage { object } => {
                 let used = txn.get(&keys::references(*object))?.is_some();

@@ -95,7 +95,7 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
         for prefix in [keys::sessions(), keys::sessions_in_cleanup()] {
             each(txn, &prefix, |_, page| {
                 for (key, _) in page {
-                    match number_in(&key[1..]) {
+                    match keys::number(&key[1..]) {
                         Some(id) => drop(picture.sessions.insert(id)),
                         None => misplaced(findings, "sessions", &key),
                     }
@@ -108,7 +108,7 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
             findings.stage("records");
             match row {
                 Some(row) => volume(txn, &mut picture, directory, findings, (*id, row))?,
-                None => nameless(txn, &mut picture, findings, *id)?,
+                None => without_row(txn, &mut picture, findings, *id)?,
             }
         }
         findings.stage("reference counts");
@@ -142,7 +142,7 @@ fn volume(
         findings.report().volumes += 1;
         let next_ino = match txn.get(&keys::next_ino(id))? {
             // One that cannot be read is as wrong as one that is too low.
-            Some(value) => number_in(&value).unwrap_or(0),
+            Some(value) => keys::number(&value).unwrap_or(0),
             None => FIRST_INO,
         };
         let kept = snapshots.iter().filter(|(_, row)| !row.deleting);
@@ -187,7 +187,7 @@ fn volume(
 }
 
 /// A volume without a row that can be read, which was reported: what it holds is in use all the same.
-fn nameless(
+fn without_row(
     txn: &mut dyn ReadTxn,
     picture: &mut Picture,
     findings: &mut Findings<'_>,
@@ -198,14 +198,12 @@ fn nameless(
         each(txn, &prefix, |_, page| {
             findings.step(page.len() as u64);
             for (key, version) in &page {
-                let record = match is_history {
-                    true if key.len() < HISTORY_KEY_BYTES_MIN => &[],
-                    true => record_of(key),
-                    false => &key[keys::LIVE_PREFIX_BYTES..],
-                };
+                let record = if is_history { record_of(key) } else { &key[keys::LIVE_PREFIX_BYTES..] };
                 match parts_of(version) {
-                    Some((_, value)) => reference(picture, findings, key, record, value)?,
-                    None => picture.hidden_extents = true,
+                    Some((_, value)) if !record.is_empty() => {
+                        reference(picture, findings, key, record, value)?;
+                    }
+                    _ => picture.hidden_extents = true,
                 }
             }
             Ok(())
@@ -245,7 +243,7 @@ fn live(
     let Some(tree) = tree else { return Ok(()) };
     tree.finish(&mut picture.names, findings)?;
     each(txn, &keys::orphans(id), |_, page| {
-        page.iter().try_for_each(|(key, _)| match number_in(&key[9..]) {
+        page.iter().try_for_each(|(key, _)| match keys::number(&key[9..]) {
             Some(ino) => super::tree::orphan(&mut picture.names, id, ino),
             None => {
                 misplaced(findings, "unlinked files", key);
@@ -340,11 +338,6 @@ fn place_of(record: &[u8], volume: &str) -> String {
         (None, Some(name)) => format!("application key {name:?} of {volume}"),
         (None, None) => format!("a record of volume {volume}"),
     }
-}
-
-/// The number that a key ends with or a value is.
-pub(super) fn number_in(bytes: &[u8]) -> Option<u64> {
-    Some(u64::from_be_bytes(bytes.try_into().ok()?))
 }
 
 /// Notes a record whose key is none of its table.

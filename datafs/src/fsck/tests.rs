@@ -486,12 +486,21 @@ fn what_a_snapshot_without_its_row_holds_is_kept() {
     let end = keys::after_prefix(&prefix);
     let rows = home.datafs.shared.meta.view(|txn| txn.scan(&prefix, &end, Order::Ascending, 9)).unwrap();
     let (key, row) = &rows[0];
-    home.change(|txn| txn.put(key, &row[..5]).unwrap());
-    let report = home.check(true, true);
-    assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None)], "{:#?}", report.found);
-    assert!(report.found[0].place.contains("of v"), "{:#?}", report.found);
+    for damage in [Some(&row[..5]), None] {
+        home.change(|txn| match damage {
+            Some(row) => txn.put(key, row).unwrap(),
+            None => txn.delete(key).unwrap(),
+        });
+        let report = home.check(true, true);
+        assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None)], "{:#?}", report.found);
+        assert!(report.found[0].place.ends_with("of v"), "{:#?}", report.found);
+    }
+    // It is the newest one still, so that what is changed meanwhile is kept for it.
+    home.view.write_file("a/b/file-7", b"later").unwrap();
     home.change(|txn| txn.put(key, row).unwrap());
     home.assert_sound();
+    let kept = home.datafs.view(&"v@kept".parse().unwrap()).unwrap();
+    assert_eq!(kept.read_file("a/b/file-7").unwrap()[..], [1; 20_000]);
 }
 
 #[test]

@@ -59,6 +59,11 @@ pub(crate) fn after_prefix(prefix: &[u8]) -> Vec<u8> {
     end
 }
 
+/// The number that the end of a key or a value is; `None` when it has not the bytes of one.
+pub(crate) fn number(bytes: &[u8]) -> Option<u64> {
+    Some(u64::from_be_bytes(bytes.try_into().ok()?))
+}
+
 /// Volume name to volume id.
 pub(crate) fn volume_name(name: &str) -> Vec<u8> {
     table(b'n', &[name.as_bytes()])
