@@ -9,6 +9,7 @@ mod exit;
 mod failure;
 mod fstab;
 mod home;
+mod idle_cores;
 mod inference;
 mod logging;
 mod output;

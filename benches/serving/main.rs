@@ -10,6 +10,8 @@ mod control;
 #[allow(dead_code, reason = "the best of the rounds is taken here, not the median")]
 #[path = "../figure.rs"]
 mod figure;
+#[path = "../idle_cores.rs"]
+mod idle_cores;
 mod mixed;
 mod models;
 mod overload;
@@ -84,12 +86,13 @@ const COMMAND: &str = "make bench-serving";
 
 fn main() {
     let mut asked = Asked::default();
-    let mut write = None;
+    let (mut write, mut as_is) = (None, false);
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             served::SERVE => return served::serve(arguments.collect()),
             "--quick" => asked.quick = true,
+            "--as-is" => as_is = true,
             "--write" => write = Some(PathBuf::from(arguments.next().expect("--write takes a file"))),
             "--export" => {
                 let folder = arguments.next().expect("--export takes a folder");
@@ -120,6 +123,7 @@ fn main() {
     if let Some(file) = &write {
         figure::parts(file, COMMAND);
     }
+    let _waiting = (!as_is).then(idle_cores::Waiting::begin);
     let folder = tempfile::tempdir().unwrap();
     models::write(folder.path());
     let ours = Served::start("ours", &folder.path().join(models::BUNDLES));
@@ -140,10 +144,12 @@ fn main() {
 
 fn help() {
     println!(
-        "make bench-serving ARGS=\"[--quick] [--write FILE] [NAME...]\"\n\n\
+        "make bench-serving ARGS=\"[--quick] [--as-is] [--write FILE] [NAME...]\"\n\n\
          Prints `serving/<figure> <value> <unit> control=<value> ratio=<x>`; more is better, 1.00 is the\n\
          control. A NAME chooses the figures that begin with it. --quick measures one short round.\n\
-         --write replaces the generated table of a Markdown file.\n\n\
+         --write replaces the generated table of a Markdown file. In a virtual machine whose idle cores\n\
+         halt at once they wait a moment first while this runs, as is the kernel's default; --as-is leaves\n\
+         the machine as it is.\n\n\
          --against HOST:PORT [--pid PID] puts a server of yours in the place of the controls; it has the\n\
          models that --export DIR writes in Triton's layout (scripts/bench-triton does both). Its\n\
          processor time is measured where --pid names its process on this machine.\n"

@@ -89,5 +89,5 @@ pub use name::{Name, VolumeSpec};
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
-pub use volume::{SnapshotInfo, Usage, VolumeInfo, VolumeOptions};
+pub use volume::{SnapshotInfo, Usage, VolumeInfo, VolumeList, VolumeOptions};
 pub use warmup::Warmup;

@@ -161,7 +161,7 @@ fn keys_that_are_missing_or_wrong_are_named_and_keys_are_changed_by_name() {
         let error = datafs.view(&"v".parse().unwrap()).unwrap_err();
         assert!(matches!(&error, Error::WrongKey { key, .. } if key == "new"), "{error}");
         assert!(error.to_string().contains("volume v"), "{error}");
-        assert_eq!(datafs.volume_list().unwrap().len(), 2);
+        assert_eq!(datafs.volume_list().unwrap().volumes.len(), 2);
         view(&datafs, "plain");
     }
     let datafs = open(&[("new", 2)]);

@@ -41,6 +41,15 @@ pub struct VolumeInfo {
     pub usage: Option<Usage>,
 }
 
+/// All volumes of a home.
+#[derive(Debug, Default)]
+pub struct VolumeList {
+    /// Those that can be read, by name.
+    pub volumes: Vec<VolumeInfo>,
+    /// The names of the others, each with what is the matter; `fsck` says what can be mended.
+    pub damaged: Vec<(String, Error)>,
+}
+
 /// How a volume stores its file data; chosen when it is made.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VolumeOptions {
@@ -153,18 +162,27 @@ impl Datafs {
         Ok((key.to_owned(), found.check()))
     }
 
-    /// All volumes by name.
-    pub fn volume_list(&self) -> Result<Vec<VolumeInfo>> {
+    /// All volumes. One whose row, or whose snapshot's row, is damaged or gone does not keep the others from
+    /// being listed.
+    pub fn volume_list(&self) -> Result<VolumeList> {
         self.shared.meta.view(|txn| {
             let prefix = keys::volume_names();
-            let rows = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?;
-            rows.into_iter()
-                .map(|(_, value)| {
-                    let id = Decoder::new("volume name record", &value).u64()?;
-                    let row = VolumeRow::get(txn, id)?;
-                    info(txn, id, &row)
-                })
-                .collect()
+            let mut list = VolumeList::default();
+            for (key, value) in
+                txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)?
+            {
+                match named(txn, &value) {
+                    Ok(volume) => list.volumes.push(volume),
+                    Err(
+                        error @ (Error::Corrupt { .. } | Error::Stale { .. } | Error::InvalidName { .. }),
+                    ) => {
+                        let name = String::from_utf8_lossy(&key[prefix.len()..]).into_owned();
+                        list.damaged.push((name, error));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(list)
         })
     }
 
@@ -303,6 +321,13 @@ fn find(txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
         Some(value) => Decoder::new("volume name record", &value).u64(),
         None => Err(Error::not_found(format!("volume {name}"))),
     }
+}
+
+/// What the record of a name leads to.
+fn named(txn: &mut dyn ReadTxn, record: &[u8]) -> Result<VolumeInfo> {
+    let id = Decoder::new("volume name record", record).u64()?;
+    let row = VolumeRow::get(txn, id)?;
+    info(txn, id, &row)
 }
 
 fn info(txn: &mut dyn ReadTxn, id: u64, row: &VolumeRow) -> Result<VolumeInfo> {

@@ -1,7 +1,7 @@
 //! `millrace volume create|list|show|set-key|delete`.
 
 use anyhow::Result;
-use millrace_datafs::{Usage, VolumeInfo, VolumeOptions};
+use millrace_datafs::{Usage, VolumeInfo, VolumeList, VolumeOptions};
 
 use crate::cli::VolumeCommand;
 use crate::context::Context;
@@ -17,7 +17,7 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
             let info = datafs.volume_create_with(&name, &options)?;
             show(context, &[info])
         }
-        VolumeCommand::List => show(context, &datafs.volume_list()?),
+        VolumeCommand::List => list(context, &datafs.volume_list()?),
         VolumeCommand::Show { name } => {
             let info = datafs.volume_show(&name)?;
             let snapshots = datafs.snapshot_list(&name)?;
@@ -50,6 +50,17 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
             )
         }
     }
+}
+
+/// Shows what can be read, then fails if that is not all.
+fn list(context: &Context, list: &VolumeList) -> Result<()> {
+    show(context, &list.volumes)?;
+    if list.damaged.is_empty() {
+        return Ok(());
+    }
+    let damaged: Vec<_> =
+        list.damaged.iter().map(|(name, error)| format!("volume {name:?} cannot be read: {error}")).collect();
+    fail(Exit::Corrupt, format!("{}; `millrace fsck` says what can be mended", damaged.join("; ")))
 }
 
 fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {

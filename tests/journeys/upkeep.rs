@@ -40,6 +40,27 @@ fn fsck_finds_what_is_lost_and_says_so() {
 }
 
 #[test]
+fn a_damaged_volume_is_named_and_the_others_are_listed() {
+    let home = Home::new();
+    home.ok(["volume", "create", "sound"]);
+    let damaged = home.json(["volume", "create", "damaged"]);
+    let metadata = rusqlite::Connection::open(home.path().join("datafs/meta.sqlite")).unwrap();
+    let mut key = vec![b'v'];
+    key.extend(damaged[0]["id"].as_u64().unwrap().to_be_bytes());
+    assert_eq!(metadata.execute("UPDATE kv SET v = x'00' WHERE k = ?1", [key]).unwrap(), 1);
+    drop(metadata);
+    let output = home.run(["volume", "list", "--json"]);
+    let listed: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
+    assert_eq!(listed[0]["name"], "sound");
+    let (code, line) = failure(&output, "volume list");
+    assert_eq!(code, 6, "{line}");
+    assert!(line.contains("\"damaged\"") && line.contains("millrace fsck"), "{line}");
+    let (code, line) = failure(&home.run(["fsck"]), "fsck");
+    assert_eq!(code, 6, "{line}");
+}
+
+#[test]
 fn trees_are_copied_in_and_out_and_again() {
     let home = Home::new();
     home.ok(["volume", "create", "v"]);

@@ -7,6 +7,8 @@
 mod figure;
 mod git;
 mod huge;
+#[path = "../../../benches/idle_cores.rs"]
+mod idle_cores;
 mod large;
 mod names;
 #[path = "../../tests/postgres/server.rs"]
@@ -73,12 +75,13 @@ const COMMAND: &str = "make bench-datafs";
 
 fn main() {
     let mut asked = Asked::default();
-    let mut write = None;
+    let (mut write, mut as_is) = (None, false);
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             served::SERVE => return served::serve(arguments.collect()),
             "--quick" => asked.quick = true,
+            "--as-is" => as_is = true,
             "--write" => write = Some(arguments.next().expect("--write takes a file")),
             "--help" | "-h" => return help(),
             name if name.starts_with('-') => panic!("no option {name}: --help lists them"),
@@ -95,6 +98,7 @@ fn main() {
     if let Some(file) = &write {
         figure::parts(file, COMMAND);
     }
+    let _waiting = (!as_is).then(idle_cores::Waiting::begin);
     let mut figures = Vec::new();
     for group in GROUPS.iter().filter(|group| asked.wants_any(group.figures)) {
         (group.run)(&asked, &mut |figure| {
@@ -111,12 +115,13 @@ fn main() {
 
 fn help() {
     println!(
-        "make bench-datafs ARGS=\"[--quick] [--write FILE] [NAME...]\"\n\n\
+        "make bench-datafs ARGS=\"[--quick] [--as-is] [--write FILE] [NAME...]\"\n\n\
          Prints `datafs/<figure> <value> <unit> control=<value> ratio=<x>`; more is better, 1.00 is the\n\
          control, which runs in turn with ours on the same disk. A NAME chooses the figures that begin\n\
          with it. --quick measures less. --write replaces the generated table of a Markdown file (from the\n\
          root of the workspace). Dropping the kernel's caches needs root; without it cold figures are\n\
-         skipped.\n"
+         skipped. In a virtual machine whose idle cores halt at once they wait a moment first while this\n\
+         runs, as is the kernel's default; --as-is leaves the machine as it is.\n"
     );
     for (name, what) in GROUPS.iter().flat_map(|group| group.figures) {
         println!("  {name:<24} {what}");

@@ -430,6 +430,12 @@ fn a_damaged_volume_keeps_nobody_from_collecting_what_others_gave_up() {
     home.datafs.compact(None, &crate::Compact::default()).unwrap();
     let report = home.check(false, false);
     assert_eq!((report.problems, report.unclaimed_objects), (1, 0), "{:#?}", report.found);
+    let list = home.datafs.volume_list().unwrap();
+    assert_eq!(list.volumes.iter().map(|volume| volume.name.as_str()).collect::<Vec<_>>(), ["v"]);
+    assert!(
+        matches!(&list.damaged[..], [(name, crate::Error::Corrupt { .. })] if name == "damaged"),
+        "{list:?}"
+    );
     home.change(|txn| txn.put(&key, &row).unwrap());
     home.assert_sound();
 }
@@ -448,8 +454,10 @@ fn names_of_volumes_and_snapshots_lead_to_them_again() {
         txn.delete(&keys::snapshot_name(id, "kept")).unwrap();
     });
     home.mends(ProblemKind::WrongCatalog);
-    let volumes: Vec<_> = home.datafs.volume_list().unwrap().into_iter().map(|v| v.name).collect();
+    let list = home.datafs.volume_list().unwrap();
+    let volumes: Vec<_> = list.volumes.into_iter().map(|v| v.name).collect();
     assert_eq!(volumes, ["v".parse().unwrap(), "w".parse().unwrap()]);
+    assert!(list.damaged.is_empty());
     let kept = home.datafs.view(&"v@kept".parse().unwrap()).unwrap();
     assert_eq!(kept.read_file("a/b/file-7").unwrap()[..], [1; 20_000]);
 }

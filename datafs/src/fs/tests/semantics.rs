@@ -404,7 +404,7 @@ pub(super) fn volumes_come_and_go() {
     datafs.snapshot_create(&v, &snapshot).unwrap();
     assert!(matches!(datafs.snapshot_create(&v, &snapshot), Err(Error::Exists { .. })));
     view.write_file("d/large", &[2; 50_000]).unwrap();
-    let names: Vec<_> = datafs.volume_list().unwrap().into_iter().map(|v| v.name).collect();
+    let names: Vec<_> = datafs.volume_list().unwrap().volumes.into_iter().map(|v| v.name).collect();
     assert_eq!(names, [v.clone(), w.clone()]);
     let info = datafs.volume_show(&v).unwrap();
     let usage = info.usage.unwrap();
