@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Compact, Config, Datafs, FsckOptions, OpenFlags, Owner, Secret, View};
+use nix::errno::Errno;
 use nix::mount::MsFlags;
 
 use crate::child;
@@ -130,7 +131,7 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     // Full, then read-only: what is there is used, nothing is added.
     for flags in [MsFlags::empty(), MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY] {
         if !flags.is_empty() {
-            nix::mount::mount(None::<&str>, disk.0.path(), None::<&str>, flags, None::<&str>).unwrap();
+            remount(disk.0.path(), flags);
         }
         let datafs = Datafs::open(&home, &on_disk).unwrap();
         let mount = mount_at(&datafs, &dir.path().join("second"));
@@ -145,6 +146,16 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     fs::remove_dir_all(home.join("gone")).unwrap();
     same(&tree, &at);
     mount.unmount().unwrap();
+}
+
+/// Mounts again, with other flags. What is open for writing is closed in a moment: by the datafs that has been
+/// dropped, and by children of other tests when they become another program.
+fn remount(path: &Path, flags: MsFlags) {
+    let begun = Instant::now();
+    while let Err(error) = nix::mount::mount(None::<&str>, path, None::<&str>, flags, None::<&str>) {
+        assert!(error == Errno::EBUSY && begun.elapsed() < Duration::from_secs(60), "{error}");
+        std::thread::yield_now();
+    }
 }
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
