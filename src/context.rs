@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, fail};
 use crate::home::Home;
+use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
 use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
@@ -44,6 +45,17 @@ impl Context {
     /// Opens the volumes of this home.
     pub(crate) fn datafs(&self) -> Result<Datafs> {
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
+    }
+
+    /// Tells who runs something that programs talk to many times a second, where idle cores halt at once.
+    pub(crate) fn advise_on_cores(&self) {
+        if let Some(setting) = halting(Path::new("/sys")) {
+            self.out.note(&format!(
+                "idle cores of this virtual machine halt at once, and waking one takes longer than most requests do: \
+                 `echo {DEFAULT_NANOSECONDS} > {}` sets what Linux has by default",
+                setting.display()
+            ));
+        }
     }
 
     /// An error where a signal ended work before its end, so that no script takes it for done.

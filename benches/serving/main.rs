@@ -10,12 +10,14 @@ mod control;
 #[allow(dead_code, reason = "the best of the rounds is taken here, not the median")]
 #[path = "../figure.rs"]
 mod figure;
-#[path = "../idle_cores.rs"]
+#[path = "../../src/idle_cores.rs"]
 mod idle_cores;
 mod mixed;
 mod models;
 mod overload;
 mod served;
+#[path = "../waiting_cores.rs"]
+mod waiting_cores;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -123,7 +125,7 @@ fn main() {
     if let Some(file) = &write {
         figure::parts(file, COMMAND);
     }
-    let _waiting = (!as_is).then(idle_cores::Waiting::begin);
+    let _waiting = (!as_is).then(waiting_cores::WaitingCores::begin);
     let folder = tempfile::tempdir().unwrap();
     models::write(folder.path());
     let ours = Served::start("ours", &folder.path().join(models::BUNDLES));

@@ -15,7 +15,6 @@ use super::supervise;
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
-use crate::idle_cores;
 use crate::output::{Output, quoted};
 use crate::ready;
 
@@ -49,7 +48,7 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id(), metrics_at)?;
     ready::tell();
     context.out.note(&format!("{} {}", args.spec, mounted.opening()));
-    idle_cores::advise(context.out);
+    context.advise_on_cores();
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
     let watch = tokio::spawn(async move {

@@ -12,7 +12,6 @@ use millrace_serving::{Deps, Serving, Source, serve_with};
 use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
 use crate::home::Addresses;
-use crate::idle_cores;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
@@ -75,7 +74,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         .into_iter()
         .chain(models(&serving).into_iter().map(|line| vec!["model".to_owned(), line])),
     )?;
-    idle_cores::advise(context.out);
+    context.advise_on_cores();
     context.out.text("ready, Ctrl-C drains and stops")?;
     serving.join().await?;
     Ok(())

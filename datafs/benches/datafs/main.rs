@@ -7,7 +7,7 @@
 mod figure;
 mod git;
 mod huge;
-#[path = "../../../benches/idle_cores.rs"]
+#[path = "../../../src/idle_cores.rs"]
 mod idle_cores;
 mod large;
 mod names;
@@ -20,6 +20,8 @@ mod served;
 mod small;
 mod snapshots;
 mod stores;
+#[path = "../../../benches/waiting_cores.rs"]
+mod waiting_cores;
 
 use std::path::Path;
 
@@ -98,7 +100,7 @@ fn main() {
     if let Some(file) = &write {
         figure::parts(file, COMMAND);
     }
-    let _waiting = (!as_is).then(idle_cores::Waiting::begin);
+    let _waiting = (!as_is).then(waiting_cores::WaitingCores::begin);
     let mut figures = Vec::new();
     for group in GROUPS.iter().filter(|group| asked.wants_any(group.figures)) {
         (group.run)(&asked, &mut |figure| {
