@@ -24,6 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
+use super::access_time;
 use super::error::{ObjectError, Result};
 use super::evict::Evictor;
 use super::image::Image;
@@ -164,7 +165,7 @@ impl Cache {
 
     fn try_create(&self, id: ObjectId, frames: u64, frames_bytes: u64, trailer: &Bytes) -> io::Result<()> {
         let path = self.image_path(id);
-        fs::create_dir_all(path.parent().unwrap_or(&self.root))?;
+        make_directory(&self.root, &path)?;
         // What is left of an entry whose map is gone or belongs to another image; what cannot be removed is
         // replaced below.
         let _ = fs::remove_file(map_path(&path));
@@ -357,7 +358,7 @@ impl Writer {
 
     fn put_whole(&self, id: ObjectId, bytes: &[u8]) -> io::Result<()> {
         let path = image_path(&self.root, id);
-        fs::create_dir_all(path.parent().unwrap_or(&self.root))?;
+        make_directory(&self.root, &path)?;
         let (temporary, file) = temporary(&path)?;
         let named = file.write_all_at(bytes, 0).and_then(|()| fs::rename(&temporary, &path));
         if named.is_err() {
@@ -386,6 +387,17 @@ fn map_path(image: &Path) -> PathBuf {
     let mut path = image.to_owned().into_os_string();
     path.push(MAP_SUFFIX);
     PathBuf::from(path)
+}
+
+/// Makes the directory that `path` is in, and the cache itself where that is gone or not there yet.
+fn make_directory(root: &Path, path: &Path) -> io::Result<()> {
+    let directory = path.parent().unwrap_or(root);
+    if directory.is_dir() {
+        return Ok(());
+    }
+    fs::create_dir_all(root)?;
+    access_time::leave_out(root);
+    fs::create_dir_all(directory)
 }
 
 /// A new file beside `path`, under a name that nobody else has.

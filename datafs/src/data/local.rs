@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
@@ -27,6 +28,7 @@ impl LocalStore {
         fs::create_dir_all(root).map_err(|e| ObjectError::io("create object store directory", root, e))?;
         let root =
             root.canonicalize().map_err(|e| ObjectError::io("open object store directory", root, e))?;
+        access_time::leave_out(&root);
         let place = root.display().to_string();
         let named = Box::new([const { AtomicBool::new(false) }; 256]);
         Ok(LocalStore { root, place, named })

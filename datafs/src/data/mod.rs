@@ -11,6 +11,7 @@
 //! What it is not: it knows no files, no volumes and no references; who points at an object, and
 //! when nobody does any more, is metadata.
 
+mod access_time;
 mod cache;
 #[cfg(test)]
 mod cache_tests;
