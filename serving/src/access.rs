@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 use tonic::transport::server::TcpConnectInfo;
@@ -123,7 +124,7 @@ where
                 start: Instant::now(),
             })
         });
-        Answer { answering: Box::pin(self.service.call(request)), id, line, span }
+        Answer { answering: self.service.call(request), id, line, span }
     }
 }
 
@@ -132,12 +133,15 @@ fn connected(extensions: &http::Extensions) -> Option<SocketAddr> {
     extensions.get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr)
 }
 
-/// The future reply of a logged call.
-pub(crate) struct Answer<F> {
-    answering: Pin<Box<F>>,
-    id: Option<http::HeaderValue>,
-    line: Option<Box<Line>>,
-    span: Option<Open>,
+pin_project! {
+    /// The future reply of a logged call.
+    pub(crate) struct Answer<F> {
+        #[pin]
+        answering: F,
+        id: Option<http::HeaderValue>,
+        line: Option<Box<Line>>,
+        span: Option<Open>,
+    }
 }
 
 impl<F, R> Future for Answer<F>
@@ -146,17 +150,17 @@ where
 {
     type Output = Result<http::Response<Counted<R>>, Infallible>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Answer { answering, span, .. } = &mut *self;
-        let answered = match span {
-            None => answering.as_mut().poll(cx),
-            Some(span) => span.within(|| answering.as_mut().poll(cx)),
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let answered = match this.span {
+            None => this.answering.poll(cx),
+            Some(span) => span.within(|| this.answering.poll(cx)),
         };
         let Ok(mut response) = ready!(answered);
-        if let Some(id) = self.id.take() {
+        if let Some(id) = this.id.take() {
             response.headers_mut().insert(REQUEST_ID, id);
         }
-        let (mut line, mut span) = (self.line.take(), self.span.take());
+        let (mut line, mut span) = (this.line.take(), this.span.take());
         if let Some(span) = &mut span {
             span.set_status(Some(response.status().as_u16()), grpc_status(response.headers()));
         }

@@ -140,7 +140,7 @@ impl Service {
         let encode = |response: infer::Response, reply: Reply| {
             let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
             write_regions(&outputs)?;
-            Ok(write_response(&response.model, response.version, id, outputs, reply.form))
+            Ok(write_response(response.model, response.version, id, outputs, reply.form))
         };
         let message = self.inference.answer_in(place, &model, decode, encode).await?;
         Ok((message, model))

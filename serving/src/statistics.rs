@@ -4,6 +4,7 @@
 //! additions to what it costs. A reader sees each figure exactly, but a request that ends meanwhile may
 //! show in some figures and not yet in others.
 
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,6 +15,8 @@ use crate::wire::inference as pb;
 
 /// Sizes of runs that are told apart; runs of further sizes count in all figures but the ones by size.
 const SIZES_MAX: usize = 64;
+/// What times are counted from: one clock is read for a request, which cannot be set.
+static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// When the steps of a request were reached that ran.
 #[derive(Debug, Clone, Copy)]
@@ -84,7 +87,8 @@ struct Size {
 /// The figures of one model version since it was loaded.
 #[derive(Debug)]
 pub(crate) struct Statistics {
-    last_inference_ms: AtomicU64,
+    /// When a request was answered last, in nanoseconds since `BEGIN`; 0 as long as none was.
+    last_answered: AtomicU64,
     rows: AtomicU64,
     runs: AtomicU64,
     success: Spent,
@@ -101,7 +105,7 @@ pub(crate) struct Statistics {
 impl Default for Statistics {
     fn default() -> Self {
         Statistics {
-            last_inference_ms: AtomicU64::default(),
+            last_answered: AtomicU64::default(),
             rows: AtomicU64::default(),
             runs: AtomicU64::default(),
             success: Spent::default(),
@@ -121,7 +125,7 @@ impl Statistics {
     /// Counts a request of `rows` that arrived at `arrived` and was answered. As Triton has it, one that was
     /// answered from the cache waited for nothing, and is no inference.
     pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
-        self.arrived();
+        self.answered(times.end);
         self.success.add(times.end.saturating_duration_since(arrived));
         if times.cached {
             self.queue.add(Duration::ZERO);
@@ -157,14 +161,27 @@ impl Statistics {
 
     /// Counts a request that arrived at `arrived` and was refused or failed.
     pub(crate) fn failed(&self, arrived: Instant) {
-        self.arrived();
-        self.fail.add(arrived.elapsed());
+        let now = Instant::now();
+        self.answered(now);
+        self.fail.add(now.saturating_duration_since(arrived));
     }
 
-    fn arrived(&self) {
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        self.last_inference_ms.fetch_max(now, Ordering::Relaxed);
+    fn answered(&self, at: Instant) {
+        let since = at.saturating_duration_since(*BEGIN);
+        self.last_answered.fetch_max(nanos(since).max(1), Ordering::Relaxed);
+    }
+
+    /// When a request was answered last, in milliseconds since 1970 by the clock as it is set now; 0 as long
+    /// as none was.
+    fn last_inference_ms(&self) -> u64 {
+        let last = Duration::from_nanos(self.last_answered.load(Ordering::Relaxed));
+        if last.is_zero() {
+            return 0;
+        }
+        let ago = BEGIN.elapsed().saturating_sub(last);
+        let at =
+            SystemTime::now().checked_sub(ago).and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+        u64::try_from(at.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
     }
 
     /// The place of a size: the one that has it, else a free one that gets it, else none.
@@ -219,7 +236,7 @@ pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
     pb::ModelStatistics {
         name: model.name().to_owned(),
         version: model.version().to_string(),
-        last_inference: read(&statistics.last_inference_ms),
+        last_inference: statistics.last_inference_ms(),
         inference_count: read(&statistics.rows),
         execution_count: read(&statistics.runs),
         inference_stats: Some(pb::InferStatistics {
@@ -325,6 +342,22 @@ mod tests {
             |size: &pb::InferBatchStatistics| (size.batch_size, size.compute_infer.unwrap_or_default());
         assert_eq!(sizes.iter().map(|size| counts(size).0).collect::<Vec<_>>(), [1, 8]);
         assert_eq!((counts(&sizes[1]).1.count, counts(&sizes[1]).1.ns), (2, 16_000));
+    }
+
+    #[test]
+    fn the_last_answer_is_told_by_the_clock_of_the_machine() {
+        let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis() as u64;
+        let statistics = Statistics::default();
+        assert_eq!(statistics.last_inference_ms(), 0);
+        let before = now();
+        let start = Instant::now();
+        statistics.failed(start);
+        let told = statistics.last_inference_ms();
+        assert!((before.saturating_sub(1)..=now() + 1).contains(&told), "{before} {told}");
+        // An answer of before the last one changes nothing.
+        let end = start - Duration::from_secs(9);
+        statistics.succeeded(1, end, &Times { end, ..times(end) });
+        assert!(statistics.last_inference_ms().abs_diff(told) <= 1);
     }
 
     #[test]

@@ -89,25 +89,25 @@ impl Tensor {
     /// # Errors
     /// [`InferError::Invalid`] when the bytes are not exactly the elements of the shape.
     pub fn from_raw(
-        name: &str,
+        name: String,
         datatype: Datatype,
         shape: Vec<i64>,
         raw: &Bytes,
     ) -> Result<Tensor, InferError> {
-        let count = element_count(name, &shape)?;
+        let count = element_count(&name, &shape)?;
         if let Some(width) = datatype.element_bytes()
             && count.checked_mul(width) != Some(raw.len())
         {
             return Err(InferError::invalid(format!(
                 "input {}: {} bytes of raw data, shape {} of {datatype} takes {}",
-                quote(name),
+                quote(&name),
                 raw.len(),
                 shown(&shape),
                 count.saturating_mul(width)
             )));
         }
-        let data = Data::from_raw(name, datatype, count, raw)?;
-        Ok(Tensor { name: name.to_owned(), shape, data })
+        let data = Data::from_raw(&name, datatype, count, raw)?;
+        Ok(Tensor { name, shape, data })
     }
 }
 

@@ -86,7 +86,7 @@ fn read_raw(input: InferInputTensor, raw: &Bytes) -> Result<Tensor, InferError> 
             quote(&input.name)
         )));
     }
-    Tensor::from_raw(&input.name, datatype, input.shape, raw)
+    Tensor::from_raw(input.name, datatype, input.shape, raw)
 }
 
 fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
@@ -151,7 +151,7 @@ fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
 /// Writes a reply. FP16 and BF16 make a typed reply a raw one, because they have no typed field. Outputs
 /// in shared memory have an empty raw entry: clients find the entry of an output by its place among all.
 pub(crate) fn write_response(
-    model: &str,
+    model: String,
     version: u64,
     id: String,
     outputs: Vec<Output>,
@@ -177,7 +177,7 @@ pub(crate) fn write_response(
         })
         .collect();
     ModelInferResponse {
-        model_name: model.to_owned(),
+        model_name: model,
         model_version: version.to_string(),
         id,
         parameters: Default::default(),

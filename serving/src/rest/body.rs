@@ -156,7 +156,7 @@ fn read_input(input: InputJson, rest: &mut Bytes, regions: &mut Inputs<'_>) -> R
                 quote(&name)
             )));
         }
-        return Tensor::from_raw(&name, datatype, shape, &raw);
+        return Tensor::from_raw(name, datatype, shape, &raw);
     }
     match (data, parameters.get("binary_data_size")) {
         (Some(data), None) => {
@@ -166,7 +166,7 @@ fn read_input(input: InputJson, rest: &mut Bytes, regions: &mut Inputs<'_>) -> R
         (None, Some(value)) => {
             let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
             match size.filter(|size| *size <= rest.len()) {
-                Some(size) => Tensor::from_raw(&name, datatype, shape, &rest.split_to(size)),
+                Some(size) => Tensor::from_raw(name, datatype, shape, &rest.split_to(size)),
                 None => Err(InferError::invalid(format!(
                     "input {}: binary_data_size is {}, a number up to the {} bytes that the body still has after its JSON is expected",
                     quote(&name),

@@ -34,7 +34,7 @@ fn every_datatype_survives_its_raw_form() {
     for data in samples {
         let raw = data.to_raw();
         assert_eq!(raw.len(), data.raw_len(), "{:?}", data.datatype());
-        let back = Tensor::from_raw("x", data.datatype(), vec![3, 1], &raw).unwrap();
+        let back = Tensor::from_raw("x".into(), data.datatype(), vec![3, 1], &raw).unwrap();
         assert_eq!(back.data, data);
     }
 }
@@ -51,12 +51,12 @@ fn raw_data_must_fit_the_shape_exactly() {
             (vec![-3], raw.clone()),
             (vec![i64::MAX, 4], raw.clone()),
         ] {
-            let error = Tensor::from_raw("x", data.datatype(), shape.clone(), &raw);
+            let error = Tensor::from_raw("x".into(), data.datatype(), shape.clone(), &raw);
             assert!(error.is_err(), "{:?} {shape:?} {}", data.datatype(), raw.len());
         }
     }
     let two = Bytes::from_static(&[0, 2]);
-    assert!(Tensor::from_raw("x", Datatype::Bool, vec![2], &two).is_err());
+    assert!(Tensor::from_raw("x".into(), Datatype::Bool, vec![2], &two).is_err());
 }
 
 #[test]
@@ -73,7 +73,7 @@ proptest! {
     fn hostile_raw_bytes_never_panic(raw in proptest::collection::vec(any::<u8>(), 0..64), n in 0i64..20) {
         let raw = Bytes::from(raw);
         for datatype in Datatype::ALL {
-            if let Ok(tensor) = Tensor::from_raw("x", datatype, vec![n], &raw) {
+            if let Ok(tensor) = Tensor::from_raw("x".into(), datatype, vec![n], &raw) {
                 prop_assert_eq!(tensor.data.len() as i64, n);
                 prop_assert_eq!(tensor.data.to_raw(), raw.clone());
             }
