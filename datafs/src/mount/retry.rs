@@ -24,7 +24,12 @@ use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
 
-/// How long after a refusal a thread may be on its second way.
+/// How long after a refusal a thread may set out on its second way; it does so at once, but on a machine that
+/// has too much to do.
+const EXPECTED: Duration = Duration::from_secs(30);
+/// How long it may be served on it: finding something may take as long as a commit of others.
+const SERVED: Duration = Duration::from_secs(300);
+/// How long what it has found is kept for it.
 const KEPT: Duration = Duration::from_secs(1);
 /// Files at a name that are gone by the time they are opened, one after the other.
 const ATTEMPTS: u32 = 100;
@@ -70,7 +75,7 @@ impl Retries {
         if thread == 0 {
             return false;
         }
-        let retry = Retry { refused, node, found: None, until: Instant::now() + KEPT };
+        let retry = Retry { refused, node, found: None, until: Instant::now() + EXPECTED };
         let mut threads = self.threads.lock();
         let before = threads.insert(thread, retry);
         self.count.store(threads.len(), Ordering::Release);
@@ -78,17 +83,23 @@ impl Retries {
         before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
     }
 
-    /// Whether a thread may be on its second way.
-    fn has(&self, thread: u32) -> bool {
-        self.count.load(Ordering::Acquire) > 0 && self.threads.lock().contains_key(&thread)
+    /// Whether a thread is on its second way. It is expected no longer, but served.
+    fn serves(&self, thread: u32) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let mut threads = self.threads.lock();
+        let retry = threads.get_mut(&thread);
+        retry.map(|retry| retry.until = Instant::now() + SERVED).is_some()
     }
 
     /// Keeps what a thread has found, or has not, instead of what it found before.
     fn keep(&self, thread: u32, found: Option<Found>) {
         let mut threads = self.threads.lock();
-        let before = threads
-            .get_mut(&thread)
-            .and_then(|retry| std::mem::replace(&mut retry.found, found.map(Arc::new)));
+        let before = threads.get_mut(&thread).and_then(|retry| {
+            retry.until = Instant::now() + KEPT;
+            std::mem::replace(&mut retry.found, found.map(Arc::new))
+        });
         drop(threads);
         // Closing it may take a transaction.
         drop(before);
@@ -143,27 +154,37 @@ impl Adapter {
     /// What a name in a live directory is, and whether the kernel may believe it. `None` when it is not
     /// there, [`Error::NotFound`] when the directory is not.
     pub(super) fn find(&self, thread: u32, parent: Node, name: &OsStr) -> Result<Option<(Attr, bool)>> {
+        let retries = &self.coherence.retries;
+        if !retries.serves(thread) {
+            return Ok(self.handles.view.find(parent, name)?.map(|attr| (attr, true)));
+        }
+        let (attr, found) = match self.find_and_hold(parent, name) {
+            Ok(Some((attr, found))) => (Ok(Some((attr, false))), found),
+            Ok(None) => (Ok(None), None),
+            Err(error) => (Err(error), None),
+        };
+        let has_found = found.is_some();
+        retries.keep(thread, found);
+        if has_found {
+            // It is going to give this up soon.
+            self.coherence.wake();
+        }
+        attr
+    }
+
+    /// The same, and what is to be kept of it, unless it goes each time before that can be had.
+    fn find_and_hold(&self, parent: Node, name: &OsStr) -> Result<Option<(Attr, Option<Found>)>> {
         let view = &self.handles.view;
         let mut found = view.find(parent, name);
-        let retries = &self.coherence.retries;
-        if !retries.has(thread) {
-            return Ok(found?.map(|attr| (attr, true)));
-        }
         for _ in 0..ATTEMPTS {
-            let Some(attr) = found? else {
-                retries.keep(thread, None);
-                return Ok(None);
-            };
+            let Some(attr) = found? else { return Ok(None) };
             match self.hold(attr) {
                 Err(error) if error.is_not_found() => {}
-                held => {
-                    retries.keep(thread, Some(held?));
-                    return Ok(Some((attr, false)));
-                }
+                held => return Ok(Some((attr, Some(held?)))),
             }
             found = self.catch_up(parent).and_then(|()| view.find(parent, name));
         }
-        Ok(found?.map(|attr| (attr, false)))
+        Ok(found?.map(|attr| (attr, None)))
     }
 
     /// What is to be kept of something that was found.
@@ -220,10 +241,10 @@ mod tests {
     #[test]
     fn what_a_thread_has_found_last_is_its_own() {
         let retries = Retries::default();
-        assert!(!retries.has(7));
+        assert!(!retries.serves(7));
         retries.keep(7, found(OTHER));
         assert!(retries.take(7, OTHER).is_none(), "it was refused nothing");
-        assert!(retries.refuse(7, Refused::Node, NODE) && retries.has(7));
+        assert!(retries.refuse(7, Refused::Node, NODE) && retries.serves(7));
         retries.keep(7, found(OTHER));
         assert!(retries.take(8, OTHER).is_none() && retries.take(7, NODE).is_none());
         assert!(retries.found(7, OTHER).is_some());
@@ -231,7 +252,7 @@ mod tests {
         assert!(retries.found(7, OTHER).is_none());
         retries.keep(7, found(NODE));
         assert!(retries.take(7, NODE).is_some());
-        assert!(retries.take(7, NODE).is_none() && !retries.has(7));
+        assert!(retries.take(7, NODE).is_none() && !retries.serves(7));
     }
 
     #[test]
@@ -253,9 +274,24 @@ mod tests {
         retries.refuse(7, Refused::Node, NODE);
         retries.keep(7, found(OTHER));
         let due = retries.due().unwrap();
+        assert!(due <= Instant::now() + KEPT);
         retries.give_up(due - Duration::from_millis(1));
-        assert!(retries.has(7));
+        assert!(retries.found(7, OTHER).is_some());
         retries.give_up(due);
         assert!(retries.due().is_none() && retries.take(7, OTHER).is_none());
+    }
+
+    #[test]
+    fn a_thread_is_expected_for_a_while_and_served_for_as_long_as_that_takes() {
+        let retries = Retries::default();
+        retries.refuse(7, Refused::Node, NODE);
+        retries.give_up(Instant::now() + EXPECTED / 2);
+        assert!(retries.serves(7), "on a machine that has much to do");
+        retries.give_up(Instant::now() + SERVED / 2);
+        retries.keep(7, found(OTHER));
+        assert!(retries.take(7, OTHER).is_some(), "whatever finding it took");
+        retries.refuse(8, Refused::Node, NODE);
+        retries.give_up(Instant::now() + EXPECTED);
+        assert!(!retries.serves(8));
     }
 }
