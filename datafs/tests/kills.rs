@@ -32,7 +32,7 @@ use crate::child;
 const KILLS: u64 = 16;
 /// Operations, if nobody is killed before.
 const OPS: u64 = 120;
-/// How many snapshots ago those were made that go at last. All of them are read after each kill.
+/// A snapshot goes when so many have been made after it: all that there are, are read after each kill.
 const KEPT: u64 = 200;
 
 fn volume() -> Name {

@@ -4,7 +4,6 @@
 //! additions to what it costs. A reader sees each figure exactly, but a request that ends meanwhile may
 //! show in some figures and not yet in others.
 
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -15,8 +14,6 @@ use crate::wire::inference as pb;
 
 /// Sizes of runs that are told apart; runs of further sizes count in all figures but the ones by size.
 const SIZES_MAX: usize = 64;
-/// What times are counted from: one clock is read for a request, which cannot be set.
-static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// When the steps of a request were reached that ran.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +84,9 @@ struct Size {
 /// The figures of one model version since it was loaded.
 #[derive(Debug)]
 pub(crate) struct Statistics {
-    /// When a request was answered last, in nanoseconds since `BEGIN`; 0 as long as none was.
+    begin: Instant,
+    /// When a request was answered last, in nanoseconds since `begin`; 0 as long as none was. The clock that can be
+    /// set is not read for a request.
     last_answered: AtomicU64,
     rows: AtomicU64,
     runs: AtomicU64,
@@ -105,6 +104,7 @@ pub(crate) struct Statistics {
 impl Default for Statistics {
     fn default() -> Self {
         Statistics {
+            begin: Instant::now(),
             last_answered: AtomicU64::default(),
             rows: AtomicU64::default(),
             runs: AtomicU64::default(),
@@ -167,7 +167,7 @@ impl Statistics {
     }
 
     fn answered(&self, at: Instant) {
-        let since = at.saturating_duration_since(*BEGIN);
+        let since = at.saturating_duration_since(self.begin);
         self.last_answered.fetch_max(nanos(since).max(1), Ordering::Relaxed);
     }
 
@@ -178,7 +178,7 @@ impl Statistics {
         if last.is_zero() {
             return 0;
         }
-        let ago = BEGIN.elapsed().saturating_sub(last);
+        let ago = self.begin.elapsed().saturating_sub(last);
         let at =
             SystemTime::now().checked_sub(ago).and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
         u64::try_from(at.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)

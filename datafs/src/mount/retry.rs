@@ -24,8 +24,8 @@ use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
 
-/// How long after a refusal a thread may set out on its second way; it does so at once, but on a machine that
-/// has too much to do.
+/// How long after a refusal a thread may set out on its second way. It does so at once, unless the machine has
+/// too much to do.
 const EXPECTED: Duration = Duration::from_secs(30);
 /// How long it may be served on it: finding something may take as long as a commit of others.
 const SERVED: Duration = Duration::from_secs(300);
