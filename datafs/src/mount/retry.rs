@@ -158,18 +158,18 @@ impl Adapter {
         if !retries.serves(thread) {
             return Ok(self.handles.view.find(parent, name)?.map(|attr| (attr, true)));
         }
-        let (attr, found) = match self.find_and_hold(parent, name) {
-            Ok(Some((attr, found))) => (Ok(Some((attr, false))), found),
+        let (answer, held) = match self.find_and_hold(parent, name) {
+            Ok(Some((attr, held))) => (Ok(Some((attr, false))), held),
             Ok(None) => (Ok(None), None),
             Err(error) => (Err(error), None),
         };
-        let has_found = found.is_some();
-        retries.keep(thread, found);
-        if has_found {
-            // It is going to give this up soon.
+        let holds = held.is_some();
+        retries.keep(thread, held);
+        if holds {
+            // The thread that gives up has to look again: this goes sooner than what it waits for.
             self.coherence.wake();
         }
-        attr
+        answer
     }
 
     /// The same, and what is to be kept of it, unless it goes each time before that can be had.
