@@ -52,22 +52,26 @@ fn p99(measured: &Measured) -> f64 {
 }
 
 fn measure(ours: &Served, rate: f64, busy: bool, window: Duration, seed: u64) -> Measured {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    let (small, large) = (TINY.requests(), LARGE.requests());
     let load = Open { rate, connections: 8, deadline: None, warm_up: WARM_UP, duration: window, seed };
     let beside = Closed { clients: CLIENTS, warm_up: WARM_UP, duration: window };
-    let small = runtime.block_on(async {
-        let small = open(ours.address(), &small, &load);
-        if busy {
-            let (small, large) = tokio::join!(small, closed(ours.address(), &large, &beside));
-            let large = large.unwrap();
+    let small = std::thread::scope(|scope| {
+        // Clients of their own, whose threads the small model's requests do not share.
+        let large = busy
+            .then(|| scope.spawn(|| client().block_on(closed(ours.address(), &LARGE.requests(), &beside))));
+        let small = client().block_on(open(ours.address(), &TINY.requests(), &load));
+        if let Some(large) = large {
+            let large = large.join().unwrap().unwrap();
             assert!(large.failed.is_empty() && large.latency.count() > 0, "large: {:?}", large.failed);
-            small
-        } else {
-            small.await
         }
+        small
     });
     let small = small.unwrap();
+    eprintln!(
+        "busy {busy} p50 {:?} p99 {:?} late99 {:?}",
+        small.latency.quantile(0.5),
+        small.latency.quantile(0.99),
+        small.late.quantile(0.99)
+    );
     if !small.failed.is_empty() {
         eprintln!("serving/mixed: refused {:?}, answered {}", small.failed, small.latency.count());
     }
@@ -75,4 +79,9 @@ fn measure(ours: &Served, rate: f64, busy: bool, window: Duration, seed: u64) ->
         eprintln!("serving/mixed: {limit}");
     }
     small
+}
+
+/// What a client runs on. One thread is enough for either load, and none of them waits for another one.
+fn client() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }
