@@ -66,12 +66,6 @@ fn measure(ours: &Served, rate: f64, busy: bool, window: Duration, seed: u64) ->
         small
     });
     let small = small.unwrap();
-    eprintln!(
-        "busy {busy} p50 {:?} p99 {:?} late99 {:?}",
-        small.latency.quantile(0.5),
-        small.latency.quantile(0.99),
-        small.late.quantile(0.99)
-    );
     if !small.failed.is_empty() {
         eprintln!("serving/mixed: refused {:?}, answered {}", small.failed, small.latency.count());
     }

@@ -40,7 +40,7 @@ pub(crate) fn run(asked: &Asked, _: &Path, ours: &Served, report: &mut dyn FnMut
 }
 
 fn measure(ours: &Served, rate: f64, window: Duration, seed: u64) -> Measured {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let load = Open {
         rate,
         connections: 8,

@@ -9,10 +9,12 @@ mod joined;
 mod lease;
 mod line;
 mod options;
+mod outlook;
 mod placement;
 mod pool;
 mod probe;
 mod trial;
+mod typical;
 mod values;
 mod weights;
 

@@ -2,7 +2,7 @@
 //! next in the line, whose thread runs on it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Session;
@@ -15,6 +15,8 @@ use super::company::Company;
 use super::free::Free;
 use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
+use super::outlook::Outlook;
+use super::typical::Typical;
 use crate::error::InferError;
 use crate::statistics::Times;
 
@@ -31,8 +33,10 @@ pub(super) struct Shared {
     pub(super) room: Room,
     /// Rows come out as they went in.
     pub(super) keeps_rows: AtomicBool,
-    /// Typical duration of a run, in microseconds.
-    run_micros: AtomicUsize,
+    /// Duration of a run, in microseconds.
+    run_micros: Typical,
+    /// How long the line is.
+    outlook: Outlook,
     /// Whether there is company to wait for.
     pub(super) company: Company,
     /// Its runs beside those of other models.
@@ -69,6 +73,7 @@ impl Shared {
         room: Room,
     ) -> Shared {
         Shared {
+            outlook: Outlook::new(free.len()),
             state: Mutex::new(State { free: Free::new(free), line: Line::default(), gathering: false }),
             outputs,
             sizes,
@@ -76,7 +81,7 @@ impl Shared {
             came: Notify::new(),
             room,
             keeps_rows: AtomicBool::new(true),
-            run_micros: AtomicUsize::new(0),
+            run_micros: Typical::default(),
             company: Company::default(),
             account: Account::default(),
         }
@@ -86,7 +91,7 @@ impl Shared {
     /// looks for company, by how many sessions are free beside it.
     ///
     /// # Errors
-    /// [`InferError::Overloaded`] when there is no room in the line.
+    /// [`InferError::Overloaded`] when there is no room in the line, or it could not begin in time.
     pub(super) fn begin(
         self: &Arc<Self>,
         work: Work,
@@ -119,6 +124,7 @@ impl Shared {
         // One that began just before the answer is of no use would keep from running those after it, and so
         // on: under too much load nobody would be answered in time.
         work.allow_for(Duration::from_micros(self.run_micros() as u64));
+        self.outlook.check(&state.line, &work, Instant::now())?;
         let (deadline, answer_by, queued) = (work.deadline, work.answer_by, work.queued);
         let (job, turn) = Job::new(work);
         let (bytes, of_line) = (job.bytes(), (state.line.len(), state.line.bytes()));
@@ -226,7 +232,7 @@ impl Shared {
                 };
                 let more = state.line.len() > 0 && state.free.len() > 0;
                 drop(state);
-                let unused = match reply.send(Turn::Lead(Lease::new(self, session), work)) {
+                let unused = match reply.send(Turn::Lead(Lease::of_line(self, session), work)) {
                     // The caller has gone just now.
                     Err(Turn::Lead(mut unused, _)) => unused.session.take(),
                     Ok(()) | Err(Turn::Done(_)) => None,
@@ -246,18 +252,19 @@ impl Shared {
         }
     }
 
-    /// Notes how long a run took, and that this model was in use.
-    pub(super) fn took(&self, times: &Times) {
-        let elapsed = times.end.saturating_duration_since(times.computing);
-        let micros = usize::try_from(elapsed.as_micros()).unwrap_or(usize::MAX);
-        let typical = self.run_micros();
-        self.run_micros.store(towards(typical, micros), Ordering::Relaxed);
+    /// Notes how long a run of so many rows took, and that this model was in use. Where it was one of the line,
+    /// `handed` is when it got its session.
+    pub(super) fn took(&self, times: &Times, rows: usize, handed: Option<Instant>) {
+        self.run_micros.note(times.end.saturating_duration_since(times.computing).as_micros());
+        if let Some(handed) = handed {
+            self.outlook.ran(rows, times.end.saturating_duration_since(handed));
+        }
         Mix::used(&self.account, times.end);
     }
 
     /// How long a run takes typically, in microseconds.
     pub(super) fn run_micros(&self) -> usize {
-        self.run_micros.load(Ordering::Relaxed)
+        self.run_micros.get()
     }
 }
 
@@ -316,18 +323,6 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.leave();
-    }
-}
-
-/// The next estimate of a typical duration: a small step towards the newest one, whatever its distance,
-/// so that a run during which the thread was off the processor hardly counts.
-fn towards(typical: usize, newest: usize) -> usize {
-    let step = typical / 16 + 1;
-    match newest.cmp(&typical) {
-        _ if typical == 0 => newest,
-        std::cmp::Ordering::Greater => typical.saturating_add(step).min(newest),
-        std::cmp::Ordering::Less => typical.saturating_sub(step).max(newest),
-        std::cmp::Ordering::Equal => typical,
     }
 }
 

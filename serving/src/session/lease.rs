@@ -3,6 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::Session;
 use millrace_bundle::TensorSpec;
@@ -42,6 +43,8 @@ pub(super) struct Lease {
     pub(super) session: Option<Session>,
     /// Whether others wait for it to run, although sessions are free.
     pub(super) gathers: bool,
+    /// When it was handed to one of the line.
+    handed: Option<Instant>,
 }
 
 impl Drop for Lease {
@@ -55,7 +58,14 @@ impl Drop for Lease {
 
 impl Lease {
     pub(super) fn new(shared: &Arc<Shared>, session: Session) -> Lease {
-        Lease { shared: Arc::clone(shared), session: Some(session), gathers: false }
+        Lease { shared: Arc::clone(shared), session: Some(session), gathers: false, handed: None }
+    }
+
+    /// For one who has waited in line.
+    pub(super) fn of_line(shared: &Arc<Shared>, session: Session) -> Lease {
+        let mut lease = Lease::new(shared, session);
+        lease.handed = Some(Instant::now());
+        lease
     }
 
     /// Others get the sessions that are free from now on.
@@ -111,7 +121,7 @@ impl Lease {
     /// Runs a request and nothing else.
     pub(super) fn run_alone(&mut self, work: &Work) -> Result<Ran, InferError> {
         let inputs: Vec<&Tensor> = work.inputs.iter().map(Deref::deref).collect();
-        let (outputs, times) = self.run_inputs(&inputs, work)?;
+        let (outputs, times) = self.run_inputs(&inputs, work, work.rows)?;
         Ok(Ran { outputs, times, run_rows: Some(work.rows) })
     }
 
@@ -122,14 +132,14 @@ impl Lease {
             .map(|place| join(all.iter().map(|work| &*work.inputs[place])))
             .collect::<Option<_>>()?;
         let inputs: Vec<&Tensor> = joined.iter().collect();
-        let (outputs, times) = match self.run_inputs(&inputs, first) {
+        let rows: Vec<usize> = all.iter().map(|work| work.rows).collect();
+        let (outputs, times) = match self.run_inputs(&inputs, first, rows.iter().sum()) {
             Ok(ran) => ran,
             Err(error) => {
                 tracing::debug!(%error, requests = all.len(), "a batch failed: its requests run one by one");
                 return None;
             }
         };
-        let rows: Vec<usize> = all.iter().map(|work| work.rows).collect();
         let mut parts: Vec<Vec<Tensor>> = all.iter().map(|_| Vec::with_capacity(outputs.len())).collect();
         for output in outputs {
             let name = output.name.clone();
@@ -148,12 +158,19 @@ impl Lease {
         Some((parts, times))
     }
 
-    fn run_inputs(&mut self, inputs: &[&Tensor], work: &Work) -> Result<(Vec<Tensor>, Times), InferError> {
+    /// Runs inputs of so many rows, for the outputs that a request wants.
+    fn run_inputs(
+        &mut self,
+        inputs: &[&Tensor],
+        work: &Work,
+        rows: usize,
+    ) -> Result<(Vec<Tensor>, Times), InferError> {
         let session = self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
         let outputs: Vec<&TensorSpec> =
             work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
-        self.shared.took(&times);
+        // A second run, where the first one failed, has had the session since that.
+        self.shared.took(&times, rows, self.handed.take());
         Ok((tensors, times))
     }
 }

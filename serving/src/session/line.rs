@@ -22,6 +22,8 @@ use crate::tensor::Held;
 
 /// Requests that are looked at in vain, at most, for those that could run with another one.
 const PASSED_MAX: usize = 256;
+/// Requests behind one that just comes that are looked at, at most, to tell its place.
+const BEHIND_MAX: usize = 64;
 
 /// Of the time that a client gives a request, the part that is left for the ways of the messages.
 const WAYS_PART: u32 = 10;
@@ -169,6 +171,8 @@ struct Backlog {
 pub(super) struct Line {
     jobs: BTreeMap<Place, Job>,
     bytes: usize,
+    /// What all of them take of their clients' shares.
+    rows: u64,
     backlogs: HashMap<(usize, Option<SocketAddr>), Backlog>,
     /// When the request began that was served last, on the clock of each level.
     clocks: Vec<u64>,
@@ -185,6 +189,36 @@ impl Line {
         self.bytes
     }
 
+    /// Rows of all that wait.
+    pub(super) fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Rows that are served before a request that comes now, by those that wait already; 0 where so many are
+    /// served after it that counting them would take long.
+    pub(super) fn rows_before(&self, work: &Work) -> u64 {
+        let place = self.place(work);
+        let mut rows = self.rows;
+        for (behind, (other, job)) in self.jobs.iter().rev().enumerate() {
+            if *other < place {
+                return rows;
+            }
+            if behind == BEHIND_MAX {
+                return 0;
+            }
+            rows = rows.saturating_sub(job.work.cost());
+        }
+        rows
+    }
+
+    /// Where a request belongs that comes now.
+    fn place(&self, work: &Work) -> Place {
+        let level = work.level;
+        let clock = self.clocks.get(level).copied().unwrap_or(0);
+        let finished = self.backlogs.get(&(level, work.client)).map_or(0, |backlog| backlog.finish);
+        Place { level, start: clock.max(finished), number: self.pushed }
+    }
+
     /// Puts a request where it belongs. Where there is no room, the requests give way that would be served
     /// last, if they would be served after this one: they come back, to be refused. One that claims the
     /// bytes of others must be within its client's share of them.
@@ -196,14 +230,13 @@ impl Line {
         if self.clocks.len() <= level {
             self.clocks.resize(level + 1, 0);
         }
+        let place = self.place(&job.work);
         let key = (level, job.work.client);
         let backlog = self.backlogs.entry(key).or_default();
         let finished = backlog.finish;
-        let start = self.clocks[level].max(finished);
-        let place = Place { level, start, number: self.pushed };
         backlog.requests += 1;
         backlog.bytes = backlog.bytes.saturating_add(job.bytes);
-        backlog.finish = start.saturating_add(job.work.cost());
+        backlog.finish = place.start.saturating_add(job.work.cost());
         let own = backlog.bytes;
         let leaving = if room.holds(self.jobs.len() + 1, self.bytes.saturating_add(job.bytes)) {
             Vec::new()
@@ -218,6 +251,7 @@ impl Line {
         };
         self.pushed += 1;
         self.bytes = self.bytes.saturating_add(job.bytes);
+        self.rows = self.rows.saturating_add(job.work.cost());
         self.jobs.insert(place, job);
         Ok((place, leaving))
     }
@@ -244,16 +278,14 @@ impl Line {
     /// Takes a request out, if it still waits.
     pub(super) fn remove(&mut self, place: Place) -> Option<Job> {
         let job = self.jobs.remove(&place)?;
-        self.bytes = self.bytes.saturating_sub(job.bytes);
-        self.left(place, &job);
+        self.left_line(place, &job);
         Some(job)
     }
 
     /// Takes the request that is next. Those whose time is over go to `late` instead.
     pub(super) fn next(&mut self, late: &mut Vec<Job>) -> Option<Job> {
         while let Some((place, job)) = self.jobs.pop_first() {
-            self.bytes = self.bytes.saturating_sub(job.bytes);
-            self.left(place, &job);
+            self.left_line(place, &job);
             if job.work.is_late() {
                 late.push(job);
                 continue;
@@ -300,6 +332,13 @@ impl Line {
             }
         }
         rows
+    }
+
+    /// Takes a request that was in the line off all accounts.
+    fn left_line(&mut self, place: Place, job: &Job) {
+        self.bytes = self.bytes.saturating_sub(job.bytes);
+        self.rows = self.rows.saturating_sub(job.work.cost());
+        self.left(place, job);
     }
 
     /// Takes a request off its client's account. A client of which nothing waits any more begins anew.

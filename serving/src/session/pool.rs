@@ -138,9 +138,9 @@ impl Pool {
     /// Runs a request, alone or with others. Cancel safe: a caller who goes while it waits is not served.
     ///
     /// # Errors
-    /// [`InferError::Overloaded`] when too much waits already; [`InferError::DeadlineExceeded`] when it could
-    /// not begin in time; [`InferError::Invalid`] when the graph cannot take the inputs;
-    /// [`InferError::Internal`] when ONNX Runtime fails.
+    /// [`InferError::Overloaded`] when too much waits already, or so much that it could not begin in time;
+    /// [`InferError::DeadlineExceeded`] when it did not begin in time; [`InferError::Invalid`] when the graph cannot
+    /// take the inputs; [`InferError::Internal`] when ONNX Runtime fails.
     pub(crate) async fn run(&self, work: Work) -> Result<Ran, InferError> {
         if work.is_late() {
             return Err(late(work.queued));
@@ -245,7 +245,7 @@ impl Pool {
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
         for session in self.shared.state.lock().free.iter_mut() {
             match run(session, &inputs, &outputs, Instant::now()) {
-                Ok((_, times)) => self.shared.took(&times),
+                Ok((_, times)) => self.shared.took(&times, 1, None),
                 Err(error) => {
                     tracing::debug!(%error, "the warm-up run failed");
                     return;

@@ -173,6 +173,36 @@ async fn where_the_one_who_gathers_goes_another_runs() {
 }
 
 #[test]
+fn who_cannot_begin_in_time_does_not_wait() {
+    let Some(shared) = shared(1) else { return };
+    let begun = shared.begin(work(1, 3, 1.0), |_| false).unwrap();
+    let _waiting = waits(shared.begin(work(1, 4, 2.0), |_| false));
+    shared.outlook.ran(1, Duration::from_secs(2));
+    let within = |seconds| {
+        let deadline = Some(Instant::now() + Duration::from_secs(seconds));
+        shared.begin(Work { deadline, ..work(1, 4, 3.0) }, |_| false)
+    };
+    let refused = within(1).unwrap_err();
+    assert!(matches!(refused, InferError::Overloaded { .. }), "{refused:?}");
+    assert_eq!(rest(&shared), (0, 1), "it takes no place");
+    let _waiting = waits(within(60));
+    drop(begun);
+}
+
+#[tokio::test]
+async fn the_time_that_those_of_the_line_have_a_session_is_noted() {
+    let Some(shared) = shared(1) else { return };
+    let begun = shared.begin(work(0, 3, 1.0), |_| false).unwrap();
+    let Begun::Alone(lease, first) = begun else { panic!("{begun:?}") };
+    let waiting = waits(shared.begin(work(0, 3, 2.0), |_| false));
+    lease.run(first).unwrap();
+    let Turn::Lead(lease, second) = waiting.turn().await else { panic!("nobody runs") };
+    assert_eq!(shared.outlook.row_nanos(), 0, "nobody of the line has run");
+    lease.run(second).unwrap();
+    assert!(shared.outlook.row_nanos() > 0);
+}
+
+#[test]
 fn runs_go_to_the_device_with_the_fewest() {
     let Some(shared) = shared_on(&[0, 0, 0, 1, 1, 1]) else { return };
     let mut leases = Vec::new();
@@ -253,17 +283,4 @@ fn whatever_callers_do_nobody_is_forgotten() {
         drop(waiting);
         assert_eq!(rest(&shared), (SESSIONS, 0), "seed {seed}");
     }
-}
-
-#[test]
-fn the_typical_duration_follows_the_rule_not_the_exception() {
-    let mut typical = towards(0, 5);
-    for run in 0..1000 {
-        typical = towards(typical, if run % 10 == 0 { 50_000 } else { 5 });
-    }
-    assert!(typical < 10, "{typical}");
-    for _ in 0..200 {
-        typical = towards(typical, 3_000);
-    }
-    assert_eq!(typical, 3_000);
 }

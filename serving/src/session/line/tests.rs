@@ -179,6 +179,19 @@ fn clients_take_turns_by_their_rows() {
 }
 
 #[test]
+fn a_client_is_told_what_is_served_before_it_and_few_are_looked_at_for_that() {
+    let (mut line, places, _turns) = line((0..100).map(|at| of(1, 2, at)).collect());
+    assert_eq!(line.rows_before(&of(1, 1, 100)), 200);
+    assert_eq!(line.rows_before(&of(2, 1, 100)), 0, "too many to look at");
+    for place in &places[40..] {
+        line.remove(*place).unwrap();
+    }
+    assert_eq!(line.rows_before(&of(2, 1, 100)), 2, "the first one, which begins as early");
+    assert_eq!(line.rows_before(&Work { level: 0, ..of(2, 1, 100) }), 0);
+    assert_eq!(line.rows_before(&Work { level: 2, ..of(2, 1, 100) }), 80);
+}
+
+#[test]
 fn a_higher_level_is_served_first_and_keeps_its_own_order() {
     let level = |level, number, at| Work { level, ..of(number, 1, at) };
     let (line, _, _turns) =
@@ -244,6 +257,11 @@ struct Plain {
     bytes: usize,
     rows: usize,
     like: (i64, bool),
+}
+
+/// What some of them take of their clients' shares.
+fn cost(plain: &[Plain]) -> u64 {
+    plain.iter().map(|other| other.rows.max(1) as u64).sum()
 }
 
 proptest! {
@@ -321,6 +339,13 @@ proptest! {
             finishes.retain(|key, _| plain.iter().any(|other| other.key == *key));
             prop_assert_eq!(line.len(), plain.len());
             prop_assert_eq!(line.bytes(), plain.iter().map(|other| other.bytes).sum::<usize>());
+            prop_assert_eq!(line.rows(), cost(&plain));
+            for (level, number) in [(1, 1), (2, 3)] {
+                let start = finishes.get(&(level, number)).copied().unwrap_or(0).max(clocks[level]);
+                let before = plain.partition_point(|other| (other.key.0, other.start) <= (level, start));
+                let next = Work { level, client: client(number), ..work(1, 4, &[0], 0) };
+                prop_assert_eq!(line.rows_before(&next), cost(&plain[..before]));
+            }
         }
         let expected: Vec<u128> = plain.iter().map(|other| other.at.into()).collect();
         prop_assert_eq!(rest(line), expected);
