@@ -4,6 +4,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use bytes::Buf;
 use prost::Message;
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder};
@@ -57,8 +58,16 @@ impl<U: Message + Default> Decoder for MessageDecoder<U> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        U::decode(bytes).map(Some).map_err(|error| {
-            Status::invalid_argument(format!("the message is not the one of this call: {error}"))
-        })
+        decode(bytes).map(Some)
     }
+}
+
+/// Reads a message that is all that is left.
+///
+/// # Errors
+/// INVALID_ARGUMENT.
+pub(crate) fn decode<U: Message + Default>(bytes: impl Buf) -> Result<U, Status> {
+    U::decode(bytes).map_err(|error| {
+        Status::invalid_argument(format!("the message is not the one of this call: {error}"))
+    })
 }

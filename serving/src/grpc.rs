@@ -3,15 +3,19 @@
 
 mod control;
 mod deadline;
+mod front;
 mod guard;
 mod messages;
 mod shared_memory;
 mod stream;
+mod unary;
 
+pub(crate) use front::Before;
 pub(crate) use guard::Guarded;
 pub(crate) use messages::Messages;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
@@ -86,16 +90,16 @@ pub(crate) fn service(
     memory: SharedMemory,
     guard: Guard,
     limits: &Limits,
-) -> Logged<Guarded<Messages<GrpcInferenceServiceServer<Service>>>> {
-    let service = Service { inference, controls, memory, guard: guard.clone() };
-    let service = GrpcInferenceServiceServer::new(service)
+) -> Logged<Guarded<Messages<unary::Unary>>> {
+    let service = Arc::new(Service { inference, controls, memory, guard: guard.clone() });
+    let others = GrpcInferenceServiceServer::from_arc(Arc::clone(&service))
         .max_decoding_message_size(limits.message_bytes_max)
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(Gzip)
         .accept_compressed(Deflate)
         .send_compressed(Gzip)
         .send_compressed(Deflate);
-    Logged::new(Guarded::new(Messages::new(service, *limits), guard), None)
+    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits), guard), None)
 }
 
 /// The calls. Cheap to clone; all clones are one.
@@ -112,7 +116,7 @@ impl Service {
         self.guard.caller(request.extensions())
     }
 
-    fn find(&self, name: &str, version: &str) -> Result<std::sync::Arc<Model>, InferError> {
+    fn find(&self, name: &str, version: &str) -> Result<Arc<Model>, InferError> {
         self.inference.find_asked(name, Asked::parse(version)?)
     }
 
@@ -127,13 +131,28 @@ impl Service {
         Ok(Admitted { model, place, entered })
     }
 
+    /// Answers a call.
+    async fn answer(
+        &self,
+        request: Request<pb::ModelInferRequest>,
+    ) -> Result<Response<pb::ModelInferResponse>, Status> {
+        let origin = Origin { client: request.remote_addr(), deadline: deadline::read(&request) };
+        let caller = self.caller(&request);
+        let request = request.into_inner();
+        let admitted = self.admit(&caller, &request)?;
+        let (message, model) = self.infer(admitted, origin, request).await?;
+        let mut reply = Response::new(message);
+        access::note(reply.extensions_mut(), model.name(), model.version());
+        Ok(reply)
+    }
+
     /// Answers a request, and tells which version did.
     async fn infer(
         &self,
         admitted: Admitted,
         origin: Origin,
         mut request: pb::ModelInferRequest,
-    ) -> Result<(pb::ModelInferResponse, std::sync::Arc<Model>), InferError> {
+    ) -> Result<(pb::ModelInferResponse, Arc<Model>), InferError> {
         let Admitted { model, place, entered: _entered } = admitted;
         let id = std::mem::take(&mut request.id);
         let decode = || decode(request, origin, &self.memory);
@@ -220,14 +239,7 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let origin = Origin { client: request.remote_addr(), deadline: deadline::read(&request) };
-        let caller = self.caller(&request);
-        let request = request.into_inner();
-        let admitted = self.admit(&caller, &request)?;
-        let (message, model) = self.infer(admitted, origin, request).await?;
-        let mut reply = Response::new(message);
-        access::note(reply.extensions_mut(), model.name(), model.version());
-        Ok(reply)
+        self.answer(request).await
     }
 
     type ModelStreamInferStream = stream::Answers;
@@ -349,7 +361,7 @@ impl GrpcInferenceService for Service {
 
 /// A request that was let in.
 struct Admitted {
-    model: std::sync::Arc<Model>,
+    model: Arc<Model>,
     place: Option<Box<Place>>,
     entered: Entered,
 }

@@ -20,7 +20,7 @@ use crate::config::{Config, Limits};
 use crate::connections::{HEAD_BYTES_MAX, Listener, STREAMS_MAX, serve_http};
 use crate::control::Controls;
 use crate::error::{Error, Result};
-use crate::grpc::{Guarded, Messages};
+use crate::grpc::{Before, Guarded, Messages};
 use crate::infer::Inference;
 use crate::logging::Logging;
 use crate::reload::Reloaded;
@@ -213,17 +213,17 @@ fn serve_on(
 
     let mut transports: JoinSet<Result<()>> = JoinSet::new();
     let stalled = Duration::from_millis(limits.stalled_ms_max);
+    let service =
+        grpc::service(inference.clone(), controls, memory, guard.clone(), limits).traced(telemetry.clone());
     let router = tonic::transport::Server::builder()
         .max_concurrent_streams(Some(STREAMS_MAX))
         .http2_max_header_list_size(Some(HEAD_BYTES_MAX))
         .http2_keepalive_interval(Some(stalled))
         .http2_keepalive_timeout(Some(stalled))
+        .layer(Before(service))
         .add_service(Logged::new(Messages::new(health_service, *limits), None))
         .add_service(guarded(reflection::v1()?, &guard, limits))
-        .add_service(guarded(reflection::v1alpha()?, &guard, limits))
-        .add_service(
-            grpc::service(inference.clone(), controls, memory, guard, limits).traced(telemetry.clone()),
-        );
+        .add_service(guarded(reflection::v1alpha()?, &guard, limits));
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
     let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc));
     let incoming = stream::unfold(listener, |listener| async move {

@@ -21,11 +21,11 @@ use crate::config::Limits;
 use crate::error::InferError;
 
 /// Names the compression of a request's messages.
-const ENCODING: &str = "grpc-encoding";
+pub(super) const ENCODING: &str = "grpc-encoding";
 /// Names the compressions that the client reads.
-const ACCEPTED: &str = "grpc-accept-encoding";
+pub(super) const ACCEPTED: &str = "grpc-accept-encoding";
 /// A flag and a length before each message.
-const PREFIX_BYTES: usize = 5;
+pub(super) const PREFIX_BYTES: usize = 5;
 /// Calls whose client sends any number of messages, also none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 

@@ -1,0 +1,59 @@
+//! The inference service before the router of the gRPC port, which every call of the others goes through:
+//! a router makes a copy of its services for each request, and puts futures and bodies in boxes of its own.
+
+use std::convert::Infallible;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures::TryFutureExt;
+use futures::future::{Either, MapOk};
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::server::NamedService;
+use tower_layer::Layer;
+
+/// Puts a service before a router.
+#[derive(Debug, Clone)]
+pub(crate) struct Before<S>(pub(crate) S);
+
+impl<S: Clone, R> Layer<R> for Before<S> {
+    type Service = Front<S, R>;
+
+    fn layer(&self, routes: R) -> Front<S, R> {
+        Front { service: self.0.clone(), routes }
+    }
+}
+
+/// A service, and what answers all that is not asked of it.
+#[derive(Debug, Clone)]
+pub(crate) struct Front<S, R> {
+    service: S,
+    routes: R,
+}
+
+impl<S, R, B> Service<http::Request<Body>> for Front<S, R>
+where
+    S: Service<http::Request<Body>, Response = http::Response<B>, Error = Infallible> + NamedService,
+    R: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<tonic::codegen::StdError>,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Either<MapOk<S::Future, fn(http::Response<B>) -> http::Response<Body>>, R::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        // The service is ready at any time.
+        self.routes.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let path = request.uri().path().strip_prefix('/').and_then(|path| path.strip_prefix(S::NAME));
+        if path.is_some_and(|method| method.starts_with('/')) {
+            let body: fn(http::Response<B>) -> http::Response<Body> = |reply| reply.map(Body::new);
+            Either::Left(self.service.call(request).map_ok(body))
+        } else {
+            Either::Right(self.routes.call(request))
+        }
+    }
+}

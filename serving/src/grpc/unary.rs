@@ -1,0 +1,160 @@
+//! `ModelInfer` without the streams of messages that tonic makes of a call: the one message is read into a
+//! buffer of its size, and the answer is encoded into another one. Those streams cost about as much as all
+//! that a small model's request takes here beside ONNX Runtime. The other calls are tonic's, and so are
+//! those with compressed answers.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http_body::{Body as _, Frame};
+use prost::Message;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, http};
+use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataMap};
+use tonic::server::NamedService;
+use tonic::{Request, Status};
+
+use super::Service as Calls;
+use super::messages::{ACCEPTED, ENCODING, PREFIX_BYTES};
+use crate::codec::decode;
+use crate::error::InferError;
+use crate::wire::inference as pb;
+use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
+
+/// Tells whether a call succeeded.
+const GRPC_STATUS: &str = "grpc-status";
+const MODEL_INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
+
+/// The inference service, over messages that were checked and are plain.
+#[derive(Debug, Clone)]
+pub(crate) struct Unary {
+    calls: Arc<Calls>,
+    others: GrpcInferenceServiceServer<Calls>,
+}
+
+impl Unary {
+    pub(super) fn new(calls: Arc<Calls>, others: GrpcInferenceServiceServer<Calls>) -> Unary {
+        Unary { calls, others }
+    }
+}
+
+impl NamedService for Unary {
+    const NAME: &'static str = <GrpcInferenceServiceServer<Calls> as NamedService>::NAME;
+}
+
+impl Service<http::Request<Body>> for Unary {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<http::Response<Body>, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let headers = request.headers();
+        if request.uri().path() != MODEL_INFER
+            || headers.contains_key(ENCODING)
+            || headers.contains_key(ACCEPTED)
+        {
+            return self.others.call(request);
+        }
+        let calls = Arc::clone(&self.calls);
+        Box::pin(async move {
+            let answered = answer(&calls, request).await;
+            Ok(answered.unwrap_or_else(Status::into_http))
+        })
+    }
+}
+
+async fn answer(calls: &Calls, request: http::Request<Body>) -> Result<http::Response<Body>, Status> {
+    let (head, body) = request.into_parts();
+    let request: pb::ModelInferRequest = decode(read(body).await?)?;
+    let request = Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, request);
+    let (metadata, message, extensions) = calls.answer(request).await?.into_parts();
+    let mut response = http::Response::new(Body::new(Answer { message: encode(&message)?, ended: false }));
+    *response.headers_mut() = metadata.into_headers();
+    response.headers_mut().insert(http::header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
+    *response.extensions_mut() = extensions;
+    Ok(response)
+}
+
+/// The first message of a request, without its prefix, once all of the request has come. As with tonic, messages
+/// after it are dropped.
+async fn read(mut body: Body) -> Result<Bytes, Status> {
+    let mut prefix = [0; PREFIX_BYTES];
+    let mut prefix_bytes = 0;
+    let mut message = Vec::new();
+    let mut left = 0;
+    while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+        let Ok(data) = frame?.into_data() else { continue };
+        let mut data = &data[..];
+        if prefix_bytes < PREFIX_BYTES {
+            let (came, rest) = data.split_at(data.len().min(PREFIX_BYTES - prefix_bytes));
+            prefix[prefix_bytes..][..came.len()].copy_from_slice(came);
+            prefix_bytes += came.len();
+            data = rest;
+            if prefix_bytes == PREFIX_BYTES {
+                // Within the limit, or the prefix had not been handed on.
+                let [_, length @ ..] = prefix;
+                left = u32::from_be_bytes(length) as usize;
+                message.reserve_exact(left);
+            }
+        }
+        let data = &data[..data.len().min(left)];
+        message.extend_from_slice(data);
+        left -= data.len();
+    }
+    Ok(message.into())
+}
+
+/// An answer with its prefix.
+fn encode(message: &pb::ModelInferResponse) -> Result<Bytes, Status> {
+    let bytes = message.encoded_len();
+    let length = u32::try_from(bytes).map_err(|_| {
+        Status::resource_exhausted(format!(
+            "the answer has {bytes} bytes, a message has {} at most",
+            u32::MAX
+        ))
+    })?;
+    let mut encoded = BytesMut::with_capacity(PREFIX_BYTES + bytes);
+    encoded.put_u8(0);
+    encoded.put_u32(length);
+    message.encode(&mut encoded).map_err(|error| InferError::internal(error.to_string()))?;
+    Ok(encoded.freeze())
+}
+
+/// The body of an answer: the message, and that the call succeeded.
+struct Answer {
+    /// Empty once it was taken.
+    message: Bytes,
+    ended: bool,
+}
+
+impl http_body::Body for Answer {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if !self.message.is_empty() {
+            return Poll::Ready(Some(Ok(Frame::data(std::mem::take(&mut self.message)))));
+        }
+        if std::mem::replace(&mut self.ended, true) {
+            return Poll::Ready(None);
+        }
+        let mut trailers = http::HeaderMap::with_capacity(1);
+        trailers.insert(GRPC_STATUS, http::HeaderValue::from_static("0"));
+        Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.ended
+    }
+}
