@@ -57,3 +57,56 @@ where
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::future::{Ready, ready};
+
+    use super::*;
+
+    /// Answers with its name.
+    #[derive(Debug, Clone)]
+    struct Named(&'static str);
+
+    impl NamedService for Named {
+        const NAME: &'static str = "some.Service";
+    }
+
+    impl Service<http::Request<Body>> for Named {
+        type Response = http::Response<Body>;
+        type Error = Infallible;
+        type Future = Ready<Result<http::Response<Body>, Infallible>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, _: http::Request<Body>) -> Self::Future {
+            let mut response = http::Response::new(Body::empty());
+            response.extensions_mut().insert(self.0);
+            ready(Ok(response))
+        }
+    }
+
+    #[tokio::test]
+    async fn calls_of_the_service_alone_go_to_it() {
+        let mut front = Before(Named("service")).layer(Named("routes"));
+        for (path, expected) in [
+            ("/some.Service/Method", "service"),
+            ("/some.Service/", "service"),
+            ("/some.Service", "routes"),
+            ("/some.Services/Method", "routes"),
+            ("/other/some.Service/Method", "routes"),
+            ("//some.Service/Method", "routes"),
+            ("/Some.Service/Method", "routes"),
+            ("/", "routes"),
+            ("*", "routes"),
+        ] {
+            let request = http::Request::builder().uri(path).body(Body::empty()).unwrap();
+            let response = front.call(request).await.unwrap();
+            assert_eq!(response.extensions().get::<&str>(), Some(&expected), "{path}");
+        }
+    }
+}

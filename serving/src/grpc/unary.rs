@@ -158,3 +158,64 @@ impl http_body::Body for Answer {
         self.ended
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use futures::stream;
+    use http_body_util::{BodyExt, StreamBody};
+
+    use super::*;
+
+    fn body(parts: &[&[u8]]) -> Body {
+        let frames: Vec<_> =
+            parts.iter().map(|part| Ok::<_, Status>(Frame::data(Bytes::copy_from_slice(part)))).collect();
+        Body::new(StreamBody::new(stream::iter(frames)))
+    }
+
+    fn framed(message: &[u8]) -> Vec<u8> {
+        [&[0][..], &(message.len() as u32).to_be_bytes(), message].concat()
+    }
+
+    #[tokio::test]
+    async fn a_message_comes_in_any_parts() {
+        let message: Vec<u8> = (0..40).collect();
+        let whole = framed(&message);
+        for first in 0..=whole.len() {
+            for second in first..=whole.len() {
+                let parts = [&whole[..first], &whole[first..second], &whole[second..]];
+                assert_eq!(read(body(&parts)).await.unwrap(), message, "{first} {second}");
+            }
+        }
+        let bytes: Vec<&[u8]> = whole.chunks(1).collect();
+        assert_eq!(read(body(&bytes)).await.unwrap(), message);
+        assert_eq!(read(body(&[&framed(&[])])).await.unwrap(), Bytes::new());
+    }
+
+    #[tokio::test]
+    async fn what_follows_the_first_message_is_not_part_of_it() {
+        let both = [framed(b"first"), framed(b"second")].concat();
+        assert_eq!(read(body(&[&both])).await.unwrap(), "first");
+        assert_eq!(read(body(&[&both[..7], &both[7..]])).await.unwrap(), "first");
+    }
+
+    #[tokio::test]
+    async fn a_body_that_breaks_is_told_as_it_broke() {
+        let frames = [Ok(Frame::data(Bytes::from(framed(b"all")))), Err(Status::aborted("gone"))];
+        let broken = Body::new(StreamBody::new(stream::iter(frames)));
+        assert_eq!(read(broken).await.unwrap_err().message(), "gone");
+    }
+
+    #[tokio::test]
+    async fn an_answer_is_a_message_and_that_it_succeeded() {
+        for name in ["", "model"] {
+            let message = pb::ModelInferResponse { model_name: name.into(), ..Default::default() };
+            let answer = Answer { message: encode(&message).unwrap(), ended: false };
+            let collected = answer.collect().await.unwrap();
+            let trailers = collected.trailers().cloned().unwrap();
+            assert_eq!((trailers.len(), &trailers["grpc-status"]), (1, &http::HeaderValue::from(0)));
+            assert_eq!(collected.to_bytes(), framed(&message.encode_to_vec()));
+        }
+    }
+}
