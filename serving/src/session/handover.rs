@@ -73,7 +73,7 @@ impl Shared {
         room: Room,
     ) -> Shared {
         Shared {
-            outlook: Outlook::new(free.len()),
+            outlook: Outlook::new(free.len(), sizes.rows_max),
             state: Mutex::new(State { free: Free::new(free), line: Line::default(), gathering: false }),
             outputs,
             sizes,

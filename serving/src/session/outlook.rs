@@ -1,9 +1,10 @@
 //! Whether a request that comes can begin in time.
 //!
 //! One that cannot hears so at once, so that it can go to another server; it neither takes the room of others nor
-//! the time of the server, which under too much load has none to give away. For a while after that the line is
-//! kept short: who is served does not profit from having waited long, and what has waited long is out of the caches
-//! when its turn comes. A burst that all can wait for is served.
+//! the time of the server, which under too much load has none to give away. After that the line is kept short until it
+//! has been empty: who is served does not profit from having waited long, and what has waited long is out of the
+//! caches when its turn comes. A line that does not become empty is too much load, not a burst (as in CoDel: Nichols,
+//! Jacobson, 2012); a burst that all can wait for is served.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,12 @@ use super::line::{Line, Work};
 use super::typical::Typical;
 use crate::error::InferError;
 
-/// How long the line is kept short once a request came that could not begin in time.
+/// How long the line is kept short at least once a request came that could not begin in time.
 const SHORT_FOR: Duration = Duration::from_secs(1);
 /// Of the time within which a request must begin, the part for which it may wait meanwhile.
-const SHORT_PART: u32 = 3;
+const SHORT_PART: u32 = 6;
+/// A short line has full runs for each session nevertheless, so many one after the other.
+const RUNS_MIN: u64 = 2;
 
 /// How long those of one model version wait.
 #[derive(Debug)]
@@ -25,17 +28,18 @@ pub(super) struct Outlook {
     row_nanos: Typical,
     /// How many runs there are at a time.
     sessions: u64,
-    /// Until when the line is kept short.
+    /// How many rows the line has at least when it is short.
+    rows_min: u64,
+    /// Until when the line is kept short at least, where it is.
     short_until: Mutex<Option<Instant>>,
 }
 
 impl Outlook {
-    pub(super) fn new(sessions: usize) -> Outlook {
-        Outlook {
-            row_nanos: Typical::default(),
-            sessions: sessions.max(1) as u64,
-            short_until: Mutex::new(None),
-        }
+    /// For so many sessions, of which each runs so many rows at a time.
+    pub(super) fn new(sessions: usize, rows_max: usize) -> Outlook {
+        let sessions = sessions.max(1) as u64;
+        let rows_min = RUNS_MIN.saturating_mul(sessions).saturating_mul(rows_max.max(1) as u64);
+        Outlook { row_nanos: Typical::default(), sessions, rows_min, short_until: Mutex::new(None) }
     }
 
     /// Notes for how long requests of so many rows had a session that came from the line.
@@ -62,7 +66,12 @@ impl Outlook {
     pub(super) fn check(&self, line: &Line, work: &Work, now: Instant) -> Result<(), InferError> {
         let Some(deadline) = work.deadline else { return Ok(()) };
         let left = deadline.saturating_duration_since(now);
-        if self.wait(line.rows()) <= left / SHORT_PART {
+        if line.len() == 0 {
+            let mut short_until = self.short_until.lock();
+            *short_until = short_until.filter(|until| now < *until);
+        }
+        let short = (left / SHORT_PART).max(self.wait(self.rows_min)).min(left);
+        if self.wait(line.rows()) <= short {
             return Ok(());
         }
         let rows = line.rows_before(work);
@@ -71,16 +80,17 @@ impl Outlook {
         if wait > left {
             *short_until = now.checked_add(SHORT_FOR);
         }
-        let is_short = short_until.is_some_and(|until| now < until);
-        if wait <= if is_short { left / SHORT_PART } else { left } {
+        let allowed = if short_until.is_some() { short } else { left };
+        if wait <= allowed {
             return Ok(());
         }
         Err(InferError::Overloaded {
             reason: format!(
-                "more is asked of this model than it can answer: {rows} rows are served before this request, for {} ms, \
-                 and it must begin within {} ms (the least of its parameter timeout, grpc-timeout and \
-                 batching.timeout_us_max)",
+                "more is asked of this model than it can answer: {rows} rows are served before this request, which takes \
+                 {} ms, and it may wait for {} ms, as it must begin within {} ms (the least of its parameter timeout, \
+                 grpc-timeout and batching.timeout_us_max)",
                 wait.as_millis(),
+                allowed.as_millis(),
                 left.as_millis()
             ),
         })
@@ -122,7 +132,7 @@ mod tests {
 
     #[test]
     fn who_cannot_begin_in_time_hears_so_at_once_and_the_line_is_short_for_a_while() {
-        let outlook = Outlook::new(2);
+        let outlook = Outlook::new(2, 1);
         let begin = Instant::now();
         let check = |rows: usize, millis: Option<u64>, after: Duration| {
             let now = begin + after;
@@ -141,17 +151,31 @@ mod tests {
         );
         let soon = SHORT_FOR - Duration::from_millis(1);
         assert!(check(40, Some(40), soon).is_err(), "the line is short");
-        assert!(check(13, Some(40), soon).is_ok());
+        assert!(check(6, Some(40), soon).is_ok());
+        assert!(check(7, Some(40), soon).is_err());
+        assert!(check(0, Some(40), soon).is_ok());
+        assert!(check(40, Some(40), soon).is_err(), "it is so for a while at least");
+        assert!(check(40, Some(40), SHORT_FOR).is_err(), "and until nobody waits");
+        assert!(check(0, Some(40), SHORT_FOR).is_ok());
         assert!(check(40, Some(40), SHORT_FOR).is_ok(), "that is over");
-        assert!(
-            check(40, Some(40), SHORT_FOR + soon).is_ok(),
-            "who was refused because it was short is no reason"
-        );
+    }
+
+    #[test]
+    fn a_short_line_has_full_runs() {
+        let now = Instant::now();
+        // Of 2 ms a row, which two sessions run by four.
+        for (rows, millis, is_let_in) in [(16, 40, true), (17, 40, false), (16, 15, false), (15, 15, true)] {
+            let outlook = Outlook::new(2, 4);
+            outlook.ran(8, Duration::from_millis(16));
+            outlook.check(&line(100, now), &work(1, now, Some(40)), now).unwrap_err();
+            let checked = outlook.check(&line(rows, now), &work(1, now, Some(millis)), now);
+            assert_eq!(checked.is_ok(), is_let_in, "{rows} rows, {millis} ms");
+        }
     }
 
     #[test]
     fn who_is_served_first_does_not_wait_for_the_others() {
-        let outlook = Outlook::new(1);
+        let outlook = Outlook::new(1, 1);
         let now = Instant::now();
         outlook.ran(1, Duration::from_millis(1));
         let line = line(50, now);
