@@ -44,7 +44,7 @@ pub enum ClientError {
         address: String,
         /// The failure.
         #[source]
-        source: tonic::transport::Error,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The server refused.
     #[error("the server says {code:?}: {message}")]

@@ -4,11 +4,16 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use bytes::Buf;
+use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use prost::Message;
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
+
+use crate::error::InferError;
+
+/// A flag and a length before each message of gRPC.
+pub(crate) const PREFIX_BYTES: usize = 5;
 
 /// Encodes `T`, decodes `U`.
 pub(crate) struct MessageCodec<T, U>(PhantomData<fn() -> (T, U)>);
@@ -70,4 +75,23 @@ pub(crate) fn decode<U: Message + Default>(bytes: impl Buf) -> Result<U, Status>
     U::decode(bytes).map_err(|error| {
         Status::invalid_argument(format!("the message is not the one of this call: {error}"))
     })
+}
+
+/// A message as gRPC sends it, with its prefix, in one buffer of its size.
+///
+/// # Errors
+/// RESOURCE_EXHAUSTED for one whose length the prefix cannot tell.
+pub(crate) fn framed(message: &impl Message) -> Result<Bytes, Status> {
+    let bytes = message.encoded_len();
+    let length = u32::try_from(bytes).map_err(|_| {
+        Status::resource_exhausted(format!(
+            "a message would have {bytes} bytes, one has {} at most",
+            u32::MAX
+        ))
+    })?;
+    let mut framed = BytesMut::with_capacity(PREFIX_BYTES + bytes);
+    framed.put_u8(0);
+    framed.put_u32(length);
+    message.encode(&mut framed).map_err(|error| InferError::internal(error.to_string()))?;
+    Ok(framed.freeze())
 }

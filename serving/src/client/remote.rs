@@ -1,9 +1,14 @@
 //! A server as clients reach it: its address, and what it is shown, read once for any number of connections.
 
+use std::io;
 use std::time::Duration;
 
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
 use tonic::Request;
-use tonic::metadata::{Ascii, MetadataValue};
+use tonic::codegen::Service as _;
+use tonic::codegen::http::Uri;
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 
 use super::ClientError;
@@ -11,6 +16,11 @@ use super::credentials::{Connector, Credentials};
 
 /// Longest wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
+
+/// Bytes to and from a server, encrypted where it is one of `https`.
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
 /// A server at an address, and what it is shown.
 #[derive(Debug, Clone)]
@@ -56,7 +66,47 @@ impl Remote {
             Some(connector) => self.endpoint.connect_with_connector(connector.clone()).await,
             None => self.endpoint.connect().await,
         };
-        connected.map_err(|source| ClientError::Unreachable { address: self.address.clone(), source })
+        connected.map_err(|source| self.unreachable(source))
+    }
+
+    /// Connects once more, for who speaks HTTP/2 himself.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`].
+    pub(crate) async fn stream(&self) -> Result<Box<dyn Stream>, ClientError> {
+        let connected = tokio::time::timeout(CONNECT_MAX, async {
+            Ok::<Box<dyn Stream>, io::Error>(match &self.secure {
+                Some(connector) => Box::new(connector.clone().call(self.uri().clone()).await?.into_inner()),
+                None => {
+                    let host = self.uri().host().unwrap_or_default().trim_matches(['[', ']']);
+                    let stream = TcpStream::connect((host, self.uri().port_u16().unwrap_or(80))).await?;
+                    stream.set_nodelay(true)?;
+                    Box::new(stream)
+                }
+            })
+        });
+        match connected.await {
+            Ok(connected) => connected.map_err(|source| self.unreachable(source)),
+            Err(late) => Err(self.unreachable(late)),
+        }
+    }
+
+    /// The failure to speak with it.
+    pub(crate) fn unreachable(
+        &self,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> ClientError {
+        ClientError::Unreachable { address: self.address.clone(), source: source.into() }
+    }
+
+    /// Scheme and place of the server.
+    pub(crate) fn uri(&self) -> &Uri {
+        self.endpoint.uri()
+    }
+
+    /// What goes with each call.
+    pub(crate) fn metadata(&self) -> MetadataMap {
+        self.call(()).into_parts().0
     }
 
     /// A call with its token.

@@ -16,6 +16,7 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 use super::deadline;
+use crate::codec::PREFIX_BYTES;
 use crate::compression::Encoding;
 use crate::config::Limits;
 use crate::error::InferError;
@@ -24,8 +25,6 @@ use crate::error::InferError;
 pub(super) const ENCODING: &str = "grpc-encoding";
 /// Names the compressions that the client reads.
 pub(super) const ACCEPTED: &str = "grpc-accept-encoding";
-/// A flag and a length before each message.
-pub(super) const PREFIX_BYTES: usize = 5;
 /// Calls whose client sends any number of messages, also none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 

@@ -9,9 +9,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http_body::{Body as _, Frame};
-use prost::Message;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
 use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataMap};
@@ -19,9 +18,8 @@ use tonic::server::NamedService;
 use tonic::{Request, Status};
 
 use super::Service as Calls;
-use super::messages::{ACCEPTED, ENCODING, PREFIX_BYTES};
-use crate::codec::decode;
-use crate::error::InferError;
+use super::messages::{ACCEPTED, ENCODING};
+use crate::codec::{PREFIX_BYTES, decode, framed};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -76,7 +74,7 @@ async fn answer(calls: &Calls, request: http::Request<Body>) -> Result<http::Res
     let request: pb::ModelInferRequest = decode(read(body).await?)?;
     let request = Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, request);
     let (metadata, message, extensions) = calls.answer(request).await?.into_parts();
-    let mut response = http::Response::new(Body::new(Answer { message: encode(&message)?, ended: false }));
+    let mut response = http::Response::new(Body::new(Answer { message: framed(&message)?, ended: false }));
     *response.headers_mut() = metadata.into_headers();
     response.headers_mut().insert(http::header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
     *response.extensions_mut() = extensions;
@@ -110,22 +108,6 @@ async fn read(mut body: Body) -> Result<Bytes, Status> {
         left -= data.len();
     }
     Ok(message.into())
-}
-
-/// An answer with its prefix.
-fn encode(message: &pb::ModelInferResponse) -> Result<Bytes, Status> {
-    let bytes = message.encoded_len();
-    let length = u32::try_from(bytes).map_err(|_| {
-        Status::resource_exhausted(format!(
-            "the answer has {bytes} bytes, a message has {} at most",
-            u32::MAX
-        ))
-    })?;
-    let mut encoded = BytesMut::with_capacity(PREFIX_BYTES + bytes);
-    encoded.put_u8(0);
-    encoded.put_u32(length);
-    message.encode(&mut encoded).map_err(|error| InferError::internal(error.to_string()))?;
-    Ok(encoded.freeze())
 }
 
 /// The body of an answer: the message, and that the call succeeded.
@@ -165,6 +147,7 @@ mod tests {
 
     use futures::stream;
     use http_body_util::{BodyExt, StreamBody};
+    use prost::Message as _;
 
     use super::*;
 
@@ -174,14 +157,14 @@ mod tests {
         Body::new(StreamBody::new(stream::iter(frames)))
     }
 
-    fn framed(message: &[u8]) -> Vec<u8> {
+    fn prefixed(message: &[u8]) -> Vec<u8> {
         [&[0][..], &(message.len() as u32).to_be_bytes(), message].concat()
     }
 
     #[tokio::test]
     async fn a_message_comes_in_any_parts() {
         let message: Vec<u8> = (0..40).collect();
-        let whole = framed(&message);
+        let whole = prefixed(&message);
         for first in 0..=whole.len() {
             for second in first..=whole.len() {
                 let parts = [&whole[..first], &whole[first..second], &whole[second..]];
@@ -190,19 +173,19 @@ mod tests {
         }
         let bytes: Vec<&[u8]> = whole.chunks(1).collect();
         assert_eq!(read(body(&bytes)).await.unwrap(), message);
-        assert_eq!(read(body(&[&framed(&[])])).await.unwrap(), Bytes::new());
+        assert_eq!(read(body(&[&prefixed(&[])])).await.unwrap(), Bytes::new());
     }
 
     #[tokio::test]
     async fn what_follows_the_first_message_is_not_part_of_it() {
-        let both = [framed(b"first"), framed(b"second")].concat();
+        let both = [prefixed(b"first"), prefixed(b"second")].concat();
         assert_eq!(read(body(&[&both])).await.unwrap(), "first");
         assert_eq!(read(body(&[&both[..7], &both[7..]])).await.unwrap(), "first");
     }
 
     #[tokio::test]
     async fn a_body_that_breaks_is_told_as_it_broke() {
-        let frames = [Ok(Frame::data(Bytes::from(framed(b"all")))), Err(Status::aborted("gone"))];
+        let frames = [Ok(Frame::data(Bytes::from(prefixed(b"all")))), Err(Status::aborted("gone"))];
         let broken = Body::new(StreamBody::new(stream::iter(frames)));
         assert_eq!(read(broken).await.unwrap_err().message(), "gone");
     }
@@ -211,11 +194,11 @@ mod tests {
     async fn an_answer_is_a_message_and_that_it_succeeded() {
         for name in ["", "model"] {
             let message = pb::ModelInferResponse { model_name: name.into(), ..Default::default() };
-            let answer = Answer { message: encode(&message).unwrap(), ended: false };
+            let answer = Answer { message: framed(&message).unwrap(), ended: false };
             let collected = answer.collect().await.unwrap();
             let trailers = collected.trailers().cloned().unwrap();
             assert_eq!((trailers.len(), &trailers["grpc-status"]), (1, &http::HeaderValue::from(0)));
-            assert_eq!(collected.to_bytes(), framed(&message.encode_to_vec()));
+            assert_eq!(collected.to_bytes(), prefixed(&message.encode_to_vec()));
         }
     }
 }

@@ -1,20 +1,28 @@
-//! A client that costs little: messages that were encoded before go out, answers come in and are thrown
-//! away.
+//! A client that costs little: messages that were framed before go out, answers come in and are thrown away. It
+//! speaks HTTP/2 itself, as the layers of tonic's channel cost a load as much as all that is under them, on a
+//! machine that it may share with the server.
 
+use std::future::poll_fn;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use bytes::{Buf as _, BufMut as _, Bytes};
-use tonic::client::Grpc;
-use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use bytes::Bytes;
+use h2::RecvStream;
+use h2::client::{Builder, SendRequest};
+use parking_lot::Mutex;
+use tonic::codegen::http;
 use tonic::codegen::http::uri::PathAndQuery;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::requests::Requests;
 use crate::client::{ClientError, Credentials, Remote};
 
 const PATH: &str = "/inference.GRPCInferenceService/ModelInfer";
+/// What may come of one answer, and of all, before it is looked at; hyper's clients have as much.
+const WINDOW_BYTES: u32 = 2 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 5 << 20;
+/// Most digits of a `grpc-timeout`.
+const TIMEOUT_MAX: u128 = 99_999_999;
 
 /// Who answers the requests of a load.
 pub(super) trait Server: Clone + Send + 'static {
@@ -26,12 +34,21 @@ pub(super) trait Server: Clone + Send + 'static {
     ) -> impl Future<Output = Result<(), Code>> + Send;
 }
 
-/// A connection to a server. Clones share it.
+/// A connection to a server, which is made again when it has broken. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct Connection {
-    grpc: Grpc<Channel>,
-    remote: Arc<Remote>,
+    shared: Arc<Shared>,
     requests: Requests,
+}
+
+#[derive(Debug)]
+struct Shared {
+    remote: Remote,
+    /// Where calls go and what they show.
+    head: http::Request<()>,
+    link: Mutex<SendRequest<Bytes>>,
+    /// Held by who connects again.
+    connecting: tokio::sync::Mutex<()>,
 }
 
 impl Connection {
@@ -42,11 +59,17 @@ impl Connection {
         requests: &Requests,
         count: usize,
     ) -> Result<Vec<Connection>, ClientError> {
-        let remote = Arc::new(Remote::new(address, credentials)?);
+        let remote = Remote::new(address, credentials)?;
+        let head = head(&remote).ok_or_else(|| ClientError::Address { address: address.to_owned() })?;
         let mut connections = Vec::with_capacity(count);
         for _ in 0..count {
-            let grpc = Grpc::new(remote.connect().await?).max_decoding_message_size(usize::MAX);
-            connections.push(Connection { grpc, remote: Arc::clone(&remote), requests: requests.clone() });
+            let shared = Shared {
+                head: head.clone(),
+                link: Mutex::new(connect(&remote).await?),
+                connecting: tokio::sync::Mutex::new(()),
+                remote: remote.clone(),
+            };
+            connections.push(Connection { shared: Arc::new(shared), requests: requests.clone() });
         }
         Ok(connections)
     }
@@ -54,61 +77,125 @@ impl Connection {
 
 impl Server for Connection {
     async fn call(&mut self, number: u64, timeout: Option<Duration>) -> Result<(), Code> {
-        self.grpc.ready().await.map_err(|_| Code::Unavailable)?;
-        let mut request = self.remote.call(self.requests.message(number));
-        if let Some(timeout) = timeout {
+        let exchange = self.shared.exchange(self.requests.framed(number), timeout);
+        match timeout {
+            None => exchange.await,
             // Tells the server, and gives up here when it is over.
-            request.set_timeout(timeout);
-        }
-        match self.grpc.unary(request, PathAndQuery::from_static(PATH), Bare).await {
-            Ok(_) => Ok(()),
-            // What tonic calls a time that is over on this side.
-            Err(status) if timeout.is_some() && status.code() == Code::Cancelled => {
-                Err(Code::DeadlineExceeded)
+            Some(timeout) => {
+                tokio::time::timeout(timeout, exchange).await.unwrap_or(Err(Code::DeadlineExceeded))
             }
-            Err(status) => Err(status.code()),
         }
     }
 }
 
-/// Messages as bytes.
-#[derive(Debug)]
-struct Bare;
-
-impl Codec for Bare {
-    type Encode = Bytes;
-    type Decode = ();
-    type Encoder = Bare;
-    type Decoder = Bare;
-
-    fn encoder(&mut self) -> Bare {
-        Bare
+impl Shared {
+    async fn exchange(&self, message: Bytes, timeout: Option<Duration>) -> Result<(), Code> {
+        let began = timeout.map(|_| Instant::now());
+        let mut link = self.ready().await?;
+        let mut head = self.head.clone();
+        if let (Some(timeout), Some(began)) = (timeout, began) {
+            // It may have waited for others on the connection, of which the server knows nothing.
+            head.headers_mut().insert("grpc-timeout", shown(timeout.saturating_sub(began.elapsed())));
+        }
+        let (answer, mut body) = link.send_request(head, false).map_err(code)?;
+        body.send_data(message, true).map_err(code)?;
+        let (head, body) = answer.await.map_err(code)?.into_parts();
+        match of_headers(&head.headers) {
+            Some(code) => outcome(code),
+            None if head.status == http::StatusCode::OK => outcome(drain(body).await?),
+            None => Err(of_http(head.status)),
+        }
     }
 
-    fn decoder(&mut self) -> Bare {
-        Bare
+    /// Takes the next stream of the connection.
+    async fn ready(&self) -> Result<SendRequest<Bytes>, Code> {
+        let link = self.link.lock().clone();
+        if let Ok(ready) = link.ready().await {
+            return Ok(ready);
+        }
+        let _turn = self.connecting.lock().await;
+        // Who had the turn before may have connected.
+        let link = self.link.lock().clone();
+        if let Ok(ready) = link.ready().await {
+            return Ok(ready);
+        }
+        let new = connect(&self.remote).await.map_err(|_| Code::Unavailable)?;
+        *self.link.lock() = new.clone();
+        new.ready().await.map_err(code)
     }
 }
 
-impl Encoder for Bare {
-    type Item = Bytes;
-    type Error = Status;
+/// What all calls begin with.
+fn head(remote: &Remote) -> Option<http::Request<()>> {
+    let mut uri = remote.uri().clone().into_parts();
+    uri.path_and_query = Some(PathAndQuery::from_static(PATH));
+    let mut head = http::Request::post(http::Uri::from_parts(uri).ok()?)
+        .version(http::Version::HTTP_2)
+        .header(http::header::TE, "trailers")
+        .header(http::header::CONTENT_TYPE, "application/grpc")
+        .body(())
+        .ok()?;
+    head.headers_mut().extend(remote.metadata().into_headers());
+    Some(head)
+}
 
-    fn encode(&mut self, message: Bytes, into: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        into.reserve(message.len());
-        into.put(message);
-        Ok(())
+/// Connects. What moves the bytes ends when the last clone has gone.
+async fn connect(remote: &Remote) -> Result<SendRequest<Bytes>, ClientError> {
+    let (link, connection) = Builder::new()
+        .enable_push(false)
+        .initial_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .handshake(remote.stream().await?)
+        .await
+        .map_err(|error| remote.unreachable(error))?;
+    // Whoever calls on a connection that has failed hears so.
+    tokio::spawn(connection);
+    Ok(link)
+}
+
+/// Takes in an answer; gives the status at its end.
+async fn drain(mut body: RecvStream) -> Result<Code, Code> {
+    while let Some(data) = body.data().await {
+        let bytes = data.map_err(code)?.len();
+        body.flow_control().release_capacity(bytes).map_err(code)?;
+    }
+    let trailers = poll_fn(|cx| body.poll_trailers(cx)).await.map_err(code)?;
+    Ok(trailers.and_then(|trailers| of_headers(&trailers)).unwrap_or(Code::Unknown))
+}
+
+fn of_headers(headers: &http::HeaderMap) -> Option<Code> {
+    headers.get("grpc-status").map(|code| Code::from_bytes(code.as_bytes()))
+}
+
+fn outcome(code: Code) -> Result<(), Code> {
+    if code == Code::Ok { Ok(()) } else { Err(code) }
+}
+
+/// What an answer without a status of gRPC means, as gRPC's document on that has it.
+fn of_http(status: http::StatusCode) -> Code {
+    match status.as_u16() {
+        400 => Code::Internal,
+        401 => Code::Unauthenticated,
+        403 => Code::PermissionDenied,
+        404 => Code::Unimplemented,
+        429 | 502 | 503 | 504 => Code::Unavailable,
+        _ => Code::Unknown,
     }
 }
 
-impl Decoder for Bare {
-    type Item = ();
-    type Error = Status;
+/// What a stream or connection that broke off means.
+fn code(error: h2::Error) -> Code {
+    let gone = error.is_io() || error.is_go_away();
+    if gone { Code::Unavailable } else { Status::from_error(Box::new(error)).code() }
+}
 
-    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<()>, Status> {
-        from.advance(from.remaining());
-        Ok(Some(()))
-    }
+/// A time as the protocol of gRPC over HTTP/2 writes it.
+fn shown(timeout: Duration) -> http::HeaderValue {
+    let text = match timeout.as_micros() {
+        micros @ ..=TIMEOUT_MAX => format!("{micros}u"),
+        _ => format!("{}m", timeout.as_millis().min(TIMEOUT_MAX)),
+    };
+    http::HeaderValue::try_from(text).unwrap_or(http::HeaderValue::from_static("0u"))
 }
 
 /// The name of a status as the protocol has it.
@@ -133,3 +220,6 @@ pub(super) fn status(code: Code) -> &'static str {
         Code::Unauthenticated => "UNAUTHENTICATED",
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,6 +20,9 @@ pub(super) const UNANSWERED_MAX: usize = 20_000;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The status of requests that were not answered within it.
 const UNANSWERED: &str = "no answer";
+/// Of the time within which an answer is wanted, the part to which the times of requests are rounded up: each
+/// wake-up of the generator takes from a machine that it may share with the server.
+const GRAIN_PART: u32 = 200;
 /// After so many requests that were due at once others get the thread.
 const TURN: u64 = 16;
 
@@ -30,7 +33,8 @@ pub struct Open {
     pub rate: f64,
     /// Over how many connections, in turn.
     pub connections: usize,
-    /// When a request's answer comes too late, since the request was to be sent. The server is told.
+    /// When a request's answer comes too late, since the request was to be sent. The server is told. Requests go
+    /// out together then that are due within a 200th of it.
     pub deadline: Option<Duration>,
     /// How long requests are sent before any is counted.
     pub warm_up: Duration,
@@ -85,11 +89,12 @@ pub async fn open_with(
 pub(super) async fn drive<C: Clock, S: Server>(clock: C, servers: Vec<S>, load: &Open) -> Measured {
     let end = load.warm_up + load.duration;
     let measured = Arc::new(Mutex::new(Measured { elapsed: load.duration, ..Measured::default() }));
+    let grain = load.deadline.unwrap_or_default() / GRAIN_PART;
     let (mut counted, mut unsent) = (0, 0);
     let mut requests = JoinSet::new();
     let schedule = Poisson::new(load.rate, load.seed).take_while(|at| *at < end);
     for ((number, at), server) in (0u64..).zip(schedule).zip(servers.iter().cycle()) {
-        clock.until(at).await;
+        clock.until(rounded_up(at, grain)).await;
         while requests.try_join_next().is_some() {}
         let counts = at >= load.warm_up;
         counted += u64::from(counts);
@@ -118,6 +123,15 @@ pub(super) async fn drive<C: Clock, S: Server>(clock: C, servers: Vec<S>, load: 
         measured.failed.insert(UNANSWERED, unanswered);
     }
     measured
+}
+
+/// The first multiple of a grain that is not before a time.
+pub(super) fn rounded_up(at: Duration, grain: Duration) -> Duration {
+    match at.as_nanos().checked_rem(grain.as_nanos()) {
+        None | Some(0) => at,
+        // Shorter than the grain, which is a part of some hours at most.
+        Some(past) => at + (grain - Duration::from_nanos(past as u64)),
+    }
 }
 
 /// One request of the schedule.

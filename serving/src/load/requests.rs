@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
-use prost::Message as _;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use crate::codec::framed;
 use crate::error::InferError;
 use crate::record::{Mapping, Row};
 use crate::tensor::{Data, Tensor, element_count, shown};
@@ -26,6 +26,7 @@ const REQUESTS_MAX: usize = 1024;
 #[derive(Clone)]
 pub struct Requests {
     first: Arc<ModelInferRequest>,
+    /// Each with its prefix, as gRPC sends it.
     messages: Arc<[Bytes]>,
 }
 
@@ -52,14 +53,14 @@ impl Requests {
         seed: u64,
     ) -> Result<Requests, InferError> {
         let inputs = drawn_inputs(signature, rows, shapes, seed)?;
-        Ok(Requests::of([write_request(model, version, inputs, Form::Raw)]))
+        Requests::of([write_request(model, version, inputs, Form::Raw)])
     }
 
     /// Requests of `rows` rows each from rows of records; a last request may have fewer, and one ends
     /// where the next row has another shape.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when there are no rows.
+    /// [`InferError::Invalid`] when there are no rows, and for what no message holds.
     pub fn from_rows(
         model: &str,
         version: Option<u64>,
@@ -77,21 +78,18 @@ impl Requests {
             requests.push(write_request(model, version, mapping.batch(now)?, Form::Raw));
             rest = later;
         }
-        Ok(Requests::of(requests))
+        Requests::of(requests)
     }
 
     /// At least one request.
-    fn of(requests: impl IntoIterator<Item = ModelInferRequest>) -> Requests {
+    fn of(requests: impl IntoIterator<Item = ModelInferRequest>) -> Result<Requests, InferError> {
         let mut first = None;
-        let messages: Arc<[Bytes]> = requests
-            .into_iter()
-            .map(|request| {
-                let message = Bytes::from(request.encode_to_vec());
-                first.get_or_insert(request);
-                message
-            })
-            .collect();
-        Requests { first: Arc::new(first.unwrap_or_default()), messages }
+        let mut messages = Vec::new();
+        for request in requests {
+            messages.push(framed(&request).map_err(|status| InferError::invalid(status.message()))?);
+            first.get_or_insert(request);
+        }
+        Ok(Requests { first: Arc::new(first.unwrap_or_default()), messages: messages.into() })
     }
 
     /// The first of them, to try it before all are sent.
@@ -104,7 +102,8 @@ impl Requests {
         self.messages.len()
     }
 
-    pub(super) fn message(&self, number: u64) -> Bytes {
+    /// One of them with its prefix.
+    pub(super) fn framed(&self, number: u64) -> Bytes {
         self.messages[(number % self.messages.len() as u64) as usize].clone()
     }
 }

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use super::client::Server;
 use super::clock::Clock;
-use super::open::{UNANSWERED_MAX, drive};
+use super::open::{UNANSWERED_MAX, drive, rounded_up};
 use super::*;
 
 /// More turns of the runtime than any chain of wakes here has tasks.
@@ -196,4 +196,14 @@ fn a_generator_that_is_late_says_so() {
     measured.late = Histogram::default();
     measured.processor = SECOND * 10_000;
     assert!(measured.limits()[0].contains("the generator itself used"), "{:?}", measured.limits());
+}
+
+#[test]
+fn times_are_rounded_up_to_a_part_of_the_deadline() {
+    let micros = Duration::from_micros;
+    for (at, grain, expected) in
+        [(0, 7, 0), (1, 7, 7), (7, 7, 7), (8, 7, 14), (5, 0, 5), (1_000_001, 1_000, 1_001_000)]
+    {
+        assert_eq!(rounded_up(micros(at), micros(grain)), micros(expected), "{at} {grain}");
+    }
 }

@@ -2,8 +2,10 @@
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;
+use prost::Message as _;
 
 use super::*;
+use crate::codec::PREFIX_BYTES;
 use crate::record;
 use crate::shared_memory::Inputs;
 use crate::wire::read_inputs;
@@ -17,7 +19,7 @@ fn signature(inputs: Vec<TensorSpec>) -> Signature {
 }
 
 fn decoded(requests: &Requests, number: u64) -> (ModelInferRequest, Vec<Tensor>) {
-    let mut request = ModelInferRequest::decode(requests.message(number)).unwrap();
+    let mut request = ModelInferRequest::decode(requests.framed(number).slice(PREFIX_BYTES..)).unwrap();
     let (tensors, form) = read_inputs(&mut request, Inputs::none()).unwrap();
     assert_eq!(form, Form::Raw);
     (request, tensors)
