@@ -23,13 +23,16 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 use crate::access::Logged;
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
+use crate::session::Realtime;
 use crate::telemetry::Telemetry;
 use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Requests at a time on one connection of HTTP/2.
-pub(crate) const STREAMS_MAX: u32 = 256;
+/// Requests at a time on one connection of HTTP/2. As many as wait for a model by default: where a client has to
+/// keep requests back that the server would refuse, those that come out of its line have no time left, and under an
+/// overload that lasts none of a client's requests is answered in time (seen with 256).
+pub(crate) const STREAMS_MAX: u32 = 1024;
 /// Bytes of headers of one request, over HTTP/2 and (with the request line) over HTTP/1.1.
 pub(crate) const HEAD_BYTES_MAX: u32 = 64 << 10;
 /// Connections at a time that are told why they are refused; more are closed without a word.
@@ -51,6 +54,7 @@ pub(crate) struct Listener {
     stalled: Duration,
     securing: Option<Securing>,
     telemetry: Option<Arc<Telemetry>>,
+    realtime: Realtime,
 }
 
 impl Listener {
@@ -87,12 +91,18 @@ impl Listener {
             stalled: Duration::from_millis(limits.stalled_ms_max),
             securing: None,
             telemetry: None,
+            realtime: Realtime::default(),
         }
     }
 
     /// Requests over HTTP have spans, if there is a collector.
     pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Listener {
         Listener { telemetry, ..self }
+    }
+
+    /// Threads that read what clients send are of the real-time class where that is wanted.
+    pub(crate) fn prompt(self, realtime: Realtime) -> Listener {
+        Listener { realtime, ..self }
     }
 
     /// Takes connections with TLS alone, if there is something to secure them with.
@@ -172,6 +182,7 @@ pub(crate) struct Connection {
     opening: Option<(usize, Pin<Box<Sleep>>)>,
     /// Runs while the client takes nothing of what waits for it.
     writing: Option<Pin<Box<Sleep>>>,
+    realtime: Realtime,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -185,6 +196,7 @@ impl Connection {
             stalled: listener.stalled,
             opening: Some((0, Box::pin(tokio::time::sleep(listener.stalled)))),
             writing: None,
+            realtime: listener.realtime,
             _permit: permit,
         }
     }
@@ -227,6 +239,7 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        self.realtime.settle();
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
         let Some((matched, deadline)) = &mut self.opening else { return read };

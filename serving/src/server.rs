@@ -25,6 +25,7 @@ use crate::infer::Inference;
 use crate::logging::Logging;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
+use crate::session::Realtime;
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
@@ -92,7 +93,7 @@ impl Serving {
 ///
 /// # Errors
 /// [`Error::Config`] for a limit of 0, for what is no origin, for certificates and tokens that cannot
-/// be used, and for a collector of spans that is none; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
+/// be used, for a collector of spans that is none, and for `realtime` where the process may not; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
 /// afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
@@ -134,6 +135,8 @@ struct Entrance {
     tokens: Option<Arc<Tokens>>,
     /// Where spans of those who passed are sent.
     telemetry: Option<telemetry::Opened>,
+    /// How those who passed are served.
+    realtime: Realtime,
 }
 
 impl Entrance {
@@ -144,11 +147,13 @@ impl Entrance {
                 "tokens come over connections without TLS, where others may read them: set [serving.tls]"
             );
         }
+        let realtime = config.realtime;
         let open = move || {
             Ok(Entrance {
                 certificates: tls.as_ref().map(Certificates::open).transpose()?,
                 tokens: tokens.as_deref().map(tokens::open).transpose()?,
                 telemetry: spans.as_ref().map(telemetry::Opened::open).transpose()?,
+                realtime: Realtime::new(realtime)?,
             })
         };
         blocking("configuration", open).await
@@ -225,7 +230,8 @@ fn serve_on(
         .add_service(guarded(reflection::v1()?, &guard, limits))
         .add_service(guarded(reflection::v1alpha()?, &guard, limits));
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
-    let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc));
+    let realtime = entrance.realtime;
+    let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc)).prompt(realtime);
     let incoming = stream::unfold(listener, |listener| async move {
         let connection = listener.accept().await;
         Some((Ok::<_, std::io::Error>(connection), listener))
@@ -238,8 +244,10 @@ fn serve_on(
             .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
     });
     transports.spawn({
-        let listener =
-            Listener::http(http, "REST", limits).secured(securing(Securing::http)).traced(telemetry);
+        let listener = Listener::http(http, "REST", limits)
+            .secured(securing(Securing::http))
+            .traced(telemetry)
+            .prompt(realtime);
         let answering = serve_http(listener, routes, closing.clone());
         async {
             answering.await;

@@ -13,6 +13,7 @@ mod outlook;
 mod placement;
 mod pool;
 mod probe;
+mod realtime;
 mod trial;
 mod typical;
 mod values;
@@ -35,6 +36,7 @@ pub(crate) use lease::Ran;
 pub(crate) use line::Work;
 pub(crate) use options::check_device;
 pub(crate) use pool::{Pool, in_place};
+pub(crate) use realtime::Realtime;
 pub use trial::Trial;
 
 /// Models up to this size get one session per thread, larger ones one that uses all threads, unless said

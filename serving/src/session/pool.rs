@@ -20,6 +20,7 @@ use super::handover::{Begun, Shared};
 use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::placement::Placement;
+use super::realtime;
 use super::values::run;
 use crate::config::Config;
 use crate::error::InferError;
@@ -269,5 +270,10 @@ pub(crate) fn in_place<T>(micros: usize, run: impl FnOnce() -> T) -> T {
     use tokio::runtime::{Handle, RuntimeFlavor};
     let has_others =
         || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
-    if micros > INLINE_MICROS_MAX && has_others() { tokio::task::block_in_place(run) } else { run() }
+    if micros > INLINE_MICROS_MAX && has_others() {
+        realtime::end();
+        tokio::task::block_in_place(run)
+    } else {
+        run()
+    }
 }
