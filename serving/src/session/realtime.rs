@@ -94,7 +94,7 @@ fn schedule(realtime: bool) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::print_stderr)]
     use std::time::Instant;
 
     use super::super::background::Account;
