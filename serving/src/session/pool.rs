@@ -9,6 +9,7 @@
 //! Where many ask, a request that finds a session free gathers company first: its thread takes in what has
 //! been sent by then, and who comes meanwhile waits for it.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -147,7 +148,8 @@ impl Pool {
             return Err(late(work.queued));
         }
         let (deadline, queued, beside) = (work.deadline, work.queued, work.beside);
-        let waiting = match self.shared.begin(work, |free| self.gathers(free))? {
+        let client = work.client;
+        let waiting = match self.shared.begin(work, |free| self.gathers(client, free))? {
             Begun::Alone(mut lease, work) => {
                 return self.execute(deadline, queued, beside, move || lease.run_alone(&work)).await;
             }
@@ -176,12 +178,12 @@ impl Pool {
         }
     }
 
-    /// Whether a request that has a session, beside which so many are free, looks for company. Where nobody
+    /// Whether a request of a client that has a session, beside which so many are free, looks for company. Where nobody
     /// else runs there is hardly anything to take in, unless it was otherwise lately.
-    fn gathers(&self, free: usize) -> bool {
+    fn gathers(&self, client: Option<SocketAddr>, free: usize) -> bool {
         let long = self.shared.run_micros() >= READ_ON_MICROS_MIN;
-        self.batch_rows_max().is_some()
-            && ((long && free + 1 < self.sessions) || self.shared.company.is_likely())
+        let beside = free + 1 < self.sessions;
+        self.batch_rows_max().is_some() && ((long && beside) || self.shared.company.is_likely(client, beside))
     }
 
     /// Takes in what clients have sent, as long as more comes, and not longer than it is worth.
