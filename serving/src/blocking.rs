@@ -1,6 +1,9 @@
-//! Blocking work (metadata, graph optimisation) beside the asynchronous tasks.
+//! Blocking work (metadata, graph optimisation, compression) beside the asynchronous tasks.
+
+use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::error::{Error, Result};
+use crate::session::end_realtime;
 
 /// Runs blocking work on a thread of its own. A panic of the work goes on in the caller.
 ///
@@ -16,5 +19,17 @@ pub(crate) async fn blocking<T: Send + 'static>(
             Ok(panic) => std::panic::resume_unwind(panic),
             Err(_) => Err(Error::Service { service: what, reason: "the process is stopping".into() }),
         },
+    }
+}
+
+/// Works on this thread; its other tasks go to another one first, where it is long work.
+pub(crate) fn in_place<T>(long: bool, work: impl FnOnce() -> T) -> T {
+    let has_others =
+        || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
+    if long && has_others() {
+        end_realtime();
+        tokio::task::block_in_place(work)
+    } else {
+        work()
     }
 }

@@ -7,6 +7,7 @@ use flate2::bufread::MultiGzDecoder;
 use flate2::write::{GzEncoder, ZlibEncoder};
 use flate2::{Compression, Decompress, FlushDecompress, Status};
 
+use crate::blocking::in_place;
 use crate::error::InferError;
 
 /// Sizes from which compressing takes long enough (1 ms and more) to hand other tasks of the thread on.
@@ -45,7 +46,7 @@ impl Encoding {
     /// [`InferError::TooLarge`] as soon as more than `bytes_max` bytes have come out;
     /// [`InferError::Invalid`] for a stream that is corrupt, cut off or followed by something.
     pub(crate) fn decompress(self, body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
-        unhurried(body.len(), || match self {
+        in_place(body.len() >= LONG_BYTES, || match self {
             Encoding::Gzip => gunzip(body, bytes_max),
             Encoding::Deflate => inflate(body, bytes_max),
         })
@@ -53,7 +54,7 @@ impl Encoding {
 
     /// Compresses a body, at the level that costs least.
     pub(crate) fn compress(self, body: &[u8]) -> io::Result<Vec<u8>> {
-        unhurried(body.len(), || match self {
+        in_place(body.len() >= LONG_BYTES, || match self {
             Encoding::Gzip => {
                 let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
                 encoder.write_all(body)?;
@@ -66,15 +67,6 @@ impl Encoding {
             }
         })
     }
-}
-
-/// Runs work on `bytes` bytes; large work lets the thread's other tasks move elsewhere.
-fn unhurried<T>(bytes: usize, work: impl FnOnce() -> T) -> T {
-    let movable = || {
-        tokio::runtime::Handle::try_current()
-            .is_ok_and(|handle| handle.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread)
-    };
-    if bytes >= LONG_BYTES && movable() { tokio::task::block_in_place(work) } else { work() }
 }
 
 fn too_large(bytes_max: usize) -> InferError {

@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
+use crate::blocking::in_place;
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::repository::{Asked, Model, Repository};
 use crate::sequence::Place;
-use crate::session::{Work, in_place};
+use crate::session::Work;
 use crate::shadow::Copied;
 use crate::statistics::Times;
 use crate::telemetry;
@@ -27,6 +28,8 @@ pub(crate) use step::{Checked, step};
 
 /// Most input or output tensors in a request.
 pub(crate) const TENSORS_MAX: usize = 1024;
+/// Inputs of so many bytes take long to digest: about 1 ms.
+const LONG_BYTES: usize = 1 << 20;
 
 /// A request as every transport hands it over.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -351,8 +354,7 @@ async fn perform(
     let inferences = |rows: usize| rows.max(1) as u64;
     let mut missed = None;
     if let Some(answers) = &model.answers {
-        // About a gigabyte a second.
-        let key = in_place(work.bytes() / 1_000, || answers.key(&work));
+        let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work));
         if let Some(outputs) = answers.get(&key) {
             let times = Times::found(queued);
             let took = times.end.saturating_duration_since(queued);

@@ -3,6 +3,7 @@
 mod background;
 mod backing;
 mod company;
+mod efficiency;
 mod free;
 mod handover;
 mod joined;
@@ -35,8 +36,8 @@ use values::datatype;
 pub(crate) use lease::Ran;
 pub(crate) use line::Work;
 pub(crate) use options::check_device;
-pub(crate) use pool::{Pool, in_place};
-pub(crate) use realtime::Realtime;
+pub(crate) use pool::Pool;
+pub(crate) use realtime::{Realtime, end as end_realtime};
 pub use trial::Trial;
 
 /// Models up to this size get one session per thread, larger ones one that uses all threads, unless said

@@ -1,4 +1,8 @@
-//! Long runs while several models are in use: on threads of their own, which give way to all others.
+//! Long runs: on threads of their own, which give way to all others while several models are in use.
+//!
+//! A thread of the server that runs for long answers nobody meanwhile. Having the runtime make another one take its
+//! place each time leaves more threads than processors that wake each other, and processors idle until the kernel has
+//! spread them (seen: a tenth less capacity with runs of 7 ms on two processors).
 //!
 //! A run cannot be interrupted by the server, and where runs of a large model fill all processors, requests
 //! for small ones wait for as long as such a run, or a slice of the kernel's, takes. Nobody could keep a
@@ -16,6 +20,7 @@
 //! Runs that wait for such a thread are taken by the time that their models have had (start-time fair
 //! queueing, as requests in a line): a model that runs little goes first.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,8 +34,11 @@ use tokio::sync::oneshot;
 
 use crate::error::InferError;
 
-/// Runs that take longer go to a thread of their own while other models are in use.
-pub(super) const MICROS_MIN: usize = 150;
+/// Runs that take longer go to a thread of their own while other models are in use. Such a hop costs 20 to 60 us.
+pub(super) const MIXED_MICROS_MIN: usize = 150;
+/// Runs that take longer always do. With shorter ones the hop and the caches of the other processor cost more than it
+/// is worth that the thread answers meanwhile (seen: runs of 1 ms for 64 clients, an eighth fewer answers).
+pub(super) const MICROS_MIN: usize = 2000;
 /// How long models count as used together after one run has followed one of another model.
 const MIXED: Duration = Duration::from_millis(100);
 /// How much nicer than the process the threads are that must not starve: of a processor that is wanted by one
@@ -94,8 +102,10 @@ fn micros(at: Instant) -> u64 {
     u64::try_from(at.saturating_duration_since(*BEGIN).as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Runs on a thread that gives way, of which there are at most `threads_max`. A call that is dropped before
-/// the run has begun takes it back.
+static BACKGROUND: Background = Background::new(Mix::is_mixed);
+
+/// Runs on a thread for long runs, of which at most `threads_max` run at a time. A call that is dropped before the
+/// run has begun takes it back.
 ///
 /// # Errors
 /// [`InferError::Internal`] when the run panicked.
@@ -105,7 +115,6 @@ pub(super) async fn run<T: Send + 'static>(
     threads_max: usize,
     run: impl FnOnce() -> Result<T, InferError> + Send + 'static,
 ) -> Result<T, InferError> {
-    static BACKGROUND: Background = Background::new();
     let (done, answer) = oneshot::channel();
     let run = Box::new(move || {
         if !done.is_closed() {
@@ -118,20 +127,44 @@ pub(super) async fn run<T: Send + 'static>(
     answer.await.unwrap_or_else(|_| Err(InferError::internal("the run broke off")))
 }
 
+/// Whether this is a thread for long runs that has nothing to do yet after its run. Then it may be asked to
+/// [`follow`], once.
+pub(super) fn is_free_next() -> bool {
+    FREE_NEXT.get()
+}
+
+/// Has this thread do another run after its own, or another thread if what other models have waiting goes first.
+/// Nobody is woken for it, and nobody waits for it.
+pub(super) fn follow(account: &Account, micros: usize, run: impl FnOnce() + Send + 'static) {
+    debug_assert!(FREE_NEXT.get(), "nobody would do it");
+    FREE_NEXT.set(false);
+    BACKGROUND.state.lock().put(account, micros as u64, Box::new(run));
+}
+
+thread_local! {
+    static FREE_NEXT: Cell<bool> = const { Cell::new(false) };
+}
+
 /// How a thread gives way to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
+    /// As they do to it.
+    Equal,
     /// To all of them, always.
     Idle,
     /// For most of the time.
     Nice,
 }
 
-/// Threads that give way, and what waits for one.
+const WAYS: [Way; 3] = [Way::Equal, Way::Idle, Way::Nice];
+
+/// Threads for long runs, and what waits for one.
 struct Background {
     state: Mutex<State>,
     /// For each way.
-    came: [Condvar; 2],
+    came: [Condvar; WAYS.len()],
+    /// Whether there is somebody to give way to.
+    is_mixed: fn() -> bool,
 }
 
 struct State {
@@ -141,7 +174,7 @@ struct State {
     clock: u64,
     submitted: u64,
     /// For each way.
-    threads: [Threads; 2],
+    threads: [Threads; WAYS.len()],
     /// When nobody needs to be fed any more.
     fed_until: Option<Instant>,
 }
@@ -153,42 +186,49 @@ struct Threads {
 }
 
 impl State {
-    /// How runs give way at this moment.
-    fn way(&self) -> Way {
-        match self.fed_until {
-            Some(until) if Instant::now() < until && self.threads[Way::Nice as usize].all > 0 => Way::Nice,
-            _ => Way::Idle,
-        }
+    /// Has a run wait that takes about so long; comes back with its place.
+    fn put(&mut self, account: &Account, micros: u64, run: Run) -> (u64, u64) {
+        let begin = account.finish.load(Ordering::Relaxed).max(self.clock);
+        // All stores are made under the lock.
+        account.finish.store(begin.saturating_add(micros), Ordering::Relaxed);
+        let place = (begin, self.submitted);
+        self.submitted += 1;
+        self.waiting.insert(place, (micros, run));
+        place
     }
 }
 
 impl Background {
-    const fn new() -> Background {
+    const fn new(is_mixed: fn() -> bool) -> Background {
         let state = State {
             waiting: BTreeMap::new(),
             clock: 0,
             submitted: 0,
-            threads: [Threads { all: 0, idle: 0 }; 2],
+            threads: [Threads { all: 0, idle: 0 }; WAYS.len()],
             fed_until: None,
         };
-        Background { state: Mutex::new(state), came: [Condvar::new(), Condvar::new()] }
+        Background { state: Mutex::new(state), came: [const { Condvar::new() }; WAYS.len()], is_mixed }
+    }
+
+    /// How runs give way at this moment.
+    fn way(&self, state: &State) -> Way {
+        match state.fed_until {
+            _ if !(self.is_mixed)() => Way::Equal,
+            Some(until) if Instant::now() < until && state.threads[Way::Nice as usize].all > 0 => Way::Nice,
+            _ => Way::Idle,
+        }
     }
 
     /// Has a run done that takes about so long. Comes back with it when there is no thread and none can be
     /// made.
     fn submit(&'static self, account: &Account, micros: u64, threads_max: usize, run: Run) -> Option<Run> {
         let mut state = self.state.lock();
-        let begin = account.finish.load(Ordering::Relaxed).max(state.clock);
-        // All stores are made under the lock.
-        account.finish.store(begin.saturating_add(micros), Ordering::Relaxed);
-        let place = (begin, state.submitted);
-        state.submitted += 1;
-        state.waiting.insert(place, (micros, run));
-        let way = state.way();
+        let place = state.put(account, micros, run);
+        let way = self.way(&state);
         let threads = state.threads[way as usize];
         if state.waiting.len() > threads.idle && threads.all < threads_max.max(1) {
             // One of each, from here: a thread that gives way cannot make one that gives way less.
-            for way in [Way::Idle, Way::Nice] {
+            for way in WAYS {
                 let thread = std::thread::Builder::new().name("long-runs".into());
                 match thread.spawn(move || self.work(way)) {
                     Ok(_) => state.threads[way as usize].all += 1,
@@ -209,7 +249,10 @@ impl Background {
         }
         let mut state = self.state.lock();
         loop {
-            let turn = state.way();
+            let turn = match self.way(&state) {
+                turn if state.threads[turn as usize].all == 0 => way,
+                turn => turn,
+            };
             if turn != way && !state.waiting.is_empty() {
                 self.came[turn as usize].notify_one();
             }
@@ -223,8 +266,10 @@ impl Background {
             state.clock = state.clock.max(begin);
             drop(state);
             let began = Instant::now();
+            FREE_NEXT.set(true);
             // What broke is told by the panic itself, and to the caller by the missing answer.
             let _ = catch_unwind(AssertUnwindSafe(run));
+            FREE_NEXT.set(false);
             let end = Instant::now();
             state = self.state.lock();
             let starving = Duration::from_micros(micros.saturating_mul(STARVING_TIMES)).max(STARVING_MIN);
@@ -238,6 +283,9 @@ impl Background {
 impl Way {
     /// Lets other threads come before this one.
     fn give(self) -> io::Result<()> {
+        if self == Way::Equal {
+            return Ok(());
+        }
         if self == Way::Idle {
             let none = libc::sched_param { sched_priority: 0 };
             // SAFETY: 0 is the calling thread, and the parameter outlives the call.
@@ -267,7 +315,7 @@ mod tests {
 
     #[test]
     fn a_model_that_has_run_little_goes_first() {
-        let background: &'static Background = Box::leak(Box::new(Background::new()));
+        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
         let (large, small) = (Account::default(), Account::default());
         let (go, gate) = mpsc::channel::<()>();
         let (tell, told) = mpsc::channel();
@@ -291,7 +339,7 @@ mod tests {
 
     #[test]
     fn a_run_that_panics_leaves_its_thread_to_the_others() {
-        let background: &'static Background = Box::leak(Box::new(Background::new()));
+        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
         let account = Account::default();
         let (tell, told) = mpsc::channel();
         background.submit(&account, 1_000_000, 1, Box::new(|| panic!("on purpose")));
@@ -301,8 +349,34 @@ mod tests {
     }
 
     #[test]
+    fn a_model_that_is_used_alone_gives_way_to_nobody() {
+        let background: &'static Background = Box::leak(Box::new(Background::new(|| false)));
+        let (tell, told) = mpsc::channel();
+        let run = Box::new(move || tell.send(class()).unwrap());
+        background.submit(&Account::default(), 1, 1, run);
+        assert_eq!(told.recv().unwrap(), class());
+    }
+
+    #[tokio::test]
+    async fn a_run_is_followed_by_one_other_at_most() {
+        let account = Account::default();
+        let (tell, told) = oneshot::channel();
+        assert!(!is_free_next(), "this is not a thread for long runs");
+        let own = account.id;
+        let first = move || {
+            let before = is_free_next();
+            follow(&Account { id: own, finish: AtomicU64::new(0) }, 1, move || {
+                tell.send(is_free_next()).unwrap()
+            });
+            Ok((before, is_free_next()))
+        };
+        assert_eq!(run(&account, 1, 1, first).await.unwrap(), (true, false));
+        assert!(told.await.unwrap(), "that one may be followed, too");
+    }
+
+    #[test]
     fn runs_that_starve_are_fed_for_a_while() {
-        let background: &'static Background = Box::leak(Box::new(Background::new()));
+        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
         let account = Account::default();
         let (tell, told) = mpsc::channel();
         let class_of_next = |background: &'static Background| {

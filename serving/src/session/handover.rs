@@ -10,8 +10,9 @@ use millrace_bundle::TensorSpec;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
-use super::background::{Account, Mix};
+use super::background::{self, Account, Mix};
 use super::company::Company;
+use super::efficiency::Efficiency;
 use super::free::Free;
 use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
@@ -19,6 +20,7 @@ use super::outlook::Outlook;
 use super::typical::Typical;
 use crate::error::InferError;
 use crate::statistics::Times;
+use crate::tensor::Tensor;
 
 /// What the requests of one model version share.
 #[derive(Debug)]
@@ -37,6 +39,8 @@ pub(super) struct Shared {
     run_micros: Typical,
     /// How long the line is.
     outlook: Outlook,
+    /// How many rows are best run at once.
+    efficiency: Efficiency,
     /// Whether there is company to wait for.
     pub(super) company: Company,
     /// Its runs beside those of other models.
@@ -82,6 +86,7 @@ impl Shared {
             room,
             keeps_rows: AtomicBool::new(true),
             run_micros: Typical::default(),
+            efficiency: Efficiency::default(),
             company: Company::default(),
             account: Account::default(),
         }
@@ -193,10 +198,18 @@ impl Shared {
         self.state.lock().line.rows_like(work, self.sizes.rows_max)
     }
 
-    /// Those of the line that run together with a request.
+    /// Those of the line that run together with a request: of all that could, as many as is efficient, unless the
+    /// configuration says how many there are to be.
     pub(super) fn take_like(&self, work: &Work) -> Vec<Job> {
         let mut state = self.state.lock();
-        state.line.take_like(work, &self.sizes)
+        let Sizes { rows_max, preferred } = &self.sizes;
+        if *rows_max < 2 || !preferred.is_empty() || !self.delay.is_zero() {
+            return state.line.take_like(work, &self.sizes);
+        }
+        let free = state.free.len();
+        let rows = state.line.rows_like(work, rows_max.saturating_mul(free + 1));
+        let rows_max = self.efficiency.share(rows, *rows_max, free);
+        state.line.take_like(work, &Sizes { rows_max, preferred: Vec::new() })
     }
 
     /// Whether requests run together.
@@ -232,10 +245,19 @@ impl Shared {
                 };
                 let more = state.line.len() > 0 && state.free.len() > 0;
                 drop(state);
-                let unused = match reply.send(Turn::Lead(Lease::of_line(self, session), work)) {
-                    // The caller has gone just now.
-                    Err(Turn::Lead(mut unused, _)) => unused.session.take(),
-                    Ok(()) | Err(Turn::Done(_)) => None,
+                let lease = Lease::of_line(self, session);
+                let unused = if self.delay.is_zero()
+                    && background::is_free_next()
+                    && self.is_long(work.beside)
+                {
+                    background::follow(&self.account, self.run_micros(), move || lease.run_for(work, reply));
+                    None
+                } else {
+                    match reply.send(Turn::Lead(lease, work)) {
+                        // The caller has gone just now.
+                        Err(Turn::Lead(mut unused, _)) => unused.session.take(),
+                        Ok(()) | Err(Turn::Done(_)) => None,
+                    }
                 };
                 if unused.is_none() && !more {
                     break;
@@ -252,14 +274,26 @@ impl Shared {
         }
     }
 
-    /// Notes how long a run of so many rows took, and that this model was in use. Where it was one of the line,
-    /// `handed` is when it got its session.
-    pub(super) fn took(&self, times: &Times, rows: usize, handed: Option<Instant>) {
-        self.run_micros.note(times.end.saturating_duration_since(times.computing).as_micros());
+    /// Notes how long a run took on inputs of so many rows, and that this model was in use. Where it was one of the
+    /// line, `handed` is when it got its session.
+    pub(super) fn took(&self, times: &Times, inputs: &[&Tensor], rows: usize, handed: Option<Instant>) {
+        let elapsed = times.end.saturating_duration_since(times.computing);
+        self.run_micros.note(elapsed.as_micros());
+        if rows > 0 {
+            self.efficiency.ran(rows, inputs.iter().map(|input| input.data.len()).sum(), elapsed);
+        }
         if let Some(handed) = handed {
             self.outlook.ran(rows, times.end.saturating_duration_since(handed));
         }
         Mix::used(&self.account, times.end);
+    }
+
+    /// Whether runs take so long that they are for threads of their own: sooner where other models are in use, or
+    /// the task has others to run `beside`.
+    pub(super) fn is_long(&self, beside: bool) -> bool {
+        let micros = self.run_micros();
+        micros > background::MICROS_MIN
+            || (micros > background::MIXED_MICROS_MIN && (beside || Mix::is_mixed()))
     }
 
     /// How long a run takes typically, in microseconds.

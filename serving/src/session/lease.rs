@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use tokio::sync::oneshot;
+
 use super::Session;
 use millrace_bundle::TensorSpec;
 
 use super::handover::Shared;
 use super::joined::{join, split};
-use super::line::{Job, Work};
+use super::line::{Job, Work, late};
 use super::values::run;
 use crate::error::InferError;
 use crate::statistics::Times;
@@ -118,6 +120,16 @@ impl Lease {
         Ok(Ran { outputs: own, times, run_rows: Some(rows) })
     }
 
+    /// Runs a request and those in the line that can run with it, for one who waits to be told. Without him nothing
+    /// runs.
+    pub(super) fn run_for(self, work: Work, reply: oneshot::Sender<Turn>) {
+        if reply.is_closed() {
+            return;
+        }
+        let ran = if work.is_late() { Err(late(work.queued)) } else { self.run(work) };
+        let _ = reply.send(Turn::Done(ran));
+    }
+
     /// Runs a request and nothing else.
     pub(super) fn run_alone(&mut self, work: &Work) -> Result<Ran, InferError> {
         let inputs: Vec<&Tensor> = work.inputs.iter().map(Deref::deref).collect();
@@ -170,7 +182,7 @@ impl Lease {
             work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
         // A second run, where the first one failed, has had the session since that.
-        self.shared.took(&times, rows, self.handed.take());
+        self.shared.took(&times, inputs, rows, self.handed.take());
         Ok((tensors, times))
     }
 }

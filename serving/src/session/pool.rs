@@ -4,7 +4,7 @@
 //! more than a small model takes. When all are busy it waits in line, and whoever is done hands his
 //! session to the one that is next in the line, whose thread takes along all that can run with it. So
 //! nothing waits for a batch to fill, and batches grow with the load by themselves; there is no thread of
-//! their own that all would have to go through, but for long runs while other models are in use.
+//! their own that all would have to go through, but for long runs.
 //!
 //! Where many ask, a request that finds a session free gathers company first: its thread takes in what has
 //! been sent by then, and who comes meanwhile waits for it.
@@ -16,19 +16,15 @@ use std::time::{Duration, Instant};
 use millrace_bundle::{Signature, TensorSpec};
 
 use super::Session;
-use super::background::{self, Mix};
+use super::background;
 use super::handover::{Begun, Shared};
 use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::placement::Placement;
-use super::realtime;
 use super::values::run;
 use crate::config::Config;
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
-
-/// Runs that take longer give their worker thread's other tasks away first.
-const INLINE_MICROS_MAX: usize = 500;
 
 /// Before runs that take longer, the thread takes in what clients have sent, if others run, too; before
 /// shorter ones where that was worth it lately. It costs some microseconds, or 50 where a thread that is idle
@@ -204,8 +200,7 @@ impl Pool {
         }
     }
 
-    /// Runs on this thread, or, where that takes long and other models are in use, or the task has others to
-    /// run, on one that gives way.
+    /// Runs on this thread, or, where that takes long, on one for long runs.
     async fn execute(
         &self,
         deadline: Option<Instant>,
@@ -213,16 +208,15 @@ impl Pool {
         beside: bool,
         run: impl FnOnce() -> Result<Ran, InferError> + Send + 'static,
     ) -> Result<Ran, InferError> {
-        let micros = self.shared.run_micros();
-        if micros <= background::MICROS_MIN || !(beside || Mix::is_mixed()) {
-            return in_place(micros, run);
+        if !self.shared.is_long(beside) {
+            return run();
         }
         let in_time = move || match deadline {
             // It may have waited for the thread.
             Some(deadline) if deadline <= Instant::now() => Err(late(queued)),
             _ => run(),
         };
-        background::run(&self.shared.account, micros, self.threads, in_time).await
+        background::run(&self.shared.account, self.shared.run_micros(), self.threads, in_time).await
     }
 
     /// One run per session on a row of zeros, so that the first request does not pay for lazily made
@@ -248,7 +242,7 @@ impl Pool {
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
         for session in self.shared.state.lock().free.iter_mut() {
             match run(session, &inputs, &outputs, Instant::now()) {
-                Ok((_, times)) => self.shared.took(&times, 1, None),
+                Ok((_, times)) => self.shared.took(&times, &inputs, 1, None),
                 Err(error) => {
                     tracing::debug!(%error, "the warm-up run failed");
                     return;
@@ -265,17 +259,4 @@ async fn read_on() {
     // The first time this task comes back together with what was found to be readable then, and before it.
     tokio::task::yield_now().await;
     tokio::task::yield_now().await;
-}
-
-/// Runs on this thread. Where that takes long, its other tasks go to another one first.
-pub(crate) fn in_place<T>(micros: usize, run: impl FnOnce() -> T) -> T {
-    use tokio::runtime::{Handle, RuntimeFlavor};
-    let has_others =
-        || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
-    if micros > INLINE_MICROS_MAX && has_others() {
-        realtime::end();
-        tokio::task::block_in_place(run)
-    } else {
-        run()
-    }
 }

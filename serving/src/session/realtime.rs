@@ -66,7 +66,7 @@ impl Realtime {
 }
 
 /// To be called before this thread does something long.
-pub(super) fn end() {
+pub(crate) fn end() {
     change(false);
 }
 

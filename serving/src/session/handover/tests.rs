@@ -284,3 +284,55 @@ fn whatever_callers_do_nobody_is_forgotten() {
         assert_eq!(rest(&shared), (SESSIONS, 0), "seed {seed}");
     }
 }
+
+#[tokio::test]
+async fn long_runs_follow_each_other_without_those_who_wait_for_them() {
+    let Some(shared) = shared(1) else { return };
+    for _ in 0..100 {
+        shared.run_micros.note(10 * background::MICROS_MIN as u128);
+    }
+    let Begun::Alone(lease, first) = shared.begin(work(1, 3, 1.0), |_| false).unwrap() else { panic!() };
+    let [second, along, gone, other] = [(3, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)]
+        .map(|(width, value)| waits(shared.begin(work(1, width, value), |_| false)));
+    drop(gone);
+    let micros = shared.run_micros();
+    let first = background::run(&shared.account, micros, 1, move || lease.run(first)).await.unwrap();
+    assert_eq!((value(&first), first.run_rows), (1.0, Some(3)));
+    // The others had been in the line when the first one ran, but for one that is not like it.
+    let Turn::Done(Ok(ran)) = other.turn().await else { panic!("it was to run without being asked") };
+    assert_eq!((value(&ran), ran.run_rows), (5.0, Some(1)));
+    for (waiting, expected) in [(second, 2.0), (along, 3.0)] {
+        let Turn::Done(Ok(ran)) = waiting.turn().await else { panic!("it was taken along") };
+        assert_eq!((value(&ran), ran.run_rows), (expected, None));
+    }
+    assert_eq!(shared.waiting(), 0);
+}
+
+#[tokio::test]
+async fn a_run_for_one_who_has_gone_or_waited_too_long_goes_to_the_next_one() {
+    let Some(shared) = shared(1) else { return };
+    let Begun::Alone(lease, request) = shared.begin(work(1, 3, 1.0), |_| false).unwrap() else { panic!() };
+    let next = waits(shared.begin(work(1, 4, 2.0), |_| false));
+    let (reply, turn) = oneshot::channel();
+    drop(turn);
+    lease.run_for(request, reply);
+    let Turn::Lead(lease, _) = next.turn().await else { panic!("nobody has the session") };
+    let (reply, turn) = oneshot::channel();
+    lease.run_for(Work { deadline: Some(Instant::now()), ..work(1, 3, 1.0) }, reply);
+    let told = turn.await.unwrap();
+    assert!(matches!(told, Turn::Done(Err(InferError::DeadlineExceeded { .. }))), "{told:?}");
+    assert_eq!(rest(&shared), (1, 0));
+}
+
+#[test]
+fn a_line_is_split_among_the_sessions_where_rows_take_as_long_in_runs_of_any_size() {
+    let Some(shared) = shared(2) else { return };
+    for rows in [1, 2, 4, 8] {
+        shared.efficiency.ran(rows, rows, Duration::from_micros(rows as u64));
+    }
+    let (mut lease, first) = gathers(shared.begin(work(1, 3, 1.0), |_| true));
+    let _waiting: Vec<_> = (0..5).map(|_| waits(shared.begin(work(1, 3, 1.0), |_| true))).collect();
+    assert_eq!(shared.take_like(&first).len(), 2, "of six for two sessions, his own included");
+    lease.end_gathering();
+    assert_eq!(rest(&shared), (0, 2), "the other session went to one of those that were left");
+}
