@@ -45,6 +45,9 @@ fn main() -> ExitCode {
     }
 }
 
+/// How long what cannot be interrupted may hold up the end of the process.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
+
 fn start(cli: Cli) -> Result<()> {
     let switch = logging::start(&cli.log)?;
     if let Command::Worker = cli.command {
@@ -54,7 +57,10 @@ fn start(cli: Cli) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(run(cli, switch));
     // Blocking calls that hang in a dead mount or library must not keep the process alive.
-    runtime.shutdown_timeout(std::time::Duration::from_secs(5));
+    runtime.shutdown_timeout(PATIENCE);
+    if !millrace_serving::finish_runs(PATIENCE) {
+        tracing::warn!("a run of a model did not end in time");
+    }
     result
 }
 

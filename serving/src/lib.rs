@@ -104,5 +104,5 @@ pub use error::{Error, InferError, Result};
 pub use infer::Inference;
 pub use repository::{Repository, Source};
 pub use server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};
-pub use session::Trial;
+pub use session::{Trial, finish_runs};
 pub use tokens::new_token;

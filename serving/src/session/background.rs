@@ -141,6 +141,11 @@ pub(super) fn follow(account: &Account, micros: usize, run: impl FnOnce() + Send
     BACKGROUND.state.lock().put(account, micros as u64, Box::new(run));
 }
 
+/// Lets no long run begin any more, and waits for those under way, at most so long; whether they have ended.
+pub(super) fn end(patience: Duration) -> bool {
+    BACKGROUND.end(patience)
+}
+
 thread_local! {
     static FREE_NEXT: Cell<bool> = const { Cell::new(false) };
 }
@@ -163,6 +168,8 @@ struct Background {
     state: Mutex<State>,
     /// For each way.
     came: [Condvar; WAYS.len()],
+    /// A run has ended, where no more begin.
+    ended: Condvar,
     /// Whether there is somebody to give way to.
     is_mixed: fn() -> bool,
 }
@@ -177,6 +184,9 @@ struct State {
     threads: [Threads; WAYS.len()],
     /// When nobody needs to be fed any more.
     fed_until: Option<Instant>,
+    running: usize,
+    /// No more runs begin.
+    ending: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -206,8 +216,11 @@ impl Background {
             submitted: 0,
             threads: [Threads { all: 0, idle: 0 }; WAYS.len()],
             fed_until: None,
+            running: 0,
+            ending: false,
         };
-        Background { state: Mutex::new(state), came: [const { Condvar::new() }; WAYS.len()], is_mixed }
+        let came = [const { Condvar::new() }; WAYS.len()];
+        Background { state: Mutex::new(state), came, ended: Condvar::new(), is_mixed }
     }
 
     /// How runs give way at this moment.
@@ -256,7 +269,7 @@ impl Background {
             if turn != way && !state.waiting.is_empty() {
                 self.came[turn as usize].notify_one();
             }
-            let next = if turn == way { state.waiting.pop_first() } else { None };
+            let next = if turn == way && !state.ending { state.waiting.pop_first() } else { None };
             let Some(((begin, _), (micros, run))) = next else {
                 state.threads[way as usize].idle += 1;
                 self.came[way as usize].wait(&mut state);
@@ -264,6 +277,7 @@ impl Background {
                 continue;
             };
             state.clock = state.clock.max(begin);
+            state.running += 1;
             drop(state);
             let began = Instant::now();
             FREE_NEXT.set(true);
@@ -272,11 +286,21 @@ impl Background {
             FREE_NEXT.set(false);
             let end = Instant::now();
             state = self.state.lock();
+            state.running -= 1;
+            self.ended.notify_all();
             let starving = Duration::from_micros(micros.saturating_mul(STARVING_TIMES)).max(STARVING_MIN);
             if way == Way::Idle && end.duration_since(began) > starving {
                 state.fed_until = Some(end + FED);
             }
         }
+    }
+}
+
+impl Background {
+    fn end(&self, patience: Duration) -> bool {
+        let mut state = self.state.lock();
+        state.ending = true;
+        !self.ended.wait_while_for(&mut state, |state| state.running > 0, patience).timed_out()
     }
 }
 
@@ -372,6 +396,26 @@ mod tests {
         };
         assert_eq!(run(&account, 1, 1, first).await.unwrap(), (true, false));
         assert!(told.await.unwrap(), "that one may be followed, too");
+    }
+
+    #[test]
+    fn who_ends_waits_for_runs_under_way_and_no_more_begin() {
+        let background: &'static Background = Box::leak(Box::new(Background::new(|| false)));
+        let account = Account::default();
+        let (go, gate) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let tell_begun = tell.clone();
+        let run = move || {
+            tell_begun.send("begun").unwrap();
+            gate.recv().unwrap();
+        };
+        background.submit(&account, 1, 1, Box::new(run));
+        assert_eq!(told.recv().unwrap(), "begun");
+        assert!(!background.end(Duration::from_millis(1)), "it runs");
+        background.submit(&account, 1, 1, Box::new(move || tell.send("another").unwrap()));
+        go.send(()).unwrap();
+        assert!(background.end(Duration::from_secs(60)));
+        assert!(told.try_recv().is_err(), "it was to begin no more");
     }
 
     #[test]
