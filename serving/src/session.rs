@@ -9,6 +9,7 @@ mod handover;
 mod joined;
 mod lease;
 mod line;
+mod mix;
 mod options;
 mod outlook;
 mod placement;

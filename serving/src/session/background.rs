@@ -24,14 +24,14 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use nix::libc;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
+use super::mix::{Account, Mix};
 use crate::error::InferError;
 
 /// Runs that take longer go to a thread of their own while other models are in use. Such a hop costs 20 to 60 us.
@@ -39,8 +39,6 @@ pub(super) const MIXED_MICROS_MIN: usize = 150;
 /// Runs that take longer always do. With shorter ones the hop and the caches of the other processor cost more than it
 /// is worth that the thread answers meanwhile (seen: runs of 1 ms for 64 clients, an eighth fewer answers).
 pub(super) const MICROS_MIN: usize = 2000;
-/// How long models count as used together after one run has followed one of another model.
-const MIXED: Duration = Duration::from_millis(100);
 /// How much nicer than the process the threads are that must not starve: of a processor that is wanted by one
 /// other thread all the time they still get a tenth.
 const NICER: i32 = 10;
@@ -52,55 +50,6 @@ const STARVING_MIN: Duration = Duration::from_millis(50);
 const FED: Duration = Duration::from_secs(10);
 
 type Run = Box<dyn FnOnce() + Send>;
-
-/// One model version's runs beside those of others.
-#[derive(Debug)]
-pub(super) struct Account {
-    /// From 1 on.
-    id: u64,
-    /// When the last of its runs ends, on the clock of runs.
-    finish: AtomicU64,
-}
-
-impl Default for Account {
-    fn default() -> Self {
-        static IDS: AtomicU64 = AtomicU64::new(1);
-        Account { id: IDS.fetch_add(1, Ordering::Relaxed), finish: AtomicU64::new(0) }
-    }
-}
-
-/// Whether several models are in use, told from which ran after which.
-#[derive(Debug)]
-pub(super) struct Mix;
-
-/// The account that ran last.
-static LAST: AtomicU64 = AtomicU64::new(0);
-/// When a run last followed one of another model, in microseconds since `BEGIN`; 0 when none has.
-static SWITCHED: AtomicU64 = AtomicU64::new(0);
-static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
-
-impl Mix {
-    /// Notes that a model ran until `end`. While one model alone is in use this is one load.
-    pub(super) fn used(account: &Account, end: Instant) {
-        let last = LAST.load(Ordering::Relaxed);
-        if last != account.id {
-            LAST.store(account.id, Ordering::Relaxed);
-            if last != 0 {
-                SWITCHED.store(micros(end).max(1), Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// Whether more than one model is in use.
-    pub(super) fn is_mixed() -> bool {
-        let switched = SWITCHED.load(Ordering::Relaxed);
-        switched > 0 && u128::from(micros(Instant::now()).saturating_sub(switched)) < MIXED.as_micros()
-    }
-}
-
-fn micros(at: Instant) -> u64 {
-    u64::try_from(at.saturating_duration_since(*BEGIN).as_micros()).unwrap_or(u64::MAX)
-}
 
 static BACKGROUND: Background = Background::new(Mix::is_mixed);
 
@@ -331,125 +280,4 @@ fn niceness() -> i32 {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use std::sync::mpsc;
-
-    use super::*;
-
-    #[test]
-    fn a_model_that_has_run_little_goes_first() {
-        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
-        let (large, small) = (Account::default(), Account::default());
-        let (go, gate) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
-        let submit = |account: &Account, micros, run: Run| {
-            assert!(background.submit(account, micros, 1, run).is_none());
-        };
-        // Holds the only thread, so that the others wait.
-        submit(&large, 10_000, Box::new(move || gate.recv().unwrap()));
-        for (account, name, micros, runs) in [(&large, "large", 10_000, 3), (&small, "small", 200, 4)] {
-            for run in 0..runs {
-                let tell = tell.clone();
-                submit(account, micros, Box::new(move || tell.send((name, run)).unwrap()));
-            }
-        }
-        go.send(()).unwrap();
-        let order: Vec<_> = (0..7).map(|_| told.recv().unwrap()).collect();
-        let small: Vec<_> = (0..4).map(|run| ("small", run)).collect();
-        let large: Vec<_> = (0..3).map(|run| ("large", run)).collect();
-        assert_eq!(order, [small, large].concat());
-    }
-
-    #[test]
-    fn a_run_that_panics_leaves_its_thread_to_the_others() {
-        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
-        let account = Account::default();
-        let (tell, told) = mpsc::channel();
-        background.submit(&account, 1_000_000, 1, Box::new(|| panic!("on purpose")));
-        background.submit(&account, 1_000_000, 1, Box::new(move || tell.send(class()).unwrap()));
-        let there = told.recv().unwrap();
-        assert_eq!(there, of(Way::Idle));
-    }
-
-    #[test]
-    fn a_model_that_is_used_alone_gives_way_to_nobody() {
-        let background: &'static Background = Box::leak(Box::new(Background::new(|| false)));
-        let (tell, told) = mpsc::channel();
-        let run = Box::new(move || tell.send(class()).unwrap());
-        background.submit(&Account::default(), 1, 1, run);
-        assert_eq!(told.recv().unwrap(), class());
-    }
-
-    #[tokio::test]
-    async fn a_run_is_followed_by_one_other_at_most() {
-        let account = Account::default();
-        let (tell, told) = oneshot::channel();
-        assert!(!is_free_next(), "this is not a thread for long runs");
-        let own = account.id;
-        let first = move || {
-            let before = is_free_next();
-            follow(&Account { id: own, finish: AtomicU64::new(0) }, 1, move || {
-                tell.send(is_free_next()).unwrap()
-            });
-            Ok((before, is_free_next()))
-        };
-        assert_eq!(run(&account, 1, 1, first).await.unwrap(), (true, false));
-        assert!(told.await.unwrap(), "that one may be followed, too");
-    }
-
-    #[test]
-    fn who_ends_waits_for_runs_under_way_and_no_more_begin() {
-        let background: &'static Background = Box::leak(Box::new(Background::new(|| false)));
-        let account = Account::default();
-        let (go, gate) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
-        let tell_begun = tell.clone();
-        let run = move || {
-            tell_begun.send("begun").unwrap();
-            gate.recv().unwrap();
-        };
-        background.submit(&account, 1, 1, Box::new(run));
-        assert_eq!(told.recv().unwrap(), "begun");
-        assert!(!background.end(Duration::from_millis(1)), "it runs");
-        background.submit(&account, 1, 1, Box::new(move || tell.send("another").unwrap()));
-        go.send(()).unwrap();
-        assert!(background.end(Duration::from_secs(60)));
-        assert!(told.try_recv().is_err(), "it was to begin no more");
-    }
-
-    #[test]
-    fn runs_that_starve_are_fed_for_a_while() {
-        let background: &'static Background = Box::leak(Box::new(Background::new(|| true)));
-        let account = Account::default();
-        let (tell, told) = mpsc::channel();
-        let class_of_next = |background: &'static Background| {
-            let tell = tell.clone();
-            background.submit(&account, 1, 1, Box::new(move || tell.send(class()).unwrap()));
-            told.recv().unwrap()
-        };
-        // It gets its time, but as if it had not. The other one waits behind it, for a thread of another kind.
-        let slow = STARVING_MIN + Duration::from_millis(1);
-        background.submit(&account, 1, 1, Box::new(move || std::thread::sleep(slow)));
-        assert_eq!(class_of_next(background), of(Way::Nice));
-        assert_eq!(class_of_next(background), of(Way::Nice));
-        background.state.lock().fed_until = Some(Instant::now());
-        assert_eq!(class_of_next(background), of(Way::Idle));
-    }
-
-    /// How this thread is scheduled: its policy and how nice it is.
-    fn class() -> (i32, i32) {
-        // SAFETY: 0 is the calling thread; no memory is involved.
-        (unsafe { libc::sched_getscheduler(0) }, niceness())
-    }
-
-    /// How one is that gives way so. A sandbox may forbid what any Linux allows.
-    fn of(way: Way) -> (i32, i32) {
-        std::thread::spawn(move || {
-            let _ = way.give();
-            class()
-        })
-        .join()
-        .unwrap()
-    }
-}
+mod tests;

@@ -10,12 +10,13 @@ use millrace_bundle::TensorSpec;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
-use super::background::{self, Account, Mix};
+use super::background;
 use super::company::Company;
 use super::efficiency::Efficiency;
 use super::free::Free;
 use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
+use super::mix::{Account, Mix};
 use super::outlook::Outlook;
 use super::typical::Typical;
 use crate::error::InferError;

@@ -14,7 +14,7 @@ use std::io;
 
 use nix::libc;
 
-use super::background::Mix;
+use super::mix::Mix;
 use crate::error::{Error, Result};
 
 /// The lowest priority of the class: before all of the usual one, behind all else that is of it.
@@ -97,7 +97,7 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::print_stderr)]
     use std::time::Instant;
 
-    use super::super::background::Account;
+    use super::super::mix::Account;
     use super::*;
 
     fn policy() -> libc::c_int {
