@@ -47,9 +47,10 @@ const PER_THREAD_BYTES_MAX: usize = 64 << 20;
 /// Smaller models are not worth the second pass over the graph that sharing weights takes.
 const SHARED_BYTES_MIN: usize = 1 << 20;
 
-/// To be called before the process ends: lets no long run begin any more and waits for those under way, at most so
-/// long, since ONNX Runtime takes apart what they use when it ends with the process. Comes back with whether they have
-/// ended. Blocks; no server of the process answers requests of long runs after it.
+/// Lets no long run begin any more in this process, and waits for those under way, at most for `patience`; whether they
+/// have ended. To be called last, when no server answers any more: ONNX Runtime takes apart what runs use when the
+/// process ends, and requests for long runs that come later are never answered. Blocks the thread; changes nothing that
+/// is stored.
 pub fn finish_runs(patience: std::time::Duration) -> bool {
     background::end(patience)
 }

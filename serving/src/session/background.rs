@@ -11,8 +11,9 @@
 //! over. Being nicer is not enough: a thread that has just been given a processor keeps it until the next
 //! tick (4 ms), however nice it is. Measured beside a model that is saturated, on two processors (Linux
 //! 6.18): half of all requests for a small one take 1.1 ms where the long runs are nicer by 10, and 0.25 ms
-//! where they are of the idle class; alone 0.15 ms. A hop to such a thread costs 20 to 60 µs, which only long
-//! runs can bear, and only where there is somebody to give way to.
+//! where they are of the idle class; alone 0.15 ms. A hop to such a thread costs 20 to 60 µs, so that
+//! runs have to be longer for it where there is nobody to give way to; a thread that has finished one takes the next
+//! of the same line itself.
 //!
 //! What is left over may be nothing. A run that took far longer than it should has all long runs go to
 //! threads that are only nicer for a while, which get a tenth of a processor that others want all the time.
@@ -76,8 +77,7 @@ pub(super) async fn run<T: Send + 'static>(
     answer.await.unwrap_or_else(|_| Err(InferError::internal("the run broke off")))
 }
 
-/// Whether this is a thread for long runs that has nothing to do yet after its run. Then it may be asked to
-/// [`follow`], once.
+/// Whether this is a thread for long runs, in a run after which it has nothing to do yet: [`follow`] gives it that.
 pub(super) fn is_free_next() -> bool {
     FREE_NEXT.get()
 }
@@ -96,6 +96,7 @@ pub(super) fn end(patience: Duration) -> bool {
 }
 
 thread_local! {
+    /// Whether this thread may be given its next run by the one that it does.
     static FREE_NEXT: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -117,7 +118,7 @@ struct Background {
     state: Mutex<State>,
     /// For each way.
     came: [Condvar; WAYS.len()],
-    /// A run has ended, where no more begin.
+    /// A run has ended, for who waits until none is under way.
     ended: Condvar,
     /// Whether there is somebody to give way to.
     is_mixed: fn() -> bool,
@@ -133,6 +134,7 @@ struct State {
     threads: [Threads; WAYS.len()],
     /// When nobody needs to be fed any more.
     fed_until: Option<Instant>,
+    /// Runs under way.
     running: usize,
     /// No more runs begin.
     ending: bool,
@@ -243,9 +245,7 @@ impl Background {
             }
         }
     }
-}
 
-impl Background {
     fn end(&self, patience: Duration) -> bool {
         let mut state = self.state.lock();
         state.ending = true;

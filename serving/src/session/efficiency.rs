@@ -25,6 +25,7 @@ const TRIAL_EACH: usize = 32;
 pub(super) struct Efficiency {
     /// Picoseconds for each; 0 where that is not known.
     element_picos: [Typical<64>; SIZES],
+    /// Runs that were asked about, of which some are trials.
     runs: AtomicUsize,
 }
 

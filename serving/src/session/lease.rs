@@ -127,6 +127,7 @@ impl Lease {
             return;
         }
         let ran = if work.is_late() { Err(late(work.queued)) } else { self.run(work) };
+        // He may have gone during the run, which others had a part in.
         let _ = reply.send(Turn::Done(ran));
     }
 

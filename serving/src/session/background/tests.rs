@@ -1,5 +1,6 @@
 //! Which run goes first, on which thread, and what becomes of the others.
 #![allow(clippy::unwrap_used)]
+
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc;
 
