@@ -14,14 +14,46 @@ use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
-use tonic::transport::server::TcpConnectInfo;
 
 use crate::error::quote;
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
-/// Who calls, among the extensions of requests that do not say it otherwise.
+/// Who is at the other end of the connection, among the extensions of a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer(pub(crate) SocketAddr);
+
+/// Who calls, where that is known.
+pub(crate) fn peer(extensions: &http::Extensions) -> Option<SocketAddr> {
+    extensions.get().map(|Peer(address)| *address)
+}
+
+/// The service of one connection: its calls are those of who is at the other end.
+#[derive(Debug, Clone)]
+pub(crate) struct Peered<S> {
+    service: S,
+    peer: SocketAddr,
+}
+
+impl<S> Peered<S> {
+    pub(crate) fn new(service: S, peer: SocketAddr) -> Peered<S> {
+        Peered { service, peer }
+    }
+}
+
+impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for Peered<S> {
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: http::Request<B>) -> S::Future {
+        request.extensions_mut().insert(Peer(self.peer));
+        self.service.call(request)
+    }
+}
 
 /// Names a request, for those who look for it in logs.
 const REQUEST_ID: &str = "x-request-id";
@@ -62,14 +94,12 @@ pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
 #[derive(Debug, Clone)]
 pub(crate) struct Logged<S> {
     service: S,
-    peer: Option<SocketAddr>,
     telemetry: Option<Arc<Telemetry>>,
 }
 
 impl<S> Logged<S> {
-    /// `peer` is who calls, where the requests do not say it themselves.
-    pub(crate) fn new(service: S, peer: Option<SocketAddr>) -> Logged<S> {
-        Logged { service, peer, telemetry: None }
+    pub(crate) fn new(service: S) -> Logged<S> {
+        Logged { service, telemetry: None }
     }
 
     /// Requests have spans, if there is a collector.
@@ -96,22 +126,20 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
-        if let Some(peer) = self.peer {
-            request.extensions_mut().insert(Peer(peer));
-        }
         let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
-        let span = self.telemetry.as_ref().and_then(|telemetry| {
-            telemetry.begin(&request, || connected(request.extensions()).or(self.peer), id.as_ref())
-        });
+        let span = self
+            .telemetry
+            .as_ref()
+            .and_then(|telemetry| telemetry.begin(&request, || peer(request.extensions()), id.as_ref()));
         let line = enabled().then(|| {
-            let connected = connected(request.extensions());
+            let peer = peer(request.extensions());
             let signature = Signature::default();
             request.extensions_mut().insert(signature.clone());
             Box::new(Line {
                 token: signature.0,
                 method: request.method().clone(),
                 path: quote(request.uri().path()),
-                peer: connected.or(self.peer),
+                peer,
                 trace_id: request
                     .headers()
                     .get(TRACE_PARENT)
@@ -126,11 +154,6 @@ where
         });
         Answer { answering: self.service.call(request), id, line, span }
     }
-}
-
-/// Who is at the other end of the connection, where the server of gRPC says it.
-fn connected(extensions: &http::Extensions) -> Option<SocketAddr> {
-    extensions.get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr)
 }
 
 pin_project! {

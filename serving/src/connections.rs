@@ -1,30 +1,25 @@
 //! Connections: how many may be open, and how long a client may keep one without sending or taking
 //! anything. HTTP/1.1 and HTTP/2 on one port, with TLS or without.
 
+mod answering;
+mod calls;
+
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::Router;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto;
-use hyper_util::service::TowerToHyperService;
 use prometheus::IntGauge;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::task::JoinSet;
 use tokio::time::Sleep;
-use tokio_util::sync::CancellationToken;
-use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::access::Logged;
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
 use crate::session::Realtime;
-use crate::telemetry::Telemetry;
 use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
@@ -32,9 +27,9 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Requests at a time on one connection of HTTP/2. As many as wait for a model by default: where a client has to
 /// keep requests back that the server would refuse, those that come out of its line have no time left, and under an
 /// overload that lasts none of a client's requests is answered in time (seen with 256).
-pub(crate) const STREAMS_MAX: u32 = 1024;
+const STREAMS_MAX: u32 = 1024;
 /// Bytes of headers of one request, over HTTP/2 and (with the request line) over HTTP/1.1.
-pub(crate) const HEAD_BYTES_MAX: u32 = 64 << 10;
+const HEAD_BYTES_MAX: u32 = 64 << 10;
 /// Connections at a time that are told why they are refused; more are closed without a word.
 const REFUSALS_MAX: usize = 64;
 /// How long a refused client may take to read why.
@@ -47,13 +42,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub(crate) struct Listener {
     socket: TcpListener,
     service: &'static str,
+    /// Nothing but HTTP/2 is spoken.
+    is_grpc: bool,
     refusal: Arc<[u8]>,
     open: Arc<Semaphore>,
     refusing: Arc<Semaphore>,
     gauge: IntGauge,
     stalled: Duration,
     securing: Option<Securing>,
-    telemetry: Option<Arc<Telemetry>>,
     realtime: Realtime,
 }
 
@@ -77,27 +73,22 @@ impl Listener {
         answer.extend_from_slice(&[0, 0, 8 + text.len() as u8, 7, 0, 0, 0, 0, 0]);
         answer.extend_from_slice(&[0, 0, 0, 0, 0, 0, 0, 7]);
         answer.extend_from_slice(text.as_bytes());
-        Listener::new(socket, service, answer, limits)
+        Listener { is_grpc: true, ..Listener::new(socket, service, answer, limits) }
     }
 
     fn new(socket: TcpListener, service: &'static str, refusal: Vec<u8>, limits: &Limits) -> Listener {
         Listener {
             socket,
             service,
+            is_grpc: false,
             refusal: refusal.into(),
             open: Arc::new(Semaphore::new(limits.connections_max.min(Semaphore::MAX_PERMITS))),
             refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
             securing: None,
-            telemetry: None,
             realtime: Realtime::default(),
         }
-    }
-
-    /// Requests over HTTP have spans, if there is a collector.
-    pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Listener {
-        Listener { telemetry, ..self }
     }
 
     /// Threads that read what clients send are of the real-time class where that is wanted.
@@ -111,10 +102,10 @@ impl Listener {
     }
 
     /// The next connection within the limit. Cancel safe.
-    pub(crate) async fn accept(&self) -> Connection {
+    async fn accept(&self) -> Connection {
         loop {
-            let stream = match self.socket.accept().await {
-                Ok((stream, _)) => stream,
+            let (stream, peer) = match self.socket.accept().await {
+                Ok(accepted) => accepted,
                 Err(error) if is_of_connection(&error) => continue,
                 Err(error) => {
                     tracing::warn!(service = self.service, %error, "no connection can be accepted");
@@ -126,7 +117,7 @@ impl Listener {
                 tracing::debug!(%error, "a connection keeps small packets back");
             }
             match self.open.clone().try_acquire_owned() {
-                Ok(permit) => return Connection::new(stream, permit, self),
+                Ok(permit) => return Connection::new(stream, peer, permit, self),
                 Err(_) => self.refuse(stream),
             }
         }
@@ -171,9 +162,9 @@ fn is_of_connection(error: &io::Error) -> bool {
 
 /// An accepted connection; counts as open until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Connection {
+struct Connection {
     stream: Stream,
-    ends: TcpConnectInfo,
+    peer: SocketAddr,
     gauge: IntGauge,
     stalled: Duration,
     /// Bytes of the preface that came, and when the rest is late; the handshake of TLS has to be done by
@@ -187,10 +178,15 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    fn new(stream: TcpStream, permit: OwnedSemaphorePermit, listener: &Listener) -> Connection {
+    fn new(
+        stream: TcpStream,
+        peer: SocketAddr,
+        permit: OwnedSemaphorePermit,
+        listener: &Listener,
+    ) -> Connection {
         listener.gauge.inc();
         Connection {
-            ends: stream.connect_info(),
+            peer,
             stream: Stream::new(stream, listener.securing.as_ref()),
             gauge: listener.gauge.clone(),
             stalled: listener.stalled,
@@ -222,14 +218,6 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.gauge.dec();
-    }
-}
-
-impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
-
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.ends.clone()
     }
 }
 
@@ -289,52 +277,4 @@ impl AsyncWrite for Connection {
         let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
         self.patient(cx, shut)
     }
-}
-
-/// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call
-/// cuts them.
-pub(crate) async fn serve_http(listener: Listener, routes: Router, closed: CancellationToken) {
-    let mut protocol = auto::Builder::new(TokioExecutor::new());
-    protocol
-        .http1()
-        .timer(TokioTimer::new())
-        // Runs between requests too, so that it also ends connections that are kept for nothing.
-        .header_read_timeout(listener.stalled)
-        .max_buf_size(HEAD_BYTES_MAX as usize);
-    protocol
-        .http2()
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(STREAMS_MAX)
-        .max_header_list_size(HEAD_BYTES_MAX)
-        .keep_alive_interval(listener.stalled)
-        .keep_alive_timeout(listener.stalled);
-    let mut connections = JoinSet::new();
-    loop {
-        tokio::select! {
-            () = closed.cancelled() => break,
-            Some(_) = connections.join_next() => {}
-            connection = listener.accept() => {
-                let (protocol, routes, closed) = (protocol.clone(), routes.clone(), closed.clone());
-                let telemetry = listener.telemetry.clone();
-                connections.spawn(async move {
-                    let peer = connection.ends.remote_addr();
-                    let service = TowerToHyperService::new(Logged::new(routes, peer).traced(telemetry));
-                    let answering = protocol.serve_connection(TokioIo::new(connection), service);
-                    tokio::pin!(answering);
-                    let ended = tokio::select! {
-                        ended = answering.as_mut() => ended,
-                        () = closed.cancelled() => {
-                            answering.as_mut().graceful_shutdown();
-                            answering.await
-                        }
-                    };
-                    if let Err(error) = ended {
-                        tracing::debug!(%error, "a connection broke");
-                    }
-                });
-            }
-        }
-    }
-    drop(listener);
-    while connections.join_next().await.is_some() {}
 }

@@ -10,7 +10,7 @@ mod shared_memory;
 mod stream;
 mod unary;
 
-pub(crate) use front::Before;
+pub(crate) use front::Front;
 pub(crate) use guard::Guarded;
 pub(crate) use messages::Messages;
 
@@ -99,7 +99,7 @@ pub(crate) fn service(
         .accept_compressed(Deflate)
         .send_compressed(Gzip)
         .send_compressed(Deflate);
-    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits), guard), None)
+    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits), guard))
 }
 
 /// The calls. Cheap to clone; all clones are one.
@@ -136,7 +136,8 @@ impl Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let origin = Origin { client: request.remote_addr(), deadline: deadline::read(&request) };
+        let origin =
+            Origin { client: access::peer(request.extensions()), deadline: deadline::read(&request) };
         let caller = self.caller(&request);
         let request = request.into_inner();
         let admitted = self.admit(&caller, &request)?;

@@ -8,19 +8,19 @@ use axum::Router;
 use axum::extract::State;
 use axum::http::header;
 use axum::routing::get;
-use futures::stream;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
 use tonic_health::ServingStatus;
 
 use crate::access::Logged;
 use crate::blocking::blocking;
 use crate::config::{Config, Limits};
-use crate::connections::{HEAD_BYTES_MAX, Listener, STREAMS_MAX, serve_http};
+use crate::connections::Listener;
 use crate::control::Controls;
 use crate::error::{Error, Result};
-use crate::grpc::{Before, Guarded, Messages};
+use crate::grpc::{Front, Guarded, Messages};
 use crate::infer::Inference;
 use crate::logging::Logging;
 use crate::reload::Reloaded;
@@ -172,7 +172,7 @@ impl Entrance {
 
 /// A service beside the one for inference, for callers who are known.
 fn guarded<S>(service: S, guard: &Guard, limits: &Limits) -> Logged<Guarded<Messages<S>>> {
-    Logged::new(Guarded::new(Messages::new(service, *limits), guard.clone()), None)
+    Logged::new(Guarded::new(Messages::new(service, *limits), guard.clone()))
 }
 
 async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
@@ -216,48 +216,24 @@ fn serve_on(
     let closing = CancellationToken::new();
     let ending = CancellationToken::new();
 
-    let mut transports: JoinSet<Result<()>> = JoinSet::new();
-    let stalled = Duration::from_millis(limits.stalled_ms_max);
-    let service =
+    let mut transports = JoinSet::new();
+    let inference_calls =
         grpc::service(inference.clone(), controls, memory, guard.clone(), limits).traced(telemetry.clone());
-    let router = tonic::transport::Server::builder()
-        .max_concurrent_streams(Some(STREAMS_MAX))
-        .http2_max_header_list_size(Some(HEAD_BYTES_MAX))
-        .http2_keepalive_interval(Some(stalled))
-        .http2_keepalive_timeout(Some(stalled))
-        .layer(Before(service))
-        .add_service(Logged::new(Messages::new(health_service, *limits), None))
+    let other_calls = Routes::new(Logged::new(Messages::new(health_service, *limits)))
         .add_service(guarded(reflection::v1()?, &guard, limits))
-        .add_service(guarded(reflection::v1alpha()?, &guard, limits));
+        .add_service(guarded(reflection::v1alpha()?, &guard, limits))
+        .prepare();
+    let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
     let realtime = entrance.realtime;
-    let listener = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc)).prompt(realtime);
-    let incoming = stream::unfold(listener, |listener| async move {
-        let connection = listener.accept().await;
-        Some((Ok::<_, std::io::Error>(connection), listener))
-    });
-    let closed = closing.clone();
-    transports.spawn(async move {
-        router
-            .serve_with_incoming_shutdown(incoming, closed.cancelled_owned())
-            .await
-            .map_err(|error| Error::Service { service: "gRPC", reason: crate::error::chain(&error) })
-    });
-    transports.spawn({
-        let listener = Listener::http(http, "REST", limits)
-            .secured(securing(Securing::http))
-            .traced(telemetry)
-            .prompt(realtime);
-        let answering = serve_http(listener, routes, closing.clone());
-        async {
-            answering.await;
-            Ok(())
-        }
-    });
+    let grpc = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc)).prompt(realtime);
+    transports.spawn(grpc.answer(calls, closing.clone()));
+    let http = Listener::http(http, "REST", limits).secured(securing(Securing::http)).prompt(realtime);
+    transports.spawn(http.answer(Logged::new(routes).traced(telemetry), closing.clone()));
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);
     let models = Some(inference.repository().clone());
-    scraping.spawn(serve_http(scrape, scrape_routes(models), ending.clone()));
+    scraping.spawn(scrape.answer(Logged::new(scrape_routes(models)), ending.clone()));
 
     entrance.watch(config.reload_ms, &ending);
     let polling = tokio::spawn({
@@ -271,7 +247,7 @@ fn serve_on(
         health.set_service_status(SERVICE_NAME, ServingStatus::Serving).await;
         let failed = tokio::select! {
             () = cancel.cancelled() => None,
-            ended = transports.join_next() => ended,
+            first = transports.join_next() => first,
         };
         served.drain();
         for name in ["", SERVICE_NAME] {
@@ -282,10 +258,10 @@ fn serve_on(
             tracing::warn!(drain_ms_max = drain.as_millis() as u64, "requests still run, closing anyway");
         }
         closing.cancel();
-        let mut outcome = failed.map_or(Ok(()), flatten);
+        let mut outcome = failed.map_or(Ok(()), ended);
         let finish = async {
-            while let Some(ended) = transports.join_next().await {
-                outcome = std::mem::replace(&mut outcome, Ok(())).and(flatten(ended));
+            while let Some(next) = transports.join_next().await {
+                outcome = std::mem::replace(&mut outcome, Ok(())).and(ended(next));
             }
         };
         // Connections that a client keeps open without a request do not hold the server up for ever.
@@ -311,11 +287,9 @@ fn serve_on(
     Ok(Serving { addresses, inference, task })
 }
 
-fn flatten(ended: std::result::Result<Result<()>, tokio::task::JoinError>) -> Result<()> {
-    match ended {
-        Ok(result) => result,
-        Err(error) => Err(Error::Service { service: "transport", reason: error.to_string() }),
-    }
+/// How a transport ended, which can only break.
+fn ended(transport: std::result::Result<(), tokio::task::JoinError>) -> Result<()> {
+    transport.map_err(|error| Error::Service { service: "transport", reason: error.to_string() })
 }
 
 /// The metrics of the process, and those of the models where a server has some.
@@ -341,7 +315,7 @@ impl MetricsServer {
             .local_addr()
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
         let listener = Listener::http(listener, "metrics", &Limits::default());
-        let task = tokio::spawn(serve_http(listener, scrape_routes(None), cancel));
+        let task = tokio::spawn(listener.answer(Logged::new(scrape_routes(None)), cancel));
         Ok(MetricsServer { address, task })
     }
 

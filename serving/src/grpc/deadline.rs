@@ -15,8 +15,7 @@ const DIGITS_MAX: usize = 8;
 #[derive(Debug, Clone, Copy)]
 struct Arrived(Instant);
 
-/// Notes when a call came, where that matters. Transports of tonic count the timeout from here on, too, and
-/// break calls off as CANCELLED; who looks at the time from here on is there before them.
+/// Notes when a call came, where that matters: its message may take long to come.
 pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
     if headers.contains_key(TIMEOUT) {
         extensions.insert(Arrived(Instant::now()));

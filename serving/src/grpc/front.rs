@@ -10,19 +10,6 @@ use futures::future::{Either, MapOk};
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
-use tower_layer::Layer;
-
-/// Puts a service before a router.
-#[derive(Debug, Clone)]
-pub(crate) struct Before<S>(pub(crate) S);
-
-impl<S: Clone, R> Layer<R> for Before<S> {
-    type Service = Front<S, R>;
-
-    fn layer(&self, routes: R) -> Front<S, R> {
-        Front { service: self.0.clone(), routes }
-    }
-}
 
 /// A service, and what answers all that is not asked of it.
 #[derive(Debug, Clone)]
@@ -31,10 +18,16 @@ pub(crate) struct Front<S, R> {
     routes: R,
 }
 
-impl<S, R, B> Service<http::Request<Body>> for Front<S, R>
+impl<S, R> Front<S, R> {
+    pub(crate) fn new(service: S, routes: R) -> Front<S, R> {
+        Front { service, routes }
+    }
+}
+
+impl<S, R, Q, B> Service<http::Request<Q>> for Front<S, R>
 where
-    S: Service<http::Request<Body>, Response = http::Response<B>, Error = Infallible> + NamedService,
-    R: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S: Service<http::Request<Q>, Response = http::Response<B>, Error = Infallible> + NamedService,
+    R: Service<http::Request<Q>, Response = http::Response<Body>, Error = Infallible>,
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<tonic::codegen::StdError>,
 {
@@ -47,7 +40,7 @@ where
         self.routes.poll_ready(cx)
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+    fn call(&mut self, request: http::Request<Q>) -> Self::Future {
         let path = request.uri().path().strip_prefix('/').and_then(|path| path.strip_prefix(S::NAME));
         if path.is_some_and(|method| method.starts_with('/')) {
             let body: fn(http::Response<B>) -> http::Response<Body> = |reply| reply.map(Body::new);
@@ -92,7 +85,7 @@ mod tests {
 
     #[tokio::test]
     async fn calls_of_the_service_alone_go_to_it() {
-        let mut front = Before(Named("service")).layer(Named("routes"));
+        let mut front = Front::new(Named("service"), Named("routes"));
         for (path, expected) in [
             ("/some.Service/Method", "service"),
             ("/some.Service/", "service"),

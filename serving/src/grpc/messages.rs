@@ -12,7 +12,7 @@ use http_body::Frame;
 use tokio::time::Sleep;
 use tonic::Status;
 use tonic::body::Body;
-use tonic::codegen::{Service, http};
+use tonic::codegen::{Service, StdError, http};
 use tonic::server::NamedService;
 
 use super::deadline;
@@ -45,7 +45,11 @@ impl<S: NamedService> NamedService for Messages<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S: Service<http::Request<Body>, Error = Infallible>> Service<http::Request<Body>> for Messages<S> {
+impl<S, B> Service<http::Request<B>> for Messages<S>
+where
+    S: Service<http::Request<Body>, Error = Infallible>,
+    B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Send + Unpin + 'static,
+{
     type Response = S::Response;
     type Error = Infallible;
     type Future = S::Future;
@@ -54,7 +58,7 @@ impl<S: Service<http::Request<Body>, Error = Infallible>> Service<http::Request<
         self.service.poll_ready(cx)
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> S::Future {
+    fn call(&mut self, request: http::Request<B>) -> S::Future {
         let (mut head, body) = request.into_parts();
         let encoding = head.headers.get(ENCODING).and_then(|name| Encoding::named(name.to_str().ok()?));
         if encoding.is_some() {
@@ -81,8 +85,8 @@ fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
 }
 
 /// The frames of a body: a prefix and a payload each. Plain ones are handed on as they come.
-struct Frames {
-    body: Body,
+struct Frames<B> {
+    body: B,
     encoding: Option<Encoding>,
     streaming: bool,
     bytes_max: usize,
@@ -104,8 +108,8 @@ struct Frames {
     ended: bool,
 }
 
-impl Frames {
-    fn new(body: Body, encoding: Option<Encoding>, streaming: bool, limits: &Limits) -> Frames {
+impl<B> Frames<B> {
+    fn new(body: B, encoding: Option<Encoding>, streaming: bool, limits: &Limits) -> Frames<B> {
         Frames {
             body,
             encoding,
@@ -252,7 +256,7 @@ impl Frames {
     }
 }
 
-impl http_body::Body for Frames {
+impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body::Body for Frames<B> {
     type Data = Bytes;
     type Error = Status;
 
@@ -288,7 +292,7 @@ impl http_body::Body for Frames {
             match next.map(|frame| frame.map(Frame::into_data)) {
                 Some(Ok(Ok(data))) => self.chunk = data,
                 Some(Ok(Err(other))) => return Poll::Ready(Some(Ok(other))),
-                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
+                Some(Err(error)) => return Poll::Ready(Some(Err(Status::from_error(error.into())))),
                 None => {
                     self.ended = true;
                     return match self.check_end() {

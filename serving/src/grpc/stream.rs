@@ -14,6 +14,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
 use super::{Admitted, Origin, Service};
+use crate::access;
 use crate::error::InferError;
 use crate::infer::stopping;
 use crate::telemetry::{self, Active};
@@ -43,7 +44,7 @@ pub(super) fn answers(
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
     let conversation = Conversation {
         // A stream has no deadline but its client's: when he goes, what waits goes too.
-        origin: Origin { client: request.remote_addr(), deadline: Ok(None) },
+        origin: Origin { client: access::peer(request.extensions()), deadline: Ok(None) },
         service,
         caller,
         span: telemetry::current(),

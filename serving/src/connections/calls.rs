@@ -1,0 +1,143 @@
+//! The calls of a connection of HTTP/2, each of which is a future of its own: one that comes alone is
+//! answered where it was read, before the connection goes on, as most can be; others are tasks.
+//!
+//! A task for each call costs a client that waits for each answer before it asks again some microseconds: the
+//! task is made, the thread goes from the connection to it and back, and other threads wake up to look
+//! whether there is something for them. A connection that brings several calls at a time has them run as tasks,
+//! on all threads.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+use futures::task::AtomicWaker;
+use hyper::rt::Executor;
+
+/// How often a connection that woke itself goes on at once, before others have their turn.
+const AGAIN_MAX: usize = 2;
+
+/// The calls of one connection. All clones are one.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Calls(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Wakes the task of the connection.
+    task: AtomicWaker,
+    /// The thread that the connection is on just now, 0 where it is on none.
+    thread: AtomicUsize,
+    /// Something that the connection waits for has come while it was on a thread, and from there.
+    again: AtomicBool,
+    /// Calls that came in this turn of the connection.
+    came: AtomicUsize,
+    /// Whether several came in the turn before it.
+    crowded: AtomicBool,
+    /// Calls that are tasks.
+    tasks: AtomicUsize,
+}
+
+thread_local! {
+    /// Its address tells threads from each other.
+    static HERE: u8 = const { 0 };
+}
+
+/// A number of this thread that is not 0.
+fn here() -> usize {
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+impl Calls {
+    /// A connection, which is polled by this alone. Its calls are to run by a clone of this.
+    pub(super) fn attend<C: Future>(&self, connection: C) -> Attended<C> {
+        Attended { connection: Box::pin(connection), waker: Waker::from(self.0.clone()), calls: self.clone() }
+    }
+}
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
+    fn execute(&self, call: F) {
+        let Shared { came, crowded, tasks, .. } = &*self.0;
+        let first = came.fetch_add(1, Ordering::Relaxed) == 0;
+        let mut call = Box::pin(call);
+        if first && !crowded.load(Ordering::Relaxed) && tasks.load(Ordering::Relaxed) == 0 {
+            // A task polls it again as soon as there is one, so nothing needs to be woken.
+            let mut context = Context::from_waker(Waker::noop());
+            // As in a task, a panic is the end of the call and not that of the others.
+            match catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(&mut context))) {
+                Ok(Poll::Pending) => {}
+                Ok(Poll::Ready(())) | Err(_) => return,
+            }
+        }
+        tasks.fetch_add(1, Ordering::Relaxed);
+        let counted = Counted(self.clone());
+        tokio::spawn(async move {
+            let _counted = counted;
+            call.await;
+        });
+    }
+}
+
+/// A call that is a task.
+struct Counted(Calls);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.tasks.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Wake for Shared {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.thread.load(Ordering::Relaxed) == here() {
+            // The runtime would put the task in its line and wake another thread for it.
+            self.again.store(true, Ordering::Relaxed);
+        } else {
+            self.task.wake();
+        }
+    }
+}
+
+/// A connection that goes on by itself when it was woken by one of its calls meanwhile.
+pub(super) struct Attended<C> {
+    connection: Pin<Box<C>>,
+    waker: Waker,
+    calls: Calls,
+}
+
+impl<C> Attended<C> {
+    pub(super) fn connection(&mut self) -> Pin<&mut C> {
+        self.connection.as_mut()
+    }
+}
+
+impl<C: Future> Future for Attended<C> {
+    type Output = C::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<C::Output> {
+        let Attended { connection, waker, calls: Calls(calls) } = &mut *self;
+        calls.task.register(cx.waker());
+        for _ in 0..=AGAIN_MAX {
+            calls.again.store(false, Ordering::Relaxed);
+            calls.thread.store(here(), Ordering::Relaxed);
+            let polled = connection.as_mut().poll(&mut Context::from_waker(waker));
+            calls.thread.store(0, Ordering::Relaxed);
+            match calls.came.swap(0, Ordering::Relaxed) {
+                0 => {}
+                came => calls.crowded.store(came > 1, Ordering::Relaxed),
+            }
+            if polled.is_ready() || !calls.again.load(Ordering::Relaxed) {
+                return polled;
+            }
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests;
