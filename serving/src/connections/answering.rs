@@ -32,7 +32,7 @@ impl Listener {
                 () = closed.cancelled() => break,
                 Some(_) = connections.join_next() => {}
                 connection = self.accept() => {
-                    let calls = Calls::default();
+                    let calls = Calls::new();
                     let protocol = self.protocol(calls.clone());
                     let service = Peered::new(service.clone(), connection.peer);
                     let closed = closed.clone();

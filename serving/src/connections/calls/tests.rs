@@ -14,9 +14,12 @@ use super::*;
 /// What a connection does in one turn.
 type Turn = Box<dyn FnMut(&Calls, &mut Context<'_>) + Send>;
 
-/// A connection that does one thing after the other, and never ends.
+/// A connection that does one thing after the other, and never ends. No call is too long for it.
 fn connection(turns: Vec<Turn>) -> Attended<BoxFuture<'static, ()>> {
-    let calls = Calls::default();
+    connection_with(Calls::of(Duration::MAX), turns)
+}
+
+fn connection_with(calls: Calls, turns: Vec<Turn>) -> Attended<BoxFuture<'static, ()>> {
     let mut turns = VecDeque::from(turns);
     let own = calls.clone();
     calls.attend(Box::pin(poll_fn(move |cx| {
@@ -123,6 +126,33 @@ async fn a_call_that_has_to_wait_goes_on_as_a_task_and_those_after_it_are_tasks_
     settle(&connection.calls.clone()).await;
     turn(&mut connection);
     assert_eq!(ran.counts(), (1, 1));
+}
+
+#[tokio::test]
+async fn calls_that_take_long_are_tried_less_and_less() {
+    let ran = Arc::new(Ran::default());
+    let calls = Calls::of(Duration::ZERO);
+    let mut connection = connection_with(calls.clone(), (0..1000).map(|_| come(1, &ran)).collect());
+    let mut tried = Vec::new();
+    for number in 0..300 {
+        let before = ran.counts().0;
+        turn(&mut connection);
+        settle(&calls).await;
+        if ran.counts().0 > before {
+            tried.push(number);
+        }
+    }
+    assert_eq!(tried, [0, 2, 5, 10, 19, 36, 69, 134, 199, 264]);
+}
+
+#[tokio::test]
+async fn a_call_that_is_short_again_has_the_next_ones_tried() {
+    let calls = Calls::of(Duration::from_secs(1));
+    let rest = |seconds| {
+        calls.kept(Duration::from_secs(seconds));
+        calls.0.resting.load(Ordering::Relaxed)
+    };
+    assert_eq!([2, 2, 2, 1, 2].map(rest), [1, 2, 4, 0, 1]);
 }
 
 #[tokio::test]
