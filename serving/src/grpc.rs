@@ -28,6 +28,7 @@ use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
 use crate::infer::{self, Entered, Inference, TENSORS_MAX};
 use crate::parameters::{Schedule, check_request};
+use crate::peer::peer;
 use crate::repository::{Asked, Model};
 use crate::sequence::{self, Place};
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
@@ -136,8 +137,7 @@ impl Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let origin =
-            Origin { client: access::peer(request.extensions()), deadline: deadline::read(&request) };
+        let origin = Origin { client: peer(request.extensions()), deadline: deadline::read(&request) };
         let caller = self.caller(&request);
         let request = request.into_inner();
         let admitted = self.admit(&caller, &request)?;

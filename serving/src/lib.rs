@@ -78,6 +78,7 @@ pub mod metrics;
 mod model_config;
 mod parameters;
 mod pbtxt;
+mod peer;
 pub mod pipe;
 pub mod record;
 mod reflection;

@@ -28,12 +28,13 @@ use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use serde_json::json;
 
-use crate::access::{self, Peer};
+use crate::access;
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
 use crate::grpc::{SERVER_NAME, extensions};
 use crate::infer::Inference;
+use crate::peer::Peer;
 use crate::repository::Asked;
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;

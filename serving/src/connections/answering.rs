@@ -13,7 +13,7 @@ use tonic::codegen::{Service, StdError, http};
 
 use super::calls::Calls;
 use super::{HEAD_BYTES_MAX, Listener, STREAMS_MAX};
-use crate::access::Peered;
+use crate::peer::Peered;
 
 impl Listener {
     /// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call

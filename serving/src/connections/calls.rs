@@ -20,8 +20,8 @@ use hyper::rt::Executor;
 const AGAIN_MAX: usize = 2;
 /// Calls that keep a connection for longer are for tasks. A model that takes 90 us for a client with one connection,
 /// who asks without waiting for answers, has its typical answer a tenth later otherwise.
-const LONG: Duration = Duration::from_micros(40);
-/// So many calls are tasks, at most, before it is tried again whether they are still long.
+const LONG: Duration = Duration::from_micros(60);
+/// So many calls are tasks, at most, before one is tried again.
 const RESTS_MAX: usize = 64;
 
 /// The calls of one connection. All clones are one.
@@ -44,9 +44,9 @@ struct Shared {
     tasks: AtomicUsize,
     /// How long a call may keep the connection.
     long: Duration,
-    /// How many calls were to be tasks after the last one that was tried: twice as many after each long one in a row.
-    rest: AtomicUsize,
-    /// How many of those are still to come.
+    /// Calls in a row that were tried and long.
+    long_ones: AtomicUsize,
+    /// Calls still to come that are to be tasks for that.
     resting: AtomicUsize,
 }
 
@@ -74,9 +74,9 @@ impl Calls {
         Attended { connection: Box::pin(connection), waker: Waker::from(self.0.clone()), calls: self.clone() }
     }
 
-    /// Notes that a call has come; whether it is answered before the connection goes on. The connection alone asks,
-    /// so that no two do at a time.
-    fn is_next_at_once(&self) -> bool {
+    /// A call has come; whether it is to be tried before the connection goes on. The connection alone asks, so that
+    /// no two do at a time.
+    fn come(&self) -> bool {
         let Shared { came, crowded, tasks, resting, .. } = &*self.0;
         let first = came.fetch_add(1, Ordering::Relaxed) == 0;
         let rests = resting.load(Ordering::Relaxed);
@@ -84,19 +84,22 @@ impl Calls {
         first && rests == 0 && !crowded.load(Ordering::Relaxed) && tasks.load(Ordering::Relaxed) == 0
     }
 
-    /// Notes how long a call has kept the connection.
+    /// Notes how long a call has kept the connection. The first long one in a row may be the machine's doing; with
+    /// each one more, twice as many calls are not tried.
     fn kept(&self, elapsed: Duration) {
-        let Shared { long, rest, resting, .. } = &*self.0;
-        let rests = if elapsed > *long { (2 * rest.load(Ordering::Relaxed)).clamp(1, RESTS_MAX) } else { 0 };
-        rest.store(rests, Ordering::Relaxed);
-        resting.store(rests, Ordering::Relaxed);
+        let Shared { long, long_ones, resting, .. } = &*self.0;
+        let row = if elapsed > *long { long_ones.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
+        long_ones.store(row, Ordering::Relaxed);
+        let doubled =
+            row.checked_sub(2).map_or(0, |times| 1_usize.checked_shl(times as u32).unwrap_or(RESTS_MAX));
+        resting.store(doubled.min(RESTS_MAX), Ordering::Relaxed);
     }
 }
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
     fn execute(&self, call: F) {
         let mut call = Box::pin(call);
-        if self.is_next_at_once() {
+        if self.come() {
             let began = Instant::now();
             // A task polls it again as soon as there is one, so nothing needs to be woken.
             let mut context = Context::from_waker(Waker::noop());

@@ -14,9 +14,9 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
 use super::{Admitted, Origin, Service};
-use crate::access;
 use crate::error::InferError;
 use crate::infer::stopping;
+use crate::peer::peer;
 use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
@@ -44,7 +44,7 @@ pub(super) fn answers(
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
     let conversation = Conversation {
         // A stream has no deadline but its client's: when he goes, what waits goes too.
-        origin: Origin { client: access::peer(request.extensions()), deadline: Ok(None) },
+        origin: Origin { client: peer(request.extensions()), deadline: Ok(None) },
         service,
         caller,
         span: telemetry::current(),
