@@ -27,6 +27,7 @@ impl Listener {
         B::Error: Into<StdError>,
     {
         let mut connections = JoinSet::new();
+        let leaving = CancellationToken::new();
         loop {
             tokio::select! {
                 () = closed.cancelled() => break,
@@ -35,14 +36,14 @@ impl Listener {
                     let calls = Calls::new();
                     let protocol = self.protocol(calls.clone());
                     let service = Peered::new(service.clone(), connection.peer);
-                    let closed = closed.clone();
+                    let leaving = leaving.clone();
                     connections.spawn(async move {
                         let service = TowerToHyperService::new(service);
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
                         let mut answering = calls.attend(answering);
                         let ended = tokio::select! {
                             ended = &mut answering => ended,
-                            () = closed.cancelled() => {
+                            () = leaving.cancelled() => {
                                 answering.connection().graceful_shutdown();
                                 answering.await
                             }
@@ -54,7 +55,10 @@ impl Listener {
                 }
             }
         }
+        // Before clients are told to leave, or they come back to a socket that nobody accepts them on, and what they
+        // ask there breaks off when it closes.
         drop(self);
+        leaving.cancel();
         while connections.join_next().await.is_some() {}
     }
 
@@ -79,5 +83,44 @@ impl Listener {
             .keep_alive_interval(self.stalled)
             .keep_alive_timeout(self.stalled);
         protocol
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::ErrorKind;
+
+    use axum::Router;
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::config::Limits;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn clients_that_are_told_to_leave_find_the_port_closed() {
+        // The wrong order shows in some of the rounds.
+        for round in 0..100 {
+            let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = socket.local_addr().unwrap();
+            let closed = CancellationToken::new();
+            let routes = Router::new().route("/", get(async || "answer"));
+            let listener = Listener::http(socket, "REST", &Limits::default());
+            let answering = tokio::spawn(listener.answer(routes, closed.clone()));
+            let mut client = TcpStream::connect(address).await.unwrap();
+            client.write_all(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n").await.unwrap();
+            let mut answer = Vec::new();
+            while !answer.ends_with(b"answer") {
+                assert_ne!(client.read_buf(&mut answer).await.unwrap(), 0, "it is kept open");
+            }
+            closed.cancel();
+            assert_eq!(client.read_buf(&mut answer).await.unwrap(), 0, "told to leave");
+            let again = TcpStream::connect(address).await.map_err(|error| error.kind());
+            assert_eq!(again.err(), Some(ErrorKind::ConnectionRefused), "round {round}");
+            answering.await.unwrap();
+        }
     }
 }
