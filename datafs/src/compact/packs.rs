@@ -1,5 +1,7 @@
 //! Packs that are mostly dead: the pieces that live files still point at are appended to another pack.
 
+use std::collections::HashSet;
+
 use super::CompactReport;
 use crate::data::{Extent, ObjectError, ObjectId, Pack, Packed};
 use crate::datafs::Shared;
@@ -15,7 +17,7 @@ const STEP_BYTES: u64 = 1 << 20;
 
 /// An extent that points into the pack.
 #[derive(Debug, Clone, Copy)]
-struct Live {
+pub(super) struct Live {
     volume: u64,
     ino: u64,
     extent: Extent,
@@ -26,6 +28,8 @@ struct Live {
 struct Moved {
     bytes: u64,
     extents: u64,
+    /// Something was moved into each pack that was appended to.
+    used_all: bool,
 }
 
 /// Empties a pack, unless something else than live files points at it: then nothing would be won.
@@ -56,7 +60,7 @@ pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut Compact
 }
 
 /// The extents of live files in the pack, by volume; `None` when there are references besides.
-fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
+pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
     let pieces = match shared.pool.pack_pieces(pack) {
         Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
         other => other?,
@@ -93,7 +97,7 @@ fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
 
 /// Copies some extents of one volume to the current pack and points their files at it. Those that
 /// changed meanwhile are left; false when nothing could be moved.
-fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Result<bool> {
+pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Result<bool> {
     let [first, ..] = some else { return Ok(true) };
     let codec = match shared.codec_of_volume(first.volume) {
         // Encrypted with a key that is not at hand, or gone.
@@ -126,19 +130,27 @@ fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Resu
                 }
             }
             let mut done = Moved::default();
+            let mut used = HashSet::new();
             for (live, packed) in &moved {
                 if content::has_extents(writer, live.ino, &[live.extent])? {
                     content::replace_extents(writer, live.ino, &[live.extent], &packed.extents)?;
+                    used.insert(packed.pack.id());
                     done.bytes += live.extent.len;
                     done.extents += 1;
                 }
             }
+            done.used_all = used.len() == packs.len();
             Ok(Some(done))
         })
     });
     match result {
-        Ok(Some(Moved { bytes, extents })) => {
+        Ok(Some(Moved { bytes, extents, used_all })) => {
             failpoint::hit("compact-pack-committed");
+            if !used_all {
+                // What was to move into a pack changed meanwhile. If the pack was begun for it, nothing points
+                // at it, though it counts as referred to.
+                shared.session.leave_unclean();
+            }
             report.bytes += bytes;
             report.extents_before += extents;
             report.extents_after += extents;

@@ -178,6 +178,31 @@ fn a_pack_that_a_snapshot_holds_is_left() {
     home.check();
 }
 
+/// The pack that was begun for the pieces is not forgotten with the session that began it.
+#[test]
+fn a_pack_begun_for_pieces_that_changed_meanwhile_is_found_again() {
+    let home = Home::new();
+    write(&home, "f", &pattern(9_000, 1));
+    home.view.sync().unwrap();
+    let pack = home.extents("f")[0].object;
+    let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
+    let other = Datafs::open(home.dir.path(), &config).unwrap();
+    let live = packs::find(&other.shared, pack).unwrap().unwrap();
+    assert_eq!(live.len(), 1);
+    write(&home, "f", &pattern(9_000, 2));
+    home.view.sync().unwrap();
+    let mut report = CompactReport::default();
+    assert!(packs::move_some(&other.shared, &live, &mut report).unwrap());
+    assert_eq!(report, CompactReport::default(), "nothing could be moved");
+    drop(other);
+    home.check();
+    home.datafs.gc().unwrap();
+    home.check();
+    assert!(home.view.read_file("f").unwrap() == pattern(9_000, 2));
+    let left = home.datafs.fsck(&FsckOptions::default(), &mut |_| {}).unwrap();
+    assert_eq!(left.objects, 1, "the collection took the pack of the other session");
+}
+
 #[test]
 fn what_was_cut_gives_its_space_back() {
     let home = Home::new();
