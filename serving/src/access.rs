@@ -20,7 +20,7 @@ use crate::peer::peer;
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Names a request, for those who look for it in logs.
-const REQUEST_ID: &str = "x-request-id";
+static REQUEST_ID: http::HeaderName = http::HeaderName::from_static("x-request-id");
 /// Longest id that is repeated.
 const REQUEST_ID_BYTES_MAX: usize = 256;
 
@@ -90,7 +90,7 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
-        let id = request.headers().get(REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
+        let id = request.headers().get(&REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
         let span = self
             .telemetry
             .as_ref()
@@ -145,7 +145,7 @@ where
         };
         let Ok(mut response) = ready!(answered);
         if let Some(id) = this.id.take() {
-            response.headers_mut().insert(REQUEST_ID, id);
+            response.headers_mut().insert(&REQUEST_ID, id);
         }
         let (mut line, mut span) = (this.line.take(), this.span.take());
         if let Some(span) = &mut span {

@@ -100,12 +100,16 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
     fn execute(&self, call: F) {
         let mut call = Box::pin(call);
         if self.come() {
+            let again = self.0.again.load(Ordering::Relaxed);
             let began = Instant::now();
             // A task polls it again as soon as there is one, so nothing needs to be woken.
             let mut context = Context::from_waker(Waker::noop());
             // As in a task, a panic is the end of the call and not that of the others.
             let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(&mut context)));
             self.kept(began.elapsed());
+            // The connection is being polled and has its part in what the call has done, an answer to be sent, still
+            // before it: it needs no other turn for that.
+            self.0.again.store(again, Ordering::Relaxed);
             match polled {
                 Ok(Poll::Pending) => {}
                 Ok(Poll::Ready(())) | Err(_) => return,

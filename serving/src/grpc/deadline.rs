@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use tonic::Request;
-use tonic::codegen::http::{Extensions, HeaderMap};
+use tonic::codegen::http::{Extensions, HeaderMap, HeaderName};
 
 use crate::error::{InferError, quote};
 
-const TIMEOUT: &str = "grpc-timeout";
+static TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
 /// Digits of its number, as the protocol bounds them.
 const DIGITS_MAX: usize = 8;
 
@@ -17,17 +17,18 @@ struct Arrived(Instant);
 
 /// Notes when a call came, where that matters: its message may take long to come.
 pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
-    if headers.contains_key(TIMEOUT) {
+    if headers.contains_key(&TIMEOUT) {
         extensions.insert(Arrived(Instant::now()));
     }
 }
 
-/// When the client of a call stops waiting; `None` where it waits for ever.
+/// When the client of a call that was noted stops waiting; `None` where it waits for ever.
 ///
 /// # Errors
 /// [`InferError::Invalid`] for a header that says no time.
 pub(super) fn read<T>(request: &Request<T>) -> Result<Option<Instant>, InferError> {
-    let Some(value) = request.metadata().get(TIMEOUT) else { return Ok(None) };
+    let Some(Arrived(arrived)) = request.extensions().get() else { return Ok(None) };
+    let Some(value) = request.metadata().get(TIMEOUT.as_str()) else { return Ok(None) };
     let text = String::from_utf8_lossy(value.as_encoded_bytes());
     let timeout = parse(&text).ok_or_else(|| {
         InferError::invalid(format!(
@@ -35,7 +36,6 @@ pub(super) fn read<T>(request: &Request<T>) -> Result<Option<Instant>, InferErro
             quote(&text)
         ))
     })?;
-    let arrived = request.extensions().get::<Arrived>().map_or_else(Instant::now, |arrived| arrived.0);
     Ok(arrived.checked_add(timeout))
 }
 

@@ -22,9 +22,9 @@ use crate::config::Limits;
 use crate::error::InferError;
 
 /// Names the compression of a request's messages.
-pub(super) const ENCODING: &str = "grpc-encoding";
+pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");
 /// Names the compressions that the client reads.
-pub(super) const ACCEPTED: &str = "grpc-accept-encoding";
+pub(super) static ACCEPTED: http::HeaderName = http::HeaderName::from_static("grpc-accept-encoding");
 /// Calls whose client sends any number of messages, also none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 
@@ -60,9 +60,9 @@ where
 
     fn call(&mut self, request: http::Request<B>) -> S::Future {
         let (mut head, body) = request.into_parts();
-        let encoding = head.headers.get(ENCODING).and_then(|name| Encoding::named(name.to_str().ok()?));
+        let encoding = head.headers.get(&ENCODING).and_then(|name| Encoding::named(name.to_str().ok()?));
         if encoding.is_some() {
-            head.headers.remove(ENCODING);
+            head.headers.remove(&ENCODING);
         }
         mirror(&mut head.headers, encoding);
         deadline::note(&head.headers, &mut head.extensions);
@@ -75,12 +75,12 @@ where
 /// A reply is compressed as its request was, when the client reads that. Clients announce what they read
 /// with every call, so compressing for all who can read it would slow down those who never asked.
 fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
-    let Some(accepted) = headers.remove(ACCEPTED) else { return };
+    let Some(accepted) = headers.remove(&ACCEPTED) else { return };
     let reads = |encoding: &Encoding| {
         accepted.to_str().is_ok_and(|names| names.split(',').any(|name| name.trim() == encoding.name()))
     };
     if let Some(encoding) = encoding.filter(reads) {
-        headers.insert(ACCEPTED, http::HeaderValue::from_static(encoding.name()));
+        headers.insert(&ACCEPTED, http::HeaderValue::from_static(encoding.name()));
     }
 }
 

@@ -56,8 +56,8 @@ impl Service<http::Request<Body>> for Unary {
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let headers = request.headers();
         if request.uri().path() != MODEL_INFER
-            || headers.contains_key(ENCODING)
-            || headers.contains_key(ACCEPTED)
+            || headers.contains_key(&ENCODING)
+            || headers.contains_key(&ACCEPTED)
         {
             return self.others.call(request);
         }

@@ -48,7 +48,15 @@ impl Mix {
     /// Whether more than one model is in use.
     pub(super) fn is_mixed() -> bool {
         let switched = SWITCHED.load(Ordering::Relaxed);
-        switched > 0 && u128::from(micros(Instant::now()).saturating_sub(switched)) < MIXED.as_micros()
+        if switched == 0 {
+            return false;
+        }
+        let is_mixed = u128::from(micros(Instant::now()).saturating_sub(switched)) < MIXED.as_micros();
+        if !is_mixed {
+            // So that the next request reads no clock. When it fails they have been mixed just now.
+            let _ = SWITCHED.compare_exchange(switched, 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
+        is_mixed
     }
 }
 

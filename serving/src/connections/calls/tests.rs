@@ -166,15 +166,30 @@ async fn a_call_that_panics_is_the_end_of_itself_alone() {
 }
 
 #[tokio::test]
-async fn a_connection_that_its_call_wakes_goes_on_in_the_same_turn() {
+async fn a_connection_that_wakes_itself_goes_on_in_the_same_turn() {
     let ran = Arc::new(Ran::default());
-    let wakes: Turn = Box::new(|own, cx| {
-        let connection = cx.waker().clone();
-        own.execute(async move { connection.wake() });
-    });
+    let wakes: Turn = Box::new(|_, cx| cx.waker().wake_by_ref());
     let mut connection = connection(vec![wakes, come(1, &ran)]);
     assert_eq!(turn(&mut connection), 0, "nobody else has to know");
     assert_eq!(ran.counts(), (1, 0));
+}
+
+/// It goes on after the call anyway.
+#[tokio::test]
+async fn a_call_that_is_answered_where_it_came_wakes_its_connection_in_vain() {
+    for (before, ran_after) in [(false, 0), (true, 1)] {
+        let ran = Arc::new(Ran::default());
+        let wakes: Turn = Box::new(move |own, cx| {
+            if before {
+                cx.waker().wake_by_ref();
+            }
+            let connection = cx.waker().clone();
+            own.execute(async move { connection.wake() });
+        });
+        let mut connection = connection(vec![wakes, come(1, &ran)]);
+        assert_eq!(turn(&mut connection), 0);
+        assert_eq!(ran.counts(), (ran_after, 0), "woken before: {before}");
+    }
 }
 
 #[tokio::test]
