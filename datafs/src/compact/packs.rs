@@ -28,8 +28,6 @@ pub(super) struct Live {
 struct Moved {
     bytes: u64,
     extents: u64,
-    /// Something was moved into each pack that was appended to.
-    used_all: bool,
 }
 
 /// Empties a pack, unless something else than live files points at it: then nothing would be won.
@@ -139,16 +137,14 @@ pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactRepo
                     done.extents += 1;
                 }
             }
-            done.used_all = used.len() == packs.len();
-            Ok(Some(done))
+            Ok(Some((done, used)))
         })
     });
     match result {
-        Ok(Some(Moved { bytes, extents, used_all })) => {
+        Ok(Some((Moved { bytes, extents }, used))) => {
             failpoint::hit("compact-pack-committed");
-            if !used_all {
-                // What was to move into a pack changed meanwhile. If the pack was begun for it, nothing points
-                // at it, though it counts as referred to.
+            if packs.iter().any(|(pack, referral)| referral.is_first() && !used.contains(&pack.id())) {
+                // All that was to move into it changed meanwhile: it counts as referred to, and nothing points at it.
                 shared.session.leave_unclean();
             }
             report.bytes += bytes;

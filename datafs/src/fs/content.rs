@@ -28,6 +28,11 @@ pub(crate) struct Referral {
 }
 
 impl Referral {
+    /// Whether nothing had ever pointed at the pack before this commit.
+    pub(crate) fn is_first(&self) -> bool {
+        self.first
+    }
+
     /// Notes that a transaction is going to refer to a pack, and has it made durable before. False when the pack
     /// must be given up: somebody had tried to before and nothing points at it, so whoever found that may be
     /// deleting it. Not so where this very commit was the first: nobody else can have pointed at it since.

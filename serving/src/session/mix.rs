@@ -53,8 +53,9 @@ impl Mix {
         }
         let is_mixed = u128::from(micros(Instant::now()).saturating_sub(switched)) < MIXED.as_micros();
         if !is_mixed {
-            // So that the next request reads no clock. When it fails they have been mixed just now.
-            let _ = SWITCHED.compare_exchange(switched, 0, Ordering::Relaxed, Ordering::Relaxed);
+            // So that the next request reads no clock. A change that is noted just now and lost by this is noted again
+            // with the next run of another model.
+            SWITCHED.store(0, Ordering::Relaxed);
         }
         is_mixed
     }
