@@ -16,6 +16,7 @@ mod placement;
 mod pool;
 mod probe;
 mod realtime;
+mod spent;
 mod trial;
 mod typical;
 mod values;
@@ -160,7 +161,7 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         0 => 1,
         sessions => sessions,
     };
-    let intra_threads = (threads / count).max(1);
+    let intra_threads = intra_threads(threads, count);
     let mut builder = options::builder(Runtime::load()?, device, intra_threads, config.allow_fallback)?;
     if count > 1 && device == Device::Cpu && onnx.len() >= SHARED_BYTES_MIN {
         match weights::sessions(&builder, onnx, count) {
@@ -173,6 +174,11 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
     };
     let session = |_| Ok(Session::new(builder.commit_from_memory(onnx).map_err(refused)?, place));
     (0..count).map(session).collect()
+}
+
+/// Threads for each run on the processor, of as many for all of so many sessions.
+fn intra_threads(threads: usize, sessions: usize) -> usize {
+    (threads / sessions.max(1)).max(1)
 }
 
 fn failed(manifest: &Manifest, reason: String) -> Error {

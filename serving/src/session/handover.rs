@@ -18,10 +18,14 @@ use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
 use super::mix::{Account, Mix};
 use super::outlook::Outlook;
+use super::spent::Spent;
 use super::typical::Typical;
 use crate::error::InferError;
 use crate::statistics::Times;
 use crate::tensor::Tensor;
+
+/// What shorter runs cost is not measured more exactly than by the clock.
+const MEASURED_MICROS_MIN: usize = 40;
 
 /// What the requests of one model version share.
 #[derive(Debug)]
@@ -34,6 +38,8 @@ pub(super) struct Shared {
     /// Somebody came, where there is a delay.
     came: Notify,
     pub(super) room: Room,
+    /// Whether the thread that runs does all of it.
+    runs_in_thread: bool,
     /// Rows come out as they went in.
     pub(super) keeps_rows: AtomicBool,
     /// Duration of a run, in microseconds.
@@ -76,6 +82,7 @@ impl Shared {
         sizes: Sizes,
         delay: Duration,
         room: Room,
+        runs_in_thread: bool,
     ) -> Shared {
         Shared {
             outlook: Outlook::new(free.len(), sizes.rows_max),
@@ -85,6 +92,7 @@ impl Shared {
             delay,
             came: Notify::new(),
             room,
+            runs_in_thread,
             keeps_rows: AtomicBool::new(true),
             run_micros: Typical::default(),
             efficiency: Efficiency::default(),
@@ -275,13 +283,26 @@ impl Shared {
         }
     }
 
-    /// Notes how long a run took on inputs of so many rows, and that this model was in use. Where it was one of the
-    /// line, `handed` is when it got its session.
-    pub(super) fn took(&self, times: &Times, inputs: &[&Tensor], rows: usize, handed: Option<Instant>) {
+    /// Begins to measure what a run costs.
+    pub(super) fn spend(&self) -> Spent {
+        Spent::begin(self.runs_in_thread && self.run_micros() >= MEASURED_MICROS_MIN)
+    }
+
+    /// Notes how long a run took on inputs of so many rows, and what it spent; and that this model was in use. Where
+    /// it was one of the line, `handed` is when it got its session.
+    pub(super) fn took(
+        &self,
+        times: &Times,
+        spent: Option<Duration>,
+        inputs: &[&Tensor],
+        rows: usize,
+        handed: Option<Instant>,
+    ) {
         let elapsed = times.end.saturating_duration_since(times.computing);
         self.run_micros.note(elapsed.as_micros());
         if rows > 0 {
-            self.efficiency.ran(rows, inputs.iter().map(|input| input.data.len()).sum(), elapsed);
+            let elements = inputs.iter().map(|input| input.data.len()).sum();
+            self.efficiency.ran(rows, elements, spent.unwrap_or(elapsed));
         }
         if let Some(handed) = handed {
             self.outlook.ran(rows, times.end.saturating_duration_since(handed));

@@ -181,9 +181,10 @@ impl Lease {
         let session = self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
         let outputs: Vec<&TensorSpec> =
             work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
+        let spent = self.shared.spend();
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
         // A second run, where the first one failed, has had the session since that.
-        self.shared.took(&times, inputs, rows, self.handed.take());
+        self.shared.took(&times, spent.so_far(), inputs, rows, self.handed.take());
         Ok((tensors, times))
     }
 }

@@ -74,8 +74,7 @@ impl Outlook {
         if self.wait(line.rows()) <= short {
             return Ok(());
         }
-        let rows = line.rows_before(work);
-        let wait = self.wait(rows);
+        let wait = self.wait(line.rows_before(work));
         let mut short_until = self.short_until.lock();
         if wait > left {
             *short_until = now.checked_add(SHORT_FOR);
@@ -84,14 +83,12 @@ impl Outlook {
         if wait <= allowed {
             return Ok(());
         }
+        // Short, and of few words that change, since under too much load nearly as many hear it as get an answer.
         Err(InferError::Overloaded {
             reason: format!(
-                "more is asked of this model than it can answer: {rows} rows are served before this request, which takes \
-                 {} ms, and it may wait for {} ms, as it must begin within {} ms (the least of its parameter timeout, \
-                 grpc-timeout and batching.timeout_us_max)",
+                "more is asked of this model than it can answer: requests before this one take {} ms, it may wait {} ms",
                 wait.as_millis(),
-                allowed.as_millis(),
-                left.as_millis()
+                allowed.as_millis()
             ),
         })
     }
@@ -145,10 +142,7 @@ mod tests {
         assert!(check(0, Some(0), Duration::ZERO).is_ok(), "nobody waits");
         assert!(check(40, Some(40), Duration::ZERO).is_ok(), "all can begin in time");
         let refused = check(41, Some(40), Duration::ZERO).unwrap_err().to_string();
-        assert!(
-            refused.contains("41 rows") && refused.contains("41 ms") && refused.contains("40 ms"),
-            "{refused}"
-        );
+        assert!(refused.contains("take 41 ms") && refused.contains("wait 6 ms"), "{refused}");
         let soon = SHORT_FOR - Duration::from_millis(1);
         assert!(check(40, Some(40), soon).is_err(), "the line is short");
         assert!(check(6, Some(40), soon).is_ok());

@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::{Signature, TensorSpec};
 
-use super::Session;
 use super::background;
 use super::handover::{Begun, Shared};
 use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::placement::Placement;
 use super::values::run;
+use super::{Session, intra_threads};
 use crate::config::Config;
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
@@ -65,6 +65,7 @@ impl Pool {
             requests_max: config.limits.requests_waiting_max,
             bytes_max: config.limits.waiting_bytes_max,
         };
+        let runs_in_thread = placement.on().is_cpu() && intra_threads(config.threads(), free.len()) == 1;
         let pool = Pool {
             placement,
             sessions: free.len(),
@@ -78,6 +79,7 @@ impl Pool {
                 Sizes { rows_max, preferred },
                 Duration::from_micros(batching.delay_us_max),
                 room,
+                runs_in_thread,
             )),
         };
         pool.warm_up(signature);
@@ -242,7 +244,7 @@ impl Pool {
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
         for session in self.shared.state.lock().free.iter_mut() {
             match run(session, &inputs, &outputs, Instant::now()) {
-                Ok((_, times)) => self.shared.took(&times, &inputs, 1, None),
+                Ok((_, times)) => self.shared.took(&times, None, &inputs, 1, None),
                 Err(error) => {
                     tracing::debug!(%error, "the warm-up run failed");
                     return;

@@ -159,7 +159,8 @@ fn times_have_eight_digits_at_most() {
     for (time, expected) in [
         (Duration::ZERO, "0u"),
         (Duration::from_nanos(1999), "1u"),
-        (Duration::from_micros(99_999_999), "99999999u"),
+        (Duration::from_micros(99_999), "99999u"),
+        (Duration::from_micros(199_900), "199m"),
         (Duration::from_secs(100), "100000m"),
         (Duration::MAX, "99999999m"),
     ] {

@@ -65,7 +65,7 @@ fn shared_on(places: &[usize]) -> Option<Arc<Shared>> {
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
     let room = Room { requests_max: 64, bytes_max: 1 << 20 };
-    Some(Arc::new(Shared::new(free, vec![output], sizes, Duration::ZERO, room)))
+    Some(Arc::new(Shared::new(free, vec![output], sizes, Duration::ZERO, room, true)))
 }
 
 /// A request of so many rows, of that width, each filled with a value.
@@ -116,7 +116,7 @@ fn value(ran: &super::super::Ran) -> f32 {
 async fn who_was_taken_along_gets_the_answer_after_the_deadline_too() {
     let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
     let room = Room { requests_max: 8, bytes_max: 1 << 20 };
-    let shared = Arc::new(Shared::new(Vec::new(), Vec::new(), sizes, Duration::ZERO, room));
+    let shared = Arc::new(Shared::new(Vec::new(), Vec::new(), sizes, Duration::ZERO, room, true));
     let deadline = Instant::now() + Duration::from_millis(1);
     let [taken, left] =
         [0, 1].map(|_| waits(shared.begin(Work { deadline: Some(deadline), ..work(1, 1, 0.0) }, |_| false)));
