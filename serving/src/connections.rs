@@ -3,6 +3,7 @@
 
 mod answering;
 mod calls;
+mod rests;
 
 use std::io;
 use std::net::SocketAddr;
@@ -24,10 +25,9 @@ use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Requests at a time on one connection of HTTP/2. As many as wait for a model by default: where a client has to
-/// keep requests back that the server would refuse, those that come out of its line have no time left, and under an
-/// overload that lasts none of a client's requests is answered in time (seen with 256).
-const STREAMS_MAX: u32 = 1024;
+/// Requests at a time on one connection of HTTP/2 are at least and at most so many, see [`streams_max`].
+const STREAMS_MIN: usize = 1024;
+const STREAMS_MAX: usize = 64 << 10;
 /// Bytes of headers of one request, over HTTP/2 and (with the request line) over HTTP/1.1.
 const HEAD_BYTES_MAX: u32 = 64 << 10;
 /// Connections at a time that are told why they are refused; more are closed without a word.
@@ -49,6 +49,7 @@ pub(crate) struct Listener {
     refusing: Arc<Semaphore>,
     gauge: IntGauge,
     stalled: Duration,
+    streams_max: u32,
     securing: Option<Securing>,
     realtime: Realtime,
 }
@@ -86,6 +87,7 @@ impl Listener {
             refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
+            streams_max: streams_max(limits),
             securing: None,
             realtime: Realtime::default(),
         }
@@ -145,6 +147,14 @@ impl Listener {
             let _ = tokio::time::timeout(REFUSAL_MAX, say).await;
         });
     }
+}
+
+/// Requests at a time on one connection of HTTP/2: twice as many as may wait for a model. Where a client has to keep
+/// requests back that the server would refuse, those that come out of its line have no time left, and under an overload
+/// that lasts none of a client's requests is answered in time (seen with a quarter of what may wait, and now and then
+/// with as many).
+fn streams_max(limits: &Limits) -> u32 {
+    limits.requests_waiting_max.saturating_mul(2).clamp(STREAMS_MIN, STREAMS_MAX) as u32
 }
 
 fn too_many(limits: &Limits) -> String {
@@ -276,5 +286,16 @@ impl AsyncWrite for Connection {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shut = Pin::new(&mut self.stream).poll_shutdown(cx);
         self.patient(cx, shut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_can_send_more_at_a_time_than_may_wait() {
+        let of = |requests_waiting_max| streams_max(&Limits { requests_waiting_max, ..Limits::default() });
+        assert_eq!([0, 1024, 5000, 40_000, usize::MAX].map(of), [1024, 2048, 10_000, 65_536, 65_536]);
     }
 }

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
 use super::calls::Calls;
-use super::{HEAD_BYTES_MAX, Listener, STREAMS_MAX};
+use super::{HEAD_BYTES_MAX, Listener};
 use crate::peer::Peered;
 
 impl Listener {
@@ -78,7 +78,7 @@ impl Listener {
         protocol
             .http2()
             .timer(TokioTimer::new())
-            .max_concurrent_streams(STREAMS_MAX)
+            .max_concurrent_streams(self.streams_max)
             .max_header_list_size(HEAD_BYTES_MAX)
             .keep_alive_interval(self.stalled)
             .keep_alive_timeout(self.stalled);

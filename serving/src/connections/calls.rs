@@ -5,6 +5,11 @@
 //! task is made, the thread goes from the connection to it and back, and other threads wake up to look
 //! whether there is something for them. A connection that brings several calls at a time has them run as tasks,
 //! on all threads, and so has one whose calls take long: nothing that comes meanwhile would be read.
+//!
+//! The first of these tasks that is done would have its answer sent at once, alone, since what a task wakes comes before
+//! all that waits for the thread. So a connection that is woken while calls of it are tasks lets others have their turn
+//! first, as long as that finds more of its answers: they are sent together (seen: refusals under too much load, a
+//! write for four of five of them before).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
@@ -16,13 +21,13 @@ use std::time::{Duration, Instant};
 use futures::task::AtomicWaker;
 use hyper::rt::Executor;
 
+use super::rests::Rests;
+
 /// How often a connection that woke itself goes on at once, before others have their turn.
 const AGAIN_MAX: usize = 2;
 /// Calls that keep a connection for longer are for tasks. A model that takes 90 us for a client with one connection,
 /// who asks without waiting for answers, has its typical answer a tenth later otherwise.
 const LONG: Duration = Duration::from_micros(60);
-/// So many calls are tasks, at most, before one is tried again.
-const RESTS_MAX: usize = 64;
 
 /// The calls of one connection. All clones are one.
 #[derive(Debug, Clone)]
@@ -42,12 +47,12 @@ struct Shared {
     crowded: AtomicBool,
     /// Calls that are tasks.
     tasks: AtomicUsize,
+    /// Calls that were tasks and have ended.
+    ended: AtomicUsize,
     /// How long a call may keep the connection.
     long: Duration,
-    /// Calls in a row that were tried and long.
-    long_ones: AtomicUsize,
-    /// Calls still to come that are to be tasks for that.
-    resting: AtomicUsize,
+    /// From trying calls where they were read, which is in vain for long ones.
+    rests: Rests,
 }
 
 thread_local! {
@@ -71,28 +76,21 @@ impl Calls {
 
     /// A connection, which is polled by this alone. Its calls are to run by a clone of this.
     pub(super) fn attend<C: Future>(&self, connection: C) -> Attended<C> {
-        Attended { connection: Box::pin(connection), waker: Waker::from(self.0.clone()), calls: self.clone() }
+        Attended {
+            connection: Box::pin(connection),
+            waker: Waker::from(self.0.clone()),
+            calls: self.clone(),
+            behind: None,
+            rests: Rests::default(),
+        }
     }
 
     /// A call has come; whether it is to be tried before the connection goes on. The connection alone asks, so that
     /// no two do at a time.
     fn come(&self) -> bool {
-        let Shared { came, crowded, tasks, resting, .. } = &*self.0;
+        let Shared { came, crowded, tasks, rests, .. } = &*self.0;
         let first = came.fetch_add(1, Ordering::Relaxed) == 0;
-        let rests = resting.load(Ordering::Relaxed);
-        resting.store(rests.saturating_sub(1), Ordering::Relaxed);
-        first && rests == 0 && !crowded.load(Ordering::Relaxed) && tasks.load(Ordering::Relaxed) == 0
-    }
-
-    /// Notes how long a call has kept the connection. The first long one in a row may be the machine's doing; with
-    /// each one more, twice as many calls are not tried.
-    fn kept(&self, elapsed: Duration) {
-        let Shared { long, long_ones, resting, .. } = &*self.0;
-        let row = if elapsed > *long { long_ones.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
-        long_ones.store(row, Ordering::Relaxed);
-        let doubled =
-            row.checked_sub(2).map_or(0, |times| 1_usize.checked_shl(times as u32).unwrap_or(RESTS_MAX));
-        resting.store(doubled.min(RESTS_MAX), Ordering::Relaxed);
+        rests.are_over() && first && !crowded.load(Ordering::Relaxed) && tasks.load(Ordering::Relaxed) == 0
     }
 }
 
@@ -106,7 +104,7 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
             let mut context = Context::from_waker(Waker::noop());
             // As in a task, a panic is the end of the call and not that of the others.
             let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(&mut context)));
-            self.kept(began.elapsed());
+            self.0.rests.note(began.elapsed() > self.0.long);
             // The connection is being polled and has its part in what the call has done, an answer to be sent, still
             // before it: it needs no other turn for that.
             self.0.again.store(again, Ordering::Relaxed);
@@ -129,6 +127,7 @@ struct Counted(Calls);
 
 impl Drop for Counted {
     fn drop(&mut self) {
+        self.0.0.ended.fetch_add(1, Ordering::Relaxed);
         self.0.0.tasks.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -153,6 +152,10 @@ pub(super) struct Attended<C> {
     connection: Pin<Box<C>>,
     waker: Waker,
     calls: Calls,
+    /// While others have their turn first: how many calls had ended before.
+    behind: Option<usize>,
+    /// From letting others go first.
+    rests: Rests,
 }
 
 impl<C> Attended<C> {
@@ -165,8 +168,19 @@ impl<C: Future> Future for Attended<C> {
     type Output = C::Output;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<C::Output> {
-        let Attended { connection, waker, calls: Calls(calls) } = &mut *self;
+        let Attended { connection, waker, calls: Calls(calls), behind, rests } = &mut *self;
         calls.task.register(cx.waker());
+        let ended = calls.ended.load(Ordering::Relaxed);
+        match behind.take() {
+            Some(before) => rests.note(ended == before),
+            None if calls.tasks.load(Ordering::Relaxed) > 0 && rests.are_over() => {
+                *behind = Some(ended);
+                // A task that wakes itself goes behind all others that can run.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            None => {}
+        }
         for _ in 0..=AGAIN_MAX {
             calls.again.store(false, Ordering::Relaxed);
             calls.thread.store(here(), Ordering::Relaxed);

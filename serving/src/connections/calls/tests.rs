@@ -68,8 +68,14 @@ impl ArcWake for Woken {
     }
 }
 
-/// One turn of a connection; how often its task was woken by it.
+/// One turn of a connection, after those that it lets go first; how often its task was woken by it.
 fn turn(connection: &mut Attended<BoxFuture<'static, ()>>) -> usize {
+    let woken = poll(connection);
+    if connection.behind.is_some() { poll(connection) } else { woken }
+}
+
+/// Polls a connection; how often its task was woken meanwhile.
+fn poll(connection: &mut Attended<BoxFuture<'static, ()>>) -> usize {
     let woken = Arc::new(Woken::default());
     assert!(Pin::new(connection).poll(&mut Context::from_waker(&waker(woken.clone()))).is_pending());
     woken.0.load(Ordering::Relaxed)
@@ -128,6 +134,43 @@ async fn a_call_that_has_to_wait_goes_on_as_a_task_and_those_after_it_are_tasks_
     assert_eq!(ran.counts(), (1, 1));
 }
 
+// With one thread that has what a task wakes done before all else.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_connection_sends_answers_together_that_are_there_one_after_the_other() {
+    const CALLS: usize = 9;
+    let sent = Arc::new(AtomicUsize::new(0));
+    let calls: Turn = Box::new(|own, cx| {
+        for _ in 0..CALLS {
+            let connection = cx.waker().clone();
+            own.execute(async move { connection.wake() });
+        }
+    });
+    let mut turns = vec![calls];
+    turns.extend((0..CALLS).map(|_| -> Turn {
+        let sent = sent.clone();
+        Box::new(move |_, _| _ = sent.fetch_add(1, Ordering::Relaxed))
+    }));
+    let connection = connection(turns);
+    let calls = connection.calls.clone();
+    let attending = tokio::spawn(connection);
+    while calls.0.ended.load(Ordering::Relaxed) < CALLS - 1 {
+        tokio::task::yield_now().await;
+    }
+    attending.abort();
+    assert!(attending.await.unwrap_err().is_cancelled());
+    assert!(sent.load(Ordering::Relaxed) <= 1, "{sent:?}");
+}
+
+#[tokio::test]
+async fn a_connection_waits_for_no_answer_where_none_follows() {
+    let ran = Arc::new(Ran::default());
+    let wait: Turn = Box::new(|own, _| own.execute(pending()));
+    let mut connection = connection(std::iter::once(wait).chain((0..9).map(|_| come(0, &ran))).collect());
+    // It wakes itself where it lets others go first.
+    let woken: Vec<usize> = (0..12).map(|_| poll(&mut connection)).collect();
+    assert_eq!(woken, [0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]);
+}
+
 #[tokio::test]
 async fn calls_that_take_long_are_tried_less_and_less() {
     let ran = Arc::new(Ran::default());
@@ -143,16 +186,6 @@ async fn calls_that_take_long_are_tried_less_and_less() {
         }
     }
     assert_eq!(tried, [0, 1, 3, 6, 11, 20, 37, 70, 135, 200, 265]);
-}
-
-#[tokio::test]
-async fn a_call_that_is_short_again_has_the_next_ones_tried() {
-    let calls = Calls::of(Duration::from_secs(1));
-    let rest = |seconds| {
-        calls.kept(Duration::from_secs(seconds));
-        calls.0.resting.load(Ordering::Relaxed)
-    };
-    assert_eq!([2, 2, 2, 2, 1, 2, 2].map(rest), [0, 1, 2, 4, 0, 0, 1]);
 }
 
 #[tokio::test]
