@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use device::Engine;
 pub use device::{Device, Devices};
 pub use drift::Drift;
 pub(crate) use drift::ROWS_MIN;

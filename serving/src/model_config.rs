@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::{Value, json};
 
-use crate::config::{Device, Devices};
+use crate::config::{Device, Devices, Engine};
 use crate::ensemble;
 use crate::repository::{Model, VersionPolicy};
 use crate::wire::inference as pb;
@@ -67,6 +67,7 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         input: signature.inputs.iter().map(input).collect(),
         output: signature.outputs.iter().map(output).collect(),
         instance_group: vec![instances(model)],
+        optimization: optimization(model),
         default_model_filename: model.file().to_owned(),
         parameters: parameters(model),
         scheduling_choice: batching(model),
@@ -128,7 +129,7 @@ fn instances(model: &Model) -> pb::ModelInstanceGroup {
     let placement = model.pool.placement();
     let gpu = |device| match device {
         Device::Cpu => None,
-        Device::Cuda(ordinal) => Some(i32::from(ordinal)),
+        Device::Cuda(ordinal) | Device::TensorRt(ordinal) => Some(i32::from(ordinal)),
     };
     pb::ModelInstanceGroup {
         name: format!("{}_0", model.name()),
@@ -137,6 +138,22 @@ fn instances(model: &Model) -> pb::ModelInstanceGroup {
         gpus: placement.on().each().into_iter().filter_map(gpu).collect(),
         ..Default::default()
     }
+}
+
+/// How the graph runs on GPUs, where that is not CUDA's own way.
+fn optimization(model: &Model) -> Option<pb::ModelOptimizationPolicy> {
+    use pb::model_optimization_policy::{ExecutionAccelerators, execution_accelerators::Accelerator};
+    let tensorrt = model.pool.placement().on().engine() == Some(Engine::TensorRt);
+    tensorrt.then(|| pb::ModelOptimizationPolicy {
+        execution_accelerators: Some(ExecutionAccelerators {
+            gpu_execution_accelerator: vec![Accelerator {
+                name: Engine::TensorRt.name().to_owned(),
+                ..Default::default()
+            }],
+            ..Default::default()
+        }),
+        ..Default::default()
+    })
 }
 
 /// The devices that were asked for, where others are used.

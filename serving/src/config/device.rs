@@ -15,6 +15,8 @@ pub enum Device {
     Cpu,
     /// A CUDA device by its ordinal.
     Cuda(u8),
+    /// The same by way of TensorRT, which compiles the graph for it; what that cannot compile is CUDA's.
+    TensorRt(u8),
 }
 
 impl fmt::Display for Device {
@@ -23,86 +25,123 @@ impl fmt::Display for Device {
     }
 }
 
+/// What runs graphs on GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Engine {
+    Cuda,
+    TensorRt,
+}
+
+impl Engine {
+    const ALL: [Engine; 2] = [Engine::Cuda, Engine::TensorRt];
+
+    /// As configurations have it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Engine::Cuda => "cuda",
+            Engine::TensorRt => "tensorrt",
+        }
+    }
+
+    fn on(self, ordinal: u8) -> Device {
+        match self {
+            Engine::Cuda => Device::Cuda(ordinal),
+            Engine::TensorRt => Device::TensorRt(ordinal),
+        }
+    }
+}
+
 /// Where the sessions of a model run: on the processor, or on GPUs, on each as many. Written `cpu`, `cuda`,
-/// `cuda:1` or `cuda:0,1`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Devices {
-    /// Ordinals of GPUs; the processor where there are none.
-    gpus: BTreeSet<u8>,
+/// `cuda:1` or `cuda:0,1`, and with `tensorrt` in the place of `cuda`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Devices(Places);
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+enum Places {
+    #[default]
+    Cpu,
+    /// By their ordinals, at least one.
+    Gpus(Engine, BTreeSet<u8>),
 }
 
 impl Devices {
     /// The processor.
-    pub const CPU: Devices = Devices { gpus: BTreeSet::new() };
+    pub const CPU: Devices = Devices(Places::Cpu);
 
     /// GPUs by their ordinals; `None` when there are none.
-    pub fn gpus(ordinals: impl IntoIterator<Item = u8>) -> Option<Devices> {
+    pub(crate) fn gpus(engine: Engine, ordinals: impl IntoIterator<Item = u8>) -> Option<Devices> {
         let gpus: BTreeSet<u8> = ordinals.into_iter().collect();
-        (!gpus.is_empty()).then_some(Devices { gpus })
+        (!gpus.is_empty()).then_some(Devices(Places::Gpus(engine, gpus)))
     }
 
     /// Each of them, ascending; at least one.
     pub fn each(&self) -> Vec<Device> {
-        if self.gpus.is_empty() {
-            return vec![Device::Cpu];
+        match &self.0 {
+            Places::Cpu => vec![Device::Cpu],
+            Places::Gpus(engine, gpus) => gpus.iter().map(|ordinal| engine.on(*ordinal)).collect(),
         }
-        self.gpus.iter().map(|ordinal| Device::Cuda(*ordinal)).collect()
     }
 
     /// Whether it is the processor.
     pub fn is_cpu(&self) -> bool {
-        self.gpus.is_empty()
+        self.0 == Places::Cpu
     }
-}
 
-impl Default for Devices {
-    fn default() -> Self {
-        Devices::CPU
+    /// What runs graphs there; `None` for the processor.
+    pub(crate) fn engine(&self) -> Option<Engine> {
+        match &self.0 {
+            Places::Cpu => None,
+            Places::Gpus(engine, _) => Some(*engine),
+        }
     }
 }
 
 impl From<Device> for Devices {
     fn from(device: Device) -> Self {
-        match device {
-            Device::Cpu => Devices::CPU,
-            Device::Cuda(ordinal) => Devices { gpus: BTreeSet::from([ordinal]) },
-        }
+        Devices(match device {
+            Device::Cpu => Places::Cpu,
+            Device::Cuda(ordinal) => Places::Gpus(Engine::Cuda, BTreeSet::from([ordinal])),
+            Device::TensorRt(ordinal) => Places::Gpus(Engine::TensorRt, BTreeSet::from([ordinal])),
+        })
     }
 }
 
 impl fmt::Display for Devices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut gpus = self.gpus.iter();
-        match gpus.next() {
-            None => f.write_str("cpu"),
-            Some(0) if self.gpus.len() == 1 => f.write_str("cuda"),
-            Some(first) => {
-                write!(f, "cuda:{first}")?;
-                gpus.try_for_each(|ordinal| write!(f, ",{ordinal}"))
-            }
+        let Places::Gpus(engine, gpus) = &self.0 else { return f.write_str("cpu") };
+        f.write_str(engine.name())?;
+        if gpus.iter().eq(&[0]) {
+            return Ok(());
         }
+        let mut separators = std::iter::once(':').chain(std::iter::repeat(','));
+        gpus.iter()
+            .zip(&mut separators)
+            .try_for_each(|(ordinal, separator)| write!(f, "{separator}{ordinal}"))
     }
 }
 
 /// Devices that are not known.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a device: use cpu, cuda, cuda:N, or cuda:N,M for several, each once and up to 255")]
+#[error(
+    "{0:?} is not a device: use cpu, cuda, cuda:N, or cuda:N,M for several, each once and up to 255, or tensorrt in the \
+     place of cuda"
+)]
 pub struct UnknownDevice(String);
 
 impl FromStr for Devices {
     type Err = UnknownDevice;
 
     fn from_str(text: &str) -> Result<Self, UnknownDevice> {
-        let gpus = |ordinals: &str| {
+        let gpus = |name: &str, ordinals: &str| {
+            let engine = Engine::ALL.into_iter().find(|engine| engine.name() == name)?;
             let parsed = ordinals.split(',').map(|it| it.parse::<u8>().ok()).collect::<Option<Vec<_>>>()?;
-            let devices = Devices::gpus(parsed.iter().copied())?;
-            (devices.gpus.len() == parsed.len()).then_some(devices)
+            let devices = Devices::gpus(engine, parsed.iter().copied())?;
+            (devices.each().len() == parsed.len()).then_some(devices)
         };
         let found = match text.split_once(':') {
             None if text == "cpu" => Some(Devices::CPU),
-            None if text == "cuda" => Some(Device::Cuda(0).into()),
-            Some(("cuda", ordinals)) => gpus(ordinals),
-            _ => None,
+            None => gpus(text, "0"),
+            Some((name, ordinals)) => gpus(name, ordinals),
         };
         found.ok_or_else(|| UnknownDevice(text.chars().take(40).collect()))
     }
@@ -127,15 +166,41 @@ mod tests {
 
     #[test]
     fn devices_have_one_spelling() {
-        for text in ["cpu", "cuda", "cuda:1", "cuda:255", "cuda:0,1", "cuda:2,7,9"] {
+        for text in [
+            "cpu",
+            "cuda",
+            "cuda:1",
+            "cuda:255",
+            "cuda:0,1",
+            "cuda:2,7,9",
+            "tensorrt",
+            "tensorrt:1",
+            "tensorrt:0,3",
+        ] {
             assert_eq!(text.parse::<Devices>().unwrap().to_string(), text);
         }
         assert_eq!("cuda:0".parse::<Devices>().unwrap(), Device::Cuda(0).into());
         assert_eq!("cuda:1,0".parse::<Devices>().unwrap().each(), [Device::Cuda(0), Device::Cuda(1)]);
+        assert_eq!("tensorrt:2".parse::<Devices>().unwrap().each(), [Device::TensorRt(2)]);
+        assert_eq!(Devices::from(Device::TensorRt(0)).to_string(), "tensorrt");
         assert_eq!(Devices::CPU.each(), [Device::Cpu]);
         for text in [
-            "", "gpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "cpu:0", "cuda:0,", "cuda:0,0",
+            "",
+            "gpu",
+            "CPU",
+            "cuda:",
+            "cuda:x",
+            "cuda:-1",
+            "cuda:256",
+            "cpu:0",
+            "cuda:0,",
+            "cuda:0,0",
             "cpu,cuda",
+            "tensorrt:",
+            "tensorrt:0,0",
+            "tensorRT",
+            "cuda:0,tensorrt:1",
+            "cpu:",
         ] {
             assert!(text.parse::<Devices>().is_err(), "{text}");
         }

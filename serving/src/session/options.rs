@@ -34,8 +34,8 @@ pub(super) fn builder(
         Device::Cpu => builder
             .with_execution_providers([ort::ep::CPU::default().with_arena_allocator(false).build()])
             .map_err(options),
-        Device::Cuda(ordinal) => {
-            let builder = with_cuda(builder, ordinal)?;
+        Device::Cuda(_) | Device::TensorRt(_) => {
+            let builder = with_gpu(builder, device)?;
             if allow_fallback {
                 return Ok(builder);
             }
@@ -45,20 +45,24 @@ pub(super) fn builder(
 }
 
 #[cfg(feature = "cuda")]
-fn with_cuda(builder: SessionBuilder, ordinal: u8) -> Result<SessionBuilder> {
-    let provider = ort::ep::CUDA::default().with_device_id(ordinal.into()).build().error_on_failure();
-    builder.with_execution_providers([provider]).map_err(|error| Error::DeviceUnavailable {
-        device: Device::Cuda(ordinal),
-        reason: super::one_line(&error),
-    })
+fn with_gpu(builder: SessionBuilder, device: Device) -> Result<SessionBuilder> {
+    let cuda =
+        |ordinal: u8| ort::ep::CUDA::default().with_device_id(ordinal.into()).build().error_on_failure();
+    let tensorrt =
+        |ordinal: u8| ort::ep::TensorRT::default().with_device_id(ordinal.into()).build().error_on_failure();
+    let providers = match device {
+        Device::Cpu => Vec::new(),
+        Device::Cuda(ordinal) => vec![cuda(ordinal)],
+        Device::TensorRt(ordinal) => vec![tensorrt(ordinal), cuda(ordinal)],
+    };
+    let unavailable = |error| Error::DeviceUnavailable { device, reason: super::one_line(&error) };
+    builder.with_execution_providers(providers).map_err(unavailable)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn with_cuda(_builder: SessionBuilder, ordinal: u8) -> Result<SessionBuilder> {
-    Err(Error::DeviceUnavailable {
-        device: Device::Cuda(ordinal),
-        reason: "this build has no CUDA support (build with --features cuda)".into(),
-    })
+fn with_gpu(_builder: SessionBuilder, device: Device) -> Result<SessionBuilder> {
+    let reason = "this build has no CUDA support (build with --features cuda)".into();
+    Err(Error::DeviceUnavailable { device, reason })
 }
 
 /// Fails when a device of all models cannot be used, before any is loaded.

@@ -22,7 +22,7 @@ use super::line::{Room, Sizes, Work, late};
 use super::placement::Placement;
 use super::values::run;
 use super::{Session, intra_threads};
-use crate::config::Config;
+use crate::config::{Config, Engine};
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
 
@@ -221,37 +221,47 @@ impl Pool {
         background::run(&self.shared.account, self.shared.run_micros(), self.threads, in_time).await
     }
 
-    /// One run per session on a row of zeros, so that the first request does not pay for lazily made
-    /// buffers. A graph may well refuse zeros or a batch of one, which is no reason not to serve it.
+    /// Runs each session on a row of zeros, so that the first request does not pay for lazily made buffers; with
+    /// TensorRT on as many rows as run together, too, since it compiles the graph for the sizes that it has seen. A graph
+    /// may well refuse zeros or a batch of one, which is no reason not to serve it.
     fn warm_up(&self, signature: &Signature) {
-        let inputs: Option<Vec<Tensor>> = signature
-            .inputs
-            .iter()
-            .map(|spec| {
-                let shape: Vec<i64> =
-                    spec.shape.iter().map(|extent| if *extent < 0 { 1 } else { *extent }).collect();
-                let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
-                let small = count <= 1 << 24;
-                small.then(|| Tensor {
-                    name: spec.name.clone(),
-                    shape,
-                    data: Data::zeros(spec.datatype, count),
-                })
-            })
-            .collect();
-        let Some(inputs) = inputs else { return };
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let most = match self.placement.on().engine() {
+            Some(Engine::TensorRt) => self.shared.sizes.rows_max.max(1),
+            Some(Engine::Cuda) | None => 1,
+        };
+        let mut sizes = vec![1, most];
+        sizes.dedup();
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
-        for session in self.shared.state.lock().free.iter_mut() {
-            match run(session, &inputs, &outputs, Instant::now()) {
-                Ok((_, times)) => self.shared.took(&times, None, &inputs, 1, None),
-                Err(error) => {
-                    tracing::debug!(%error, "the warm-up run failed");
-                    return;
+        for rows in sizes {
+            let Some(inputs) = zeros(signature, rows as i64) else { return };
+            let inputs: Vec<&Tensor> = inputs.iter().collect();
+            for session in self.shared.state.lock().free.iter_mut() {
+                match run(session, &inputs, &outputs, Instant::now()) {
+                    Ok((_, times)) => self.shared.took(&times, None, &inputs, rows, None),
+                    Err(error) => {
+                        tracing::debug!(%error, "the warm-up run failed");
+                        return;
+                    }
                 }
             }
         }
     }
+}
+
+/// Inputs of so many rows, where there are rows; other extents that may be any are 1. `None` when that is much.
+fn zeros(signature: &Signature, rows: i64) -> Option<Vec<Tensor>> {
+    let inputs = signature.inputs.iter().map(|spec| {
+        let extent = |(place, extent): (usize, &i64)| match (place, *extent) {
+            (0, ..0) => rows,
+            (_, ..0) => 1,
+            (_, extent) => extent,
+        };
+        let shape: Vec<i64> = spec.shape.iter().enumerate().map(extent).collect();
+        let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
+        let small = count <= 1 << 24;
+        small.then(|| Tensor { name: spec.name.clone(), shape, data: Data::zeros(spec.datatype, count) })
+    });
+    inputs.collect()
 }
 
 /// Has this thread take in all that clients have sent by now. Runs keep it from that: without this a server

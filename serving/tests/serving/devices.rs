@@ -39,19 +39,22 @@ async fn a_model_runs_on_the_processor_instead_only_where_that_is_allowed() {
     // No machine has so many devices.
     config.models.insert("falls".into(), settings(Some("cuda:99"), Some(true), Some(2)));
     config.models.insert("stays".into(), settings(Some("cuda:99"), None, None));
+    config.models.insert("compiled".into(), settings(Some("tensorrt:98,99"), None, None));
     config.models.insert("three".into(), settings(None, None, Some(3)));
-    let models = ["falls", "stays", "three"].map(|name| (name, 1, mlp()));
+    let models = ["falls", "stays", "compiled", "three"].map(|name| (name, 1, mlp()));
     let server = Server::start(config, &models).await;
     let mut client = server.client().await;
     for model in ["mlp", "falls", "three"] {
         client.infer(model, None, row(), Form::Raw).await.unwrap();
     }
-    match client.infer("stays", None, row(), Form::Raw).await {
-        Err(ClientError::Refused { code, message }) => {
-            assert_eq!(code, Code::Unavailable);
-            assert!(message.contains("cuda:99") && message.contains("allow_fallback"), "{message}");
+    for (model, device) in [("stays", "cuda:99"), ("compiled", "tensorrt:98")] {
+        match client.infer(model, None, row(), Form::Raw).await {
+            Err(ClientError::Refused { code, message }) => {
+                assert_eq!(code, Code::Unavailable);
+                assert!(message.contains(device) && message.contains("allow_fallback"), "{message}");
+            }
+            other => panic!("{other:?}"),
         }
-        other => panic!("{other:?}"),
     }
     let status = server.serving.repository().status();
     let stays = status.iter().find(|status| status.model == "stays").unwrap();

@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use millrace_bundle::{Datatype, MODEL_FILE, TensorSpec};
 
 use super::super::policy::VersionPolicy;
-use crate::config::Devices;
+use crate::config::{Devices, Engine};
 use crate::error::quote;
 use crate::wire::inference as pb;
 
@@ -184,18 +184,45 @@ pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devic
         Some((_, first)) if of_gpus.values().all(|count| count == first) => *first,
         Some(_) => return Err(format!("instances by GPU {of_gpus:?}: give each of them as many")),
     };
+    let engine = if accelerators(config).any(|name| name == Engine::TensorRt.name()) {
+        Engine::TensorRt
+    } else {
+        Engine::Cuda
+    };
     let devices = match kinds.first() {
         Some(Kind::Cpu) => Some(Devices::CPU),
-        _ => Devices::gpus(of_gpus.into_keys()),
+        _ => Devices::gpus(engine, of_gpus.into_keys()),
     };
     Ok((usize::try_from(sessions).unwrap_or(0), devices))
+}
+
+/// What the graph's nodes are to run by on a GPU, in place of CUDA.
+fn accelerators(config: &pb::ModelConfig) -> impl Iterator<Item = &str> {
+    let accelerators = config.optimization.iter().filter_map(|it| it.execution_accelerators.as_ref());
+    accelerators.flat_map(|it| &it.gpu_execution_accelerator).map(|it| it.name.as_str())
+}
+
+/// Whether something of `optimization` changes nothing: all but TensorRT for a model on GPUs.
+fn ignores_optimization(config: &pb::ModelConfig) -> bool {
+    let Some(optimization) = &config.optimization else { return false };
+    let is_tensorrt = instances(config)
+        .is_ok_and(|(_, devices)| devices.is_some_and(|devices| devices.engine() == Some(Engine::TensorRt)));
+    let mut rest = optimization.clone();
+    if let (true, Some(accelerators)) = (is_tensorrt, &mut rest.execution_accelerators) {
+        accelerators
+            .gpu_execution_accelerator
+            .retain(|it| it.name != Engine::TensorRt.name() || !it.parameters.is_empty());
+    }
+    let nothing = pb::model_optimization_policy::ExecutionAccelerators::default();
+    rest.execution_accelerators.take_if(|rest| is_tensorrt && *rest == nothing);
+    !is_tensorrt || rest != pb::ModelOptimizationPolicy::default()
 }
 
 /// Fields that are set and change nothing here.
 pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
     let mut fields = vec![
         ("runtime", !config.runtime.is_empty()),
-        ("optimization", config.optimization.is_some()),
+        ("optimization", ignores_optimization(config)),
         ("cc_model_filenames", !config.cc_model_filenames.is_empty()),
         ("metric_tags", !config.metric_tags.is_empty()),
         ("parameters", !config.parameters.is_empty()),

@@ -67,6 +67,34 @@ fn what_is_declared_is_honoured() {
         declared.loading.apply(&mut config);
         assert_eq!((config.device.to_string().as_str(), config.sessions_max), (devices, sessions));
     }
+    let tensorrt = "execution_accelerators { gpu_execution_accelerator { name: \"tensorrt\" } }";
+    for (kind, optimization, devices, ignored) in [
+        ("KIND_GPU gpus: [ 1 ]", tensorrt, "tensorrt:1", false),
+        ("KIND_GPU", &format!("graph {{ level: 1 }} {tensorrt}"), "tensorrt", true),
+        ("KIND_GPU", "execution_accelerators { gpu_execution_accelerator { name: \"auto\" } }", "cuda", true),
+        (
+            "KIND_GPU",
+            &tensorrt.replace("rt\"", "rt\" parameters { key: \"a\" value: \"b\" }"),
+            "tensorrt",
+            true,
+        ),
+        ("KIND_CPU", tensorrt, "cpu", true),
+        ("KIND_GPU", "", "cuda", false),
+    ] {
+        let optimization =
+            if optimization.is_empty() { "" } else { &format!("optimization {{ {optimization} }}") };
+        let declared =
+            read(&format!("backend: \"onnxruntime\" instance_group {{ kind: {kind} }} {optimization} {IO}"))
+                .unwrap();
+        let mut config = Config::default();
+        declared.loading.apply(&mut config);
+        assert_eq!(config.device.to_string(), devices, "{kind} {optimization}");
+        assert_eq!(
+            declared.ignored.iter().any(|field| field == "optimization"),
+            ignored,
+            "{kind} {optimization}"
+        );
+    }
     // In the graph's order, with the rows, as narrow as declared, and without the output that is left out.
     let signature = loading.signature(&graph()).unwrap();
     let inputs = [spec("x", Datatype::Fp32, &[-1, 4]), spec("n", Datatype::Int64, &[-1, 7])];
