@@ -17,6 +17,7 @@ mod pool;
 mod probe;
 mod realtime;
 mod spent;
+mod thrift;
 mod trial;
 mod typical;
 mod values;

@@ -9,6 +9,9 @@
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::thrift::Thrift;
 
 /// Of so many requests beside those of others that do not look, one does.
 const TRIAL_EACH: usize = 256;
@@ -26,6 +29,8 @@ pub(super) struct Company {
     passed: AtomicUsize,
     /// The port of the client that asked last, which tells those from each other well enough.
     last: AtomicUsize,
+    /// Whether it is worth it to look where there is somebody to be found.
+    looking: Thrift,
 }
 
 impl Company {
@@ -36,9 +41,21 @@ impl Company {
         if !same {
             self.last.store(port, Ordering::Relaxed);
         }
-        self.typical.load(Ordering::Relaxed) >= ENOUGH
-            || ((beside || !same)
+        let is_found = self.is_found();
+        (is_found && self.looking.is_first())
+            || ((beside || !same || is_found)
                 && self.passed.fetch_add(1, Ordering::Relaxed) % TRIAL_EACH == TRIAL_EACH - 1)
+    }
+
+    fn is_found(&self) -> bool {
+        self.typical.load(Ordering::Relaxed) >= ENOUGH
+    }
+
+    /// Counts rows of a run, which the process has spent its time for: so much so far, if that can be told.
+    pub(super) fn ran(&self, rows: usize, spent: impl FnOnce() -> Option<Duration>) {
+        if self.is_found() {
+            self.looking.served(rows, spent);
+        }
     }
 
     /// Notes how many ran together after somebody looked. Of two at once one may get lost.
@@ -55,6 +72,32 @@ mod tests {
 
     fn looks(company: &Company) -> usize {
         (0..TRIAL_EACH).filter(|_| company.is_likely(None, true)).count()
+    }
+
+    #[test]
+    fn company_that_costs_more_than_it_spares_is_left_alone() {
+        let company = Company::default();
+        company.found(12);
+        let mut spent = Duration::ZERO;
+        let mut rounds = 0;
+        // Until the other way is the usual one, and not in a trial.
+        while rounds < 1000 || company.looking.is_first() {
+            rounds += 1;
+            assert!(rounds < 1100, "it looks still");
+            let nanos = if company.looking.is_first() { 12_000 } else { 10_000 };
+            for _ in 0..512 {
+                spent += Duration::from_nanos(nanos);
+                company.ran(4, || Some(spent));
+            }
+        }
+        let looked: usize = (0..8).map(|_| looks(&company)).sum();
+        assert_eq!(looked, 8, "a trial each, to know that there is company still");
+        for _ in 0..16 {
+            company.found(1);
+        }
+        for _ in 0..1024 {
+            company.ran(4, || unreachable!("what runs where there is no company is not measured"));
+        }
     }
 
     #[test]

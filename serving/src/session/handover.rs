@@ -18,7 +18,7 @@ use super::lease::{Lease, Turn};
 use super::line::{Job, Line, Place, Room, Sizes, Work, late};
 use super::mix::{Account, Mix};
 use super::outlook::Outlook;
-use super::spent::Spent;
+use super::spent::{self, Spent};
 use super::typical::Typical;
 use crate::error::InferError;
 use crate::statistics::Times;
@@ -307,6 +307,8 @@ impl Shared {
         if let Some(handed) = handed {
             self.outlook.ran(rows, times.end.saturating_duration_since(handed));
         }
+        // While others run, too, what the process spends is theirs as well.
+        self.company.ran(rows, || if Mix::is_mixed() { None } else { spent::of_process() });
         Mix::used(&self.account, times.end);
     }
 

@@ -29,6 +29,11 @@ fn of_thread() -> Option<Duration> {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).ok().map(Duration::from)
 }
 
+/// What the process has had of the processor so far.
+pub(super) fn of_process() -> Option<Duration> {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).ok().map(Duration::from)
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
