@@ -12,6 +12,7 @@ mod line;
 mod mix;
 mod options;
 mod outlook;
+mod peak;
 mod placement;
 mod pool;
 mod probe;
@@ -33,6 +34,7 @@ use crate::config::{Config, Device, Devices};
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
 use backing::Weights;
+use peak::Peak;
 use placement::Placement;
 use values::datatype;
 
@@ -65,16 +67,17 @@ pub(crate) struct Session {
     _weights: Option<Arc<Weights>>,
     /// The place of its device among those of the version.
     place: usize,
+    peak: Peak,
 }
 
 impl Session {
     fn new(session: ort::session::Session, place: usize) -> Session {
-        Session { session, _weights: None, place }
+        Session { session, _weights: None, place, peak: Peak::default() }
     }
 
     /// On the processor.
     fn sharing(session: ort::session::Session, weights: Arc<Weights>) -> Session {
-        Session { session, _weights: Some(weights), place: 0 }
+        Session { session, _weights: Some(weights), place: 0, peak: Peak::default() }
     }
 }
 

@@ -19,6 +19,16 @@ pub enum Device {
     TensorRt(u8),
 }
 
+impl Device {
+    /// As ONNX Runtime calls its memory, where sessions keep what runs took of it: of a GPU.
+    pub(crate) fn arena(self) -> Option<String> {
+        match self {
+            Device::Cpu => None,
+            Device::Cuda(ordinal) | Device::TensorRt(ordinal) => Some(format!("gpu:{ordinal}")),
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         Devices::from(*self).fmt(f)

@@ -28,6 +28,14 @@ impl Free {
         self.by_device.iter_mut().max_by_key(|sessions| sessions.len())?.pop()
     }
 
+    /// Takes the first that is like that.
+    pub(super) fn take_if(&mut self, mut is_meant: impl FnMut(&mut Session) -> bool) -> Option<Session> {
+        self.by_device.iter_mut().find_map(|sessions| {
+            let place = sessions.iter_mut().position(&mut is_meant)?;
+            Some(sessions.remove(place))
+        })
+    }
+
     /// Puts one back.
     pub(super) fn put(&mut self, session: Session) {
         self.by_device[session.place].push(session);

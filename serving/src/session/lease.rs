@@ -183,6 +183,7 @@ impl Lease {
             work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
         let spent = self.shared.spend();
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
+        session.peak.ran(inputs.iter().map(|input| input.data.len()).sum());
         // A second run, where the first one failed, has had the session since that.
         self.shared.took(&times, spent.so_far(), inputs, rows, self.handed.take());
         Ok((tensors, times))

@@ -35,7 +35,8 @@ pub(super) fn builder(
             .with_execution_providers([ort::ep::CPU::default().with_arena_allocator(false).build()])
             .map_err(options),
         Device::Cuda(_) | Device::TensorRt(_) => {
-            let builder = with_gpu(builder, device)?;
+            // Weights keep no part of the arena from being given back after a peak of load.
+            let builder = with_gpu(builder, device)?.with_device_allocated_initializers().map_err(options)?;
             if allow_fallback {
                 return Ok(builder);
             }

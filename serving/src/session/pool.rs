@@ -19,10 +19,11 @@ use super::background;
 use super::handover::{Begun, Shared};
 use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
+use super::peak;
 use super::placement::Placement;
 use super::values::run;
 use super::{Session, intra_threads};
-use crate::config::{Config, Engine};
+use crate::config::{Config, Device, Engine};
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
 
@@ -82,7 +83,12 @@ impl Pool {
                 runs_in_thread,
             )),
         };
-        pool.warm_up(signature);
+        let arenas: Vec<String> = pool.placement.on().each().into_iter().filter_map(Device::arena).collect();
+        if let Some(row) = pool.warm_up(signature)
+            && !arenas.is_empty()
+        {
+            peak::end_from_time_to_time(&pool.shared, arenas, row);
+        }
         pool
     }
 
@@ -223,28 +229,39 @@ impl Pool {
 
     /// Runs each session on a row of zeros, so that the first request does not pay for lazily made buffers; with
     /// TensorRT on as many rows as run together, too, since it compiles the graph for the sizes that it has seen. A graph
-    /// may well refuse zeros or a batch of one, which is no reason not to serve it.
-    fn warm_up(&self, signature: &Signature) {
-        let most = match self.placement.on().engine() {
-            Some(Engine::TensorRt) => self.shared.sizes.rows_max.max(1),
-            Some(Engine::Cuda) | None => 1,
-        };
-        let mut sizes = vec![1, most];
-        sizes.dedup();
+    /// may well refuse zeros or a batch of one, which is no reason not to serve it. Comes back with the row where it does
+    /// not.
+    fn warm_up(&self, signature: &Signature) -> Option<Vec<Tensor>> {
+        let row = zeros(signature, 1)?;
+        let warm = self.try_out(&row, 1, signature);
+        let rows = self.shared.sizes.rows_max;
+        if warm
+            && rows > 1
+            && self.placement.on().engine() == Some(Engine::TensorRt)
+            && let Some(rows_of_zeros) = zeros(signature, rows as i64)
+        {
+            self.try_out(&rows_of_zeros, rows, signature);
+        }
+        warm.then_some(row)
+    }
+
+    /// Runs each session on inputs of so many rows; whether all could.
+    fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> bool {
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
-        for rows in sizes {
-            let Some(inputs) = zeros(signature, rows as i64) else { return };
-            let inputs: Vec<&Tensor> = inputs.iter().collect();
-            for session in self.shared.state.lock().free.iter_mut() {
-                match run(session, &inputs, &outputs, Instant::now()) {
-                    Ok((_, times)) => self.shared.took(&times, None, &inputs, rows, None),
-                    Err(error) => {
-                        tracing::debug!(%error, "the warm-up run failed");
-                        return;
-                    }
+        for session in self.shared.state.lock().free.iter_mut() {
+            match run(session, &inputs, &outputs, Instant::now()) {
+                Ok((_, times)) => {
+                    session.peak.ran(inputs.iter().map(|input| input.data.len()).sum());
+                    self.shared.took(&times, None, &inputs, rows, None);
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "the warm-up run failed");
+                    return false;
                 }
             }
         }
+        true
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use millrace_bundle::{Datatype, TensorSpec};
 use ort::ErrorCode;
-use ort::session::{Session, SessionInputValue, SessionOutputs};
+use ort::session::{RunOptions, Session, SessionInputValue, SessionOutputs};
 use ort::value::{DynValue, TensorElementType, TensorRef};
 
 use super::one_line;
@@ -67,6 +67,17 @@ pub(super) fn run(
     let tensors = outputs.iter().map(|spec| output(&values, spec)).collect::<Result<_, _>>()?;
     let end = Instant::now();
     Ok((tensors, Times { queued, computing, input_end, output_start, end, cached: false }))
+}
+
+/// Runs a session on inputs in the signature's order, and has it give back what it has of a device's memory and does not
+/// use after that. `arena` is the device as ONNX Runtime calls its memory.
+pub(super) fn release(session: &mut Session, inputs: &[&Tensor], arena: &str) -> Result<(), InferError> {
+    let failed = |error: ort::Error| refused(&error, inputs);
+    let mut options = RunOptions::new().map_err(failed)?;
+    options.set("memory.enable_memory_arena_shrinkage", arena).map_err(failed)?;
+    let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
+    session.run_with_options(values.as_slice(), &options).map_err(failed)?;
+    Ok(())
 }
 
 /// What the runtime says of a request that was checked against the signature. Weights do not change, so

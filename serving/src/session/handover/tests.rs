@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::sync::oneshot::error::TryRecvError;
 
-use super::super::options;
+use super::super::{options, peak};
 use super::*;
 use crate::config::Device;
 use crate::runtime::Runtime;
@@ -335,4 +335,60 @@ fn a_line_is_split_among_the_sessions_where_rows_take_as_long_in_runs_of_any_siz
     assert_eq!(shared.take_like(&first).len(), 2, "of six for two sessions, his own included");
     lease.end_gathering();
     assert_eq!(rest(&shared), (0, 2), "the other session went to one of those that were left");
+}
+
+#[tokio::test]
+async fn what_a_peak_took_of_an_arena_is_given_back_by_a_session_that_is_free() {
+    let Some(shared) = shared(0) else { return };
+    // The processor's sessions have no arena otherwise; it is the same code of ONNX Runtime as for GPUs.
+    let arena = ort::ep::CPU::default().with_arena_allocator(true).build();
+    let builder = ort::session::builder::SessionBuilder::new(Runtime::load().unwrap().environment()).unwrap();
+    let mut builder = builder.with_execution_providers([arena]).unwrap();
+    let session = Session::new(builder.commit_from_memory(&graph()).unwrap(), 0);
+    shared.state.lock().free = Free::new(vec![session]);
+    let run = |width: usize| {
+        let Begun::Alone(mut lease, work) = shared.begin(work(1024, width, 1.0), |_| false).unwrap() else {
+            panic!("it does not wait")
+        };
+        lease.run_alone(&work).unwrap();
+    };
+    let megabytes = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        resident.trim().split(' ').next().unwrap().parse::<usize>().unwrap() >> 10
+    };
+    let row = Arc::from([Tensor::fp32("x", vec![1, 1], vec![0.0]).unwrap()]);
+    let arenas = Arc::from(["cpu:0".to_owned()]);
+    let weak = Arc::downgrade(&shared);
+    let end = || peak::end(&weak, &arenas, &row);
+
+    run(1);
+    let before = megabytes();
+    run(32 << 10);
+    let peak = megabytes();
+    assert!(peak >= before + 100, "{before} MiB, then {peak}");
+    assert_eq!(end().await.unwrap().unwrap(), 0, "it was just now");
+    run(1);
+    // Whoever runs meanwhile keeps his session.
+    let Begun::Alone(lease, _) = shared.begin(work(1, 1, 0.0), |_| false).unwrap() else {
+        panic!("it waits")
+    };
+    assert_eq!(end().await.unwrap().unwrap(), 0, "it is not free");
+    drop(lease);
+    assert_eq!(end().await.unwrap().unwrap(), 1);
+    let after = megabytes();
+    assert!(after <= before + 50, "{before} MiB, then {peak}, and {after} in the end");
+    assert_eq!(end().await.unwrap().unwrap(), 0, "once");
+    assert_eq!(rest(&shared), (1, 0));
+    run(3);
+
+    // A device whose memory the library does not know is an error, and the session stays.
+    run(32 << 10);
+    assert_eq!(end().await.unwrap().unwrap(), 0);
+    let error = peak::end(&weak, &Arc::from(["gpu:7".to_owned()]), &row).await.unwrap().unwrap_err();
+    assert!(error.to_string().contains("gpu:7") || error.to_string().contains("arena"), "{error}");
+    assert_eq!(rest(&shared), (1, 0));
+    run(3);
+    drop(shared);
+    assert!(end().await.is_none(), "the version is gone");
 }
