@@ -29,7 +29,7 @@ pub(super) struct Company {
     passed: AtomicUsize,
     /// The port of the client that asked last, which tells those from each other well enough.
     last: AtomicUsize,
-    /// Whether it is worth it to look where there is somebody to be found.
+    /// Whether it is worth it to look where there is somebody to be found: the first way is to look.
     looking: Thrift,
 }
 

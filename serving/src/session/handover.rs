@@ -22,7 +22,6 @@ use super::spent::{self, Spent};
 use super::typical::Typical;
 use crate::error::InferError;
 use crate::statistics::Times;
-use crate::tensor::Tensor;
 
 /// What shorter runs cost is not measured more exactly than by the clock.
 const MEASURED_MICROS_MIN: usize = 40;
@@ -288,20 +287,18 @@ impl Shared {
         Spent::begin(self.runs_in_thread && self.run_micros() >= MEASURED_MICROS_MIN)
     }
 
-    /// Notes how long a run took on inputs of so many rows, and what it spent; and that this model was in use. Where
-    /// it was one of the line, `handed` is when it got its session.
+    /// Notes how long a run took on inputs of so many rows and elements, and what it spent; and that this model was in
+    /// use. Where it was one of the line, `handed` is when it got its session.
     pub(super) fn took(
         &self,
         times: &Times,
         spent: Option<Duration>,
-        inputs: &[&Tensor],
-        rows: usize,
+        (rows, elements): (usize, usize),
         handed: Option<Instant>,
     ) {
         let elapsed = times.end.saturating_duration_since(times.computing);
         self.run_micros.note(elapsed.as_micros());
         if rows > 0 {
-            let elements = inputs.iter().map(|input| input.data.len()).sum();
             self.efficiency.ran(rows, elements, spent.unwrap_or(elapsed));
         }
         if let Some(handed) = handed {

@@ -13,7 +13,7 @@ use millrace_bundle::TensorSpec;
 use super::handover::Shared;
 use super::joined::{join, split};
 use super::line::{Job, Work, late};
-use super::values::run;
+use super::values::{elements, run};
 use crate::error::InferError;
 use crate::statistics::Times;
 use crate::tensor::Tensor;
@@ -182,10 +182,12 @@ impl Lease {
         let outputs: Vec<&TensorSpec> =
             work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
         let spent = self.shared.spend();
+        let elements = elements(inputs);
+        // Before the run: one that fails may have taken memory as well.
+        session.peak.runs(elements);
         let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
-        session.peak.ran(inputs.iter().map(|input| input.data.len()).sum());
         // A second run, where the first one failed, has had the session since that.
-        self.shared.took(&times, spent.so_far(), inputs, rows, self.handed.take());
+        self.shared.took(&times, spent.so_far(), (rows, elements), self.handed.take());
         Ok((tensors, times))
     }
 }

@@ -34,8 +34,8 @@ pub(super) struct Peak {
 }
 
 impl Peak {
-    /// Notes a run.
-    pub(super) fn ran(&mut self, elements: usize) {
+    /// Notes a run that begins, of so many elements of inputs.
+    pub(super) fn runs(&mut self, elements: usize) {
         if self.least == 0 {
             self.least = elements;
         }
@@ -123,30 +123,30 @@ mod tests {
     fn a_peak_is_over_when_runs_were_far_smaller_for_a_period() {
         let mut peak = Peak::default();
         assert!(!is_over(&mut peak), "nothing has run");
-        peak.ran(10);
+        peak.runs(10);
         assert!(!is_over(&mut peak) && !is_over(&mut peak), "one row is no peak");
-        peak.ran(1000);
-        peak.ran(10);
+        peak.runs(1000);
+        peak.runs(10);
         assert!(!is_over(&mut peak), "it was in this period");
-        peak.ran(600);
+        peak.runs(600);
         assert!(!is_over(&mut peak), "what was taken is used again");
-        peak.ran(400);
+        peak.runs(400);
         assert!(is_over(&mut peak));
-        peak.ran(400);
+        peak.runs(400);
         assert!(!is_over(&mut peak), "it was given back, and 400 is the most now");
-        peak.ran(10);
-        peak.ran(10);
+        peak.runs(10);
+        peak.runs(10);
         assert!(is_over(&mut peak) && !is_over(&mut peak));
     }
 
     #[test]
     fn a_session_in_use_gives_back_later() {
         let mut peak = Peak::default();
-        peak.ran(1);
-        peak.ran(1000);
+        peak.runs(1);
+        peak.runs(1000);
         peak.look();
         peak.look();
-        peak.ran(1000);
+        peak.runs(1000);
         assert!(peak.ends() && !peak.ends());
     }
 }

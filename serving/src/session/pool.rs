@@ -21,7 +21,7 @@ use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::peak;
 use super::placement::Placement;
-use super::values::run;
+use super::values::{elements, run};
 use super::{Session, intra_threads};
 use crate::config::{Config, Device, Engine};
 use crate::error::InferError;
@@ -249,12 +249,11 @@ impl Pool {
     fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> bool {
         let inputs: Vec<&Tensor> = inputs.iter().collect();
         let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
+        let elements = elements(&inputs);
         for session in self.shared.state.lock().free.iter_mut() {
+            session.peak.runs(elements);
             match run(session, &inputs, &outputs, Instant::now()) {
-                Ok((_, times)) => {
-                    session.peak.ran(inputs.iter().map(|input| input.data.len()).sum());
-                    self.shared.took(&times, None, &inputs, rows, None);
-                }
+                Ok((_, times)) => self.shared.took(&times, None, (rows, elements), None),
                 Err(error) => {
                     tracing::debug!(%error, "the warm-up run failed");
                     return false;

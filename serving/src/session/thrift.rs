@@ -24,6 +24,7 @@ const VOTES: usize = 3;
 pub(super) struct Thrift {
     /// Whether it is the second way's turn.
     second: AtomicBool,
+    /// Rows of this window so far. What others count while one ends it is lost: a few rows, of both ways alike.
     rows: AtomicUsize,
     windows: Mutex<Windows>,
 }
@@ -36,8 +37,9 @@ struct Windows {
     is_second_usual: bool,
     /// Windows before the next comparison.
     rest: usize,
-    /// What the windows of this comparison have cost.
+    /// What the windows of this comparison have cost, in nanoseconds for a row: up to three.
     costs: Vec<u64>,
+    /// Comparisons for the other way, less those against it.
     votes: usize,
 }
 

@@ -41,6 +41,11 @@ pub(super) fn datatype(ty: TensorElementType) -> Option<Datatype> {
     })
 }
 
+/// Elements of all inputs of a run.
+pub(super) fn elements(inputs: &[&Tensor]) -> usize {
+    inputs.iter().map(|input| input.data.len()).sum()
+}
+
 /// Runs a session on inputs in the signature's order, for a request that waits since `queued`.
 pub(super) fn run(
     session: &mut Session,
