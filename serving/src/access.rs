@@ -16,7 +16,7 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 use crate::error::quote;
-use crate::peer::peer;
+use crate::peer::{OfPeer, peer};
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Names a request, for those who look for it in logs.
@@ -59,16 +59,24 @@ pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
 pub(crate) struct Logged<S> {
     service: S,
     telemetry: Option<Arc<Telemetry>>,
+    /// Who is at the other end, where requests do not tell.
+    peer: Option<SocketAddr>,
 }
 
 impl<S> Logged<S> {
     pub(crate) fn new(service: S) -> Logged<S> {
-        Logged { service, telemetry: None }
+        Logged { service, telemetry: None, peer: None }
     }
 
     /// Requests have spans, if there is a collector.
     pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Logged<S> {
         Logged { telemetry, ..self }
+    }
+}
+
+impl<S: OfPeer> OfPeer for Logged<S> {
+    fn of_peer(&self, peer: SocketAddr) -> Logged<S> {
+        Logged { service: self.service.of_peer(peer), telemetry: self.telemetry.clone(), peer: Some(peer) }
     }
 }
 
@@ -91,12 +99,14 @@ where
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
         let id = request.headers().get(&REQUEST_ID).filter(|id| id.len() <= REQUEST_ID_BYTES_MAX).cloned();
+        let of_service = self.peer;
+        let peer = |request: &http::Request<B>| of_service.or_else(|| peer(request.extensions()));
         let span = self
             .telemetry
             .as_ref()
-            .and_then(|telemetry| telemetry.begin(&request, || peer(request.extensions()), id.as_ref()));
+            .and_then(|telemetry| telemetry.begin(&request, || peer(&request), id.as_ref()));
         let line = enabled().then(|| {
-            let peer = peer(request.extensions());
+            let peer = peer(&request);
             let signature = Signature::default();
             request.extensions_mut().insert(signature.clone());
             Box::new(Line {

@@ -4,6 +4,7 @@
 mod answering;
 mod calls;
 mod rests;
+mod timer;
 
 use std::io;
 use std::net::SocketAddr;

@@ -132,12 +132,13 @@ impl Service {
         Ok(Admitted { model, place, entered })
     }
 
-    /// Answers a call.
+    /// Answers a call of a client.
     async fn answer(
         &self,
+        client: Option<SocketAddr>,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let origin = Origin { client: peer(request.extensions()), deadline: deadline::read(&request) };
+        let origin = Origin { client, deadline: deadline::read(&request) };
         let caller = self.caller(&request);
         let request = request.into_inner();
         let admitted = self.admit(&caller, &request)?;
@@ -240,7 +241,7 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        self.answer(request).await
+        self.answer(peer(request.extensions()), request).await
     }
 
     type ModelStreamInferStream = stream::Answers;

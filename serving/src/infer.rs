@@ -199,15 +199,11 @@ impl Inference {
         };
         // There is an answer.
         std::mem::forget(abandoned);
-        match &outcome {
-            Ok(_) => model.metrics.ok.inc(),
-            Err(error) => {
-                model.statistics.failed(arrived);
-                telemetry::failed(Some(model), error);
-                count_failure(model, error);
-            }
-        }
-        outcome
+        outcome.inspect_err(|error| {
+            model.statistics.failed(arrived);
+            telemetry::failed(Some(model), error);
+            count_failure(model, error);
+        })
     }
 
     /// A copy of a request for the version that runs such, where it is this request's turn.
@@ -359,7 +355,6 @@ async fn perform(
             let times = Times::found(queued);
             let took = times.end.saturating_duration_since(queued);
             model.statistics.hit(took);
-            model.metrics.request_seconds.observe(took.as_secs_f64());
             return Ok((outputs, inferences(rows), times));
         }
         missed = Some((answers, key, queued.elapsed()));
@@ -377,14 +372,7 @@ async fn perform(
         model.statistics.missed(looked + start.elapsed());
     }
     let times = ran.times;
-    let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
-    model.metrics.request_seconds.observe(since(times.queued));
-    model.metrics.rows.inc_by(extent as u64);
-    if let Some(rows) = ran.run_rows {
-        model.metrics.compute_seconds.observe(since(times.computing));
-        model.metrics.batch_rows.observe(inferences(rows) as f64);
-        model.statistics.ran(inferences(rows), &times);
-    }
+    model.statistics.gave(extent as u64, ran.run_rows.map(inferences), &times);
     Ok((ran.outputs, inferences(rows), times))
 }
 

@@ -4,12 +4,12 @@
 mod drift;
 mod triton;
 
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Weak};
 
+use parking_lot::Mutex;
+use prometheus::local::{LocalHistogram, LocalIntCounter};
 use prometheus::proto::MetricFamily;
-use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-};
+use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts};
 
 use crate::repository::Repository;
 
@@ -203,14 +203,15 @@ pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 pub static STARTS: LazyLock<IntCounter> =
     LazyLock::new(|| counter("millrace_serving_starts_total", "Server starts in this process"));
 
-/// Metrics of one model version with the labels resolved, so that a request pays no look-up.
+/// Metrics of one model version, which it counts by itself. They are the registry's when somebody asks for those, and
+/// when the version goes.
 #[derive(Debug)]
 pub(crate) struct ModelMetrics {
-    pub(crate) ok: IntCounter,
-    pub(crate) rows: IntCounter,
-    pub(crate) request_seconds: Histogram,
-    pub(crate) compute_seconds: Histogram,
-    pub(crate) batch_rows: Histogram,
+    pub(crate) ok: LocalIntCounter,
+    pub(crate) rows: LocalIntCounter,
+    pub(crate) request_seconds: LocalHistogram,
+    pub(crate) compute_seconds: LocalHistogram,
+    pub(crate) batch_rows: LocalHistogram,
 }
 
 impl ModelMetrics {
@@ -218,18 +219,50 @@ impl ModelMetrics {
         let version = version.to_string();
         let labels = [model, version.as_str()];
         ModelMetrics {
-            ok: REQUESTS.with_label_values(&[model, &version, "ok"]),
-            rows: ROWS.with_label_values(&labels),
-            request_seconds: REQUEST_SECONDS.with_label_values(&labels),
-            compute_seconds: COMPUTE_SECONDS.with_label_values(&labels),
-            batch_rows: BATCH_ROWS.with_label_values(&labels),
+            ok: REQUESTS.with_label_values(&[model, &version, "ok"]).local(),
+            rows: ROWS.with_label_values(&labels).local(),
+            request_seconds: REQUEST_SECONDS.with_label_values(&labels).local(),
+            compute_seconds: COMPUTE_SECONDS.with_label_values(&labels).local(),
+            batch_rows: BATCH_ROWS.with_label_values(&labels).local(),
         }
     }
+
+    /// Adds to the registry's what was counted since the last time.
+    pub(crate) fn hand_over(&self) {
+        self.ok.flush();
+        self.rows.flush();
+        for histogram in [&self.request_seconds, &self.compute_seconds, &self.batch_rows] {
+            histogram.flush();
+        }
+    }
+}
+
+impl Drop for ModelMetrics {
+    fn drop(&mut self) {
+        self.hand_over();
+    }
+}
+
+/// Counts that are not the registry's yet.
+pub(crate) trait Kept: Send + Sync {
+    /// Adds them to the registry's.
+    fn hand_over(&self);
+}
+
+static KEPT: Mutex<Vec<Weak<dyn Kept>>> = Mutex::new(Vec::new());
+
+/// Has counts handed over whenever somebody asks for metrics.
+pub(crate) fn keep(kept: Weak<dyn Kept>) {
+    let mut all = KEPT.lock();
+    all.retain(|kept| kept.strong_count() > 0);
+    all.push(kept);
 }
 
 /// Every metric of the process in the Prometheus text format, and the figures of a server's models by
 /// Triton's names.
 pub(crate) fn render(repository: Option<&Repository>) -> String {
+    let kept: Vec<_> = KEPT.lock().iter().filter_map(Weak::upgrade).collect();
+    kept.iter().for_each(|kept| kept.hand_over());
     let mut families: Vec<MetricFamily> = prometheus::gather();
     families.extend(repository.map(triton::gather).unwrap_or_default());
     families.extend(repository.map(drift::gather).unwrap_or_default());

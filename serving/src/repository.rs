@@ -30,7 +30,7 @@ use crate::config::{Config, Control};
 use crate::drift::Drift;
 use crate::ensemble::Ensemble;
 use crate::error::{InferError, Result, chain, quote};
-use crate::metrics::{ModelMetrics, REFRESHES};
+use crate::metrics::REFRESHES;
 use crate::response_cache::{Answers, ResponseCache};
 use crate::sequence::Sequences;
 use crate::session::Pool;
@@ -62,7 +62,6 @@ pub struct Model {
     pub(crate) answers: Option<Answers>,
     /// Where the model keeps a state between requests.
     pub(crate) sequences: Option<Arc<Sequences>>,
-    pub(crate) metrics: ModelMetrics,
     pub(crate) statistics: Statistics,
     /// Compares inputs with those of the training, where the bundle has statistics of them.
     pub(crate) drift: Option<Drift>,
@@ -265,7 +264,7 @@ impl Repository {
     /// # Errors
     /// As [`Repository::get`]; [`InferError::Invalid`] for what is no label of the model.
     pub(crate) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
-        let models = self.inner.models.read().clone();
+        let models = self.inner.models.read();
         match models.models.get(model) {
             Some(versions) => versions.find(model, asked),
             None => Err(unknown(model)),
@@ -286,7 +285,7 @@ impl Repository {
     /// # Errors
     /// As [`Repository::find`].
     pub(crate) fn route(&self, model: &str, asked: Asked<'_>, id: &str) -> Result<Arc<Model>, InferError> {
-        let models = self.inner.models.read().clone();
+        let models = self.inner.models.read();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
         match asked {
             Asked::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),

@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::grpc::{Front, Guarded, Messages};
 use crate::infer::Inference;
 use crate::logging::Logging;
+use crate::peer::Noted;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
 use crate::session::Realtime;
@@ -229,7 +230,7 @@ fn serve_on(
     let grpc = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc)).prompt(realtime);
     transports.spawn(grpc.answer(calls, closing.clone()));
     let http = Listener::http(http, "REST", limits).secured(securing(Securing::http)).prompt(realtime);
-    transports.spawn(http.answer(Logged::new(routes).traced(telemetry), closing.clone()));
+    transports.spawn(http.answer(Logged::new(Noted::new(routes)).traced(telemetry), closing.clone()));
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);
     let models = Some(inference.repository().clone());
@@ -293,8 +294,8 @@ fn ended(transport: std::result::Result<(), tokio::task::JoinError>) -> Result<(
 }
 
 /// The metrics of the process, and those of the models where a server has some.
-fn scrape_routes(models: Option<Repository>) -> Router {
-    Router::new().route("/metrics", get(scrape_metrics)).with_state(models)
+fn scrape_routes(models: Option<Repository>) -> Noted<Router> {
+    Noted::new(Router::new().route("/metrics", get(scrape_metrics)).with_state(models))
 }
 
 /// The metrics of the process over HTTP, at `/metrics`, without a model server.

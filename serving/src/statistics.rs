@@ -1,14 +1,16 @@
-//! What a model version did: counts and times of its requests and runs, as Triton's clients read them.
+//! What a model version did: counts and times of its requests and runs, as Triton's clients read them, and its metrics.
 //!
-//! Every figure is an atomic of its own, so that a request takes no lock and adds some ten relaxed
-//! additions to what it costs. A reader sees each figure exactly, but a request that ends meanwhile may
-//! show in some figures and not yet in others.
+//! All of it is behind one lock, which a request takes twice for some ten plain additions: an atomic one for each figure
+//! took it more, with one client and with many. A reader sees figures that belong together.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use crate::metrics::{self, ModelMetrics};
 use crate::repository::Model;
 use crate::wire::inference as pb;
 
@@ -53,43 +55,36 @@ impl Times {
 }
 
 /// A count and the time that it took together.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Copy)]
 struct Spent {
-    count: AtomicU64,
-    nanos: AtomicU64,
+    count: u64,
+    nanos: u64,
 }
 
 impl Spent {
-    fn add(&self, time: Duration) {
-        self.count.fetch_add(1, Ordering::Relaxed);
-        self.nanos.fetch_add(nanos(time), Ordering::Relaxed);
+    fn add(&mut self, time: Duration) {
+        self.count += 1;
+        self.nanos = self.nanos.saturating_add(nanos(time));
     }
 
-    fn read(&self) -> pb::StatisticDuration {
-        let read = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
-        pb::StatisticDuration { count: read(&self.count), ns: read(&self.nanos) }
+    fn told(self) -> pb::StatisticDuration {
+        pb::StatisticDuration { count: self.count, ns: self.nanos }
     }
 }
 
-/// Runs of one size; the size is 0 as long as the place is free.
+/// Runs of one size, and what they took by step.
 #[derive(Debug, Default)]
 struct Size {
-    rows: AtomicU64,
-    runs: AtomicU64,
-    input_nanos: AtomicU64,
-    infer_nanos: AtomicU64,
-    output_nanos: AtomicU64,
+    input: Spent,
+    infer: Spent,
+    output: Spent,
 }
 
-/// The figures of one model version since it was loaded.
 #[derive(Debug)]
-pub(crate) struct Statistics {
-    begin: Instant,
-    /// When a request was answered last, in nanoseconds since `begin`; 0 as long as none was. The clock that can be
-    /// set is not read for a request.
-    last_answered: AtomicU64,
-    rows: AtomicU64,
-    runs: AtomicU64,
+struct Figures {
+    last_answered: Option<Instant>,
+    rows: u64,
+    runs: u64,
     success: Spent,
     fail: Spent,
     queue: Spent,
@@ -98,16 +93,67 @@ pub(crate) struct Statistics {
     output: Spent,
     cache_hit: Spent,
     cache_miss: Spent,
-    sizes: [Size; SIZES_MAX],
+    /// By rows.
+    sizes: BTreeMap<u64, Size>,
+    metrics: ModelMetrics,
 }
 
-impl Default for Statistics {
-    fn default() -> Self {
-        Statistics {
-            begin: Instant::now(),
-            last_answered: AtomicU64::default(),
-            rows: AtomicU64::default(),
-            runs: AtomicU64::default(),
+impl Figures {
+    fn answered(&mut self, at: Instant) {
+        self.last_answered = self.last_answered.max(Some(at));
+    }
+
+    /// When a request was answered last, in milliseconds since 1970 by the clock as it is set now; 0 as long
+    /// as none was.
+    fn last_inference_ms(&self) -> u64 {
+        // The clock that can be set is not read for a request.
+        let at = self.last_answered.and_then(|last| SystemTime::now().checked_sub(last.elapsed()));
+        let since = at.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+        u64::try_from(since.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Counts a run of so many rows, by its size if that is told apart.
+    fn ran(&mut self, rows: u64, times: &Times) {
+        self.runs += 1;
+        let is_known = self.sizes.contains_key(&rows);
+        if rows > 0 && (is_known || self.sizes.len() < SIZES_MAX) {
+            let size = self.sizes.entry(rows).or_default();
+            size.input.add(times.input());
+            size.infer.add(times.infer());
+            size.output.add(times.output());
+        }
+    }
+
+    fn sizes(&self) -> Vec<pb::InferBatchStatistics> {
+        let told = |(rows, size): (&u64, &Size)| pb::InferBatchStatistics {
+            batch_size: *rows,
+            compute_input: Some(size.input.told()),
+            compute_infer: Some(size.infer.told()),
+            compute_output: Some(size.output.told()),
+        };
+        self.sizes.iter().map(told).collect()
+    }
+}
+
+impl metrics::Kept for Mutex<Figures> {
+    fn hand_over(&self) {
+        self.lock().metrics.hand_over();
+    }
+}
+
+/// The figures of one model version since it was loaded.
+#[derive(Debug)]
+pub(crate) struct Statistics {
+    figures: Arc<Mutex<Figures>>,
+}
+
+impl Statistics {
+    /// Those of a version that is loaded now.
+    pub(crate) fn new(model: &str, version: u64) -> Statistics {
+        let figures = Arc::new(Mutex::new(Figures {
+            last_answered: None,
+            rows: 0,
+            runs: 0,
             success: Spent::default(),
             fail: Spent::default(),
             queue: Spent::default(),
@@ -116,111 +162,89 @@ impl Default for Statistics {
             output: Spent::default(),
             cache_hit: Spent::default(),
             cache_miss: Spent::default(),
-            sizes: std::array::from_fn(|_| Size::default()),
-        }
+            sizes: BTreeMap::new(),
+            metrics: ModelMetrics::new(model, version),
+        }));
+        let kept: Arc<dyn metrics::Kept> = figures.clone();
+        metrics::keep(Arc::downgrade(&kept));
+        Statistics { figures }
     }
-}
 
-impl Statistics {
     /// Counts a request of `rows` that arrived at `arrived` and was answered. As Triton has it, one that was
     /// answered from the cache waited for nothing, and is no inference.
     pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
-        self.answered(times.end);
-        self.success.add(times.end.saturating_duration_since(arrived));
+        let mut figures = self.figures.lock();
+        figures.metrics.ok.inc();
+        figures.answered(times.end);
+        figures.success.add(times.end.saturating_duration_since(arrived));
         if times.cached {
-            self.queue.add(Duration::ZERO);
+            figures.queue.add(Duration::ZERO);
             return;
         }
-        self.rows.fetch_add(rows, Ordering::Relaxed);
-        self.queue.add(times.computing.saturating_duration_since(times.queued));
-        self.input.add(times.input());
-        self.infer.add(times.infer());
-        self.output.add(times.output());
+        figures.rows = figures.rows.saturating_add(rows);
+        figures.queue.add(times.computing.saturating_duration_since(times.queued));
+        figures.input.add(times.input());
+        figures.infer.add(times.infer());
+        figures.output.add(times.output());
     }
 
-    /// Counts a run of `rows`, of one request or of several together.
-    pub(crate) fn ran(&self, rows: u64, times: &Times) {
-        self.runs.fetch_add(1, Ordering::Relaxed);
-        if let Some(size) = self.size(rows) {
-            size.runs.fetch_add(1, Ordering::Relaxed);
-            size.input_nanos.fetch_add(nanos(times.input()), Ordering::Relaxed);
-            size.infer_nanos.fetch_add(nanos(times.infer()), Ordering::Relaxed);
-            size.output_nanos.fetch_add(nanos(times.output()), Ordering::Relaxed);
+    /// Counts the outputs of a request of so many rows, and the run of so many rows that it was the first of, if it was.
+    pub(crate) fn gave(&self, rows: u64, run_rows: Option<u64>, times: &Times) {
+        let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
+        let mut figures = self.figures.lock();
+        figures.metrics.request_seconds.observe(since(times.queued));
+        figures.metrics.rows.inc_by(rows);
+        if let Some(run_rows) = run_rows {
+            figures.metrics.compute_seconds.observe(since(times.computing));
+            figures.metrics.batch_rows.observe(run_rows as f64);
+            figures.ran(run_rows, times);
         }
     }
 
     /// Counts an answer that was found in the cache, and the time for that.
     pub(crate) fn hit(&self, time: Duration) {
-        self.cache_hit.add(time);
+        let mut figures = self.figures.lock();
+        figures.cache_hit.add(time);
+        figures.metrics.request_seconds.observe(time.as_secs_f64());
     }
 
     /// Counts an answer that was not in the cache, and the time for the look and for keeping it.
     pub(crate) fn missed(&self, time: Duration) {
-        self.cache_miss.add(time);
+        self.figures.lock().cache_miss.add(time);
     }
 
     /// Counts a request that arrived at `arrived` and was refused or failed.
     pub(crate) fn failed(&self, arrived: Instant) {
         let now = Instant::now();
-        self.answered(now);
-        self.fail.add(now.saturating_duration_since(arrived));
+        let mut figures = self.figures.lock();
+        figures.answered(now);
+        figures.fail.add(now.saturating_duration_since(arrived));
     }
 
-    fn answered(&self, at: Instant) {
-        let since = at.saturating_duration_since(self.begin);
-        self.last_answered.fetch_max(nanos(since).max(1), Ordering::Relaxed);
-    }
-
-    /// When a request was answered last, in milliseconds since 1970 by the clock as it is set now; 0 as long
-    /// as none was.
-    fn last_inference_ms(&self) -> u64 {
-        let last = Duration::from_nanos(self.last_answered.load(Ordering::Relaxed));
-        if last.is_zero() {
-            return 0;
+    /// What the figures of a version are now. Memory is not measured, so there is no entry for it; one request has one
+    /// response, so there are no statistics by response.
+    fn describe(&self, name: &str, version: u64) -> pb::ModelStatistics {
+        let figures = self.figures.lock();
+        pb::ModelStatistics {
+            name: name.to_owned(),
+            version: version.to_string(),
+            last_inference: figures.last_inference_ms(),
+            inference_count: figures.rows,
+            execution_count: figures.runs,
+            inference_stats: Some(pb::InferStatistics {
+                success: Some(figures.success.told()),
+                fail: Some(figures.fail.told()),
+                queue: Some(figures.queue.told()),
+                compute_input: Some(figures.input.told()),
+                compute_infer: Some(figures.infer.told()),
+                compute_output: Some(figures.output.told()),
+                cache_hit: Some(figures.cache_hit.told()),
+                cache_miss: Some(figures.cache_miss.told()),
+            }),
+            batch_stats: figures.sizes(),
+            memory_usage: Vec::new(),
+            response_stats: Default::default(),
         }
-        let ago = self.begin.elapsed().saturating_sub(last);
-        let at =
-            SystemTime::now().checked_sub(ago).and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
-        u64::try_from(at.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
-    }
-
-    /// The place of a size: the one that has it, else a free one that gets it, else none.
-    fn size(&self, rows: u64) -> Option<&Size> {
-        if rows == 0 {
-            return None;
-        }
-        // Small sizes, which are the frequent ones, find their place at once.
-        let first = (rows - 1) as usize % SIZES_MAX;
-        (0..SIZES_MAX).map(|step| &self.sizes[(first + step) % SIZES_MAX]).find(|size| {
-            match size.rows.load(Ordering::Relaxed) {
-                0 => match size.rows.compare_exchange(0, rows, Ordering::Relaxed, Ordering::Relaxed) {
-                    Ok(_) => true,
-                    Err(taken) => taken == rows,
-                },
-                taken => taken == rows,
-            }
-        })
-    }
-
-    fn sizes(&self) -> Vec<pb::InferBatchStatistics> {
-        let mut sizes: Vec<_> = self
-            .sizes
-            .iter()
-            .filter_map(|size| {
-                let count = size.runs.load(Ordering::Relaxed);
-                let spent = |nanos: &AtomicU64| {
-                    Some(pb::StatisticDuration { count, ns: nanos.load(Ordering::Relaxed) })
-                };
-                (count > 0).then(|| pb::InferBatchStatistics {
-                    batch_size: size.rows.load(Ordering::Relaxed),
-                    compute_input: spent(&size.input_nanos),
-                    compute_infer: spent(&size.infer_nanos),
-                    compute_output: spent(&size.output_nanos),
-                })
-            })
-            .collect();
-        sizes.sort_by_key(|size| size.batch_size);
-        sizes
     }
 }
 
@@ -228,31 +252,9 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The figures of a version as they are now. Memory is not measured, so there is no entry for it; one
-/// request has one response, so there are no statistics by response.
+/// The figures of a version as they are now.
 pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
-    let statistics = &model.statistics;
-    let read = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
-    pb::ModelStatistics {
-        name: model.name().to_owned(),
-        version: model.version().to_string(),
-        last_inference: statistics.last_inference_ms(),
-        inference_count: read(&statistics.rows),
-        execution_count: read(&statistics.runs),
-        inference_stats: Some(pb::InferStatistics {
-            success: Some(statistics.success.read()),
-            fail: Some(statistics.fail.read()),
-            queue: Some(statistics.queue.read()),
-            compute_input: Some(statistics.input.read()),
-            compute_infer: Some(statistics.infer.read()),
-            compute_output: Some(statistics.output.read()),
-            cache_hit: Some(statistics.cache_hit.read()),
-            cache_miss: Some(statistics.cache_miss.read()),
-        }),
-        batch_stats: statistics.sizes(),
-        memory_usage: Vec::new(),
-        response_stats: Default::default(),
-    }
+    model.statistics.describe(model.name(), model.version())
 }
 
 /// The same in the JSON that Triton's clients read.
@@ -302,88 +304,117 @@ mod tests {
         Times { queued: at(1), computing: at(3), input_end: at(7), output_start: at(15), end: at(31), cached }
     }
 
+    fn statistics() -> Statistics {
+        Statistics::new("of-a-test", 1)
+    }
+
+    fn described(statistics: &Statistics) -> (pb::ModelStatistics, pb::InferStatistics) {
+        let described = statistics.describe("of-a-test", 1);
+        let of_requests = described.inference_stats.unwrap_or_default();
+        (described, of_requests)
+    }
+
+    fn spent(count: u64, micros: u64) -> Option<pb::StatisticDuration> {
+        Some(pb::StatisticDuration { count, ns: micros * 1_000 })
+    }
+
     #[test]
     fn a_request_that_the_cache_answers_is_a_success_and_no_inference() {
-        let (statistics, start) = (Statistics::default(), Instant::now());
+        let (statistics, start) = (statistics(), Instant::now());
         let found = Times::found(start);
         statistics.hit(found.end.saturating_duration_since(start));
         statistics.succeeded(8, start, &found);
-        statistics.missed(Duration::from_nanos(5));
+        statistics.missed(Duration::from_micros(5));
         statistics.succeeded(2, start, &times(start));
-        let counts = [&statistics.success, &statistics.queue, &statistics.infer, &statistics.cache_hit];
-        assert_eq!(counts.map(|spent| spent.read().count), [2, 2, 1, 1]);
-        assert_eq!(statistics.rows.load(Ordering::Relaxed), 2);
-        let missed = statistics.cache_miss.read();
-        assert_eq!((missed.count, missed.ns), (1, 5));
+        let (described, of) = described(&statistics);
+        let counts = [of.success, of.queue, of.compute_infer, of.cache_hit];
+        assert_eq!(counts.map(|spent| spent.unwrap_or_default().count), [2, 2, 1, 1]);
+        assert_eq!(described.inference_count, 2);
+        assert_eq!(of.cache_miss, spent(1, 5));
     }
 
     #[test]
     fn every_step_counts_where_it_belongs() {
-        let (statistics, start) = (Statistics::default(), Instant::now());
+        let (statistics, start) = (statistics(), Instant::now());
         for rows in [1, 8, 8] {
             statistics.succeeded(rows, start, &times(start));
-            statistics.ran(rows, &times(start));
+            statistics.gave(rows, Some(rows), &times(start));
         }
+        statistics.gave(8, None, &times(start));
         statistics.failed(start);
+        let (described, of) = described(&statistics);
         let figures = [
-            (statistics.success.read(), 31),
-            (statistics.queue.read(), 2),
-            (statistics.input.read(), 4),
-            (statistics.infer.read(), 8),
-            (statistics.output.read(), 16),
+            (of.success, 31),
+            (of.queue, 2),
+            (of.compute_input, 4),
+            (of.compute_infer, 8),
+            (of.compute_output, 16),
         ];
-        for (spent, micros) in figures {
-            assert_eq!((spent.count, spent.ns), (3, 3 * micros * 1_000));
+        for (figure, micros) in figures {
+            assert_eq!(figure, spent(3, 3 * micros));
         }
-        assert_eq!(statistics.rows.load(Ordering::Relaxed), 17);
-        assert_eq!(statistics.fail.read().count, 1);
-        let sizes = statistics.sizes();
-        let counts =
-            |size: &pb::InferBatchStatistics| (size.batch_size, size.compute_infer.unwrap_or_default());
-        assert_eq!(sizes.iter().map(|size| counts(size).0).collect::<Vec<_>>(), [1, 8]);
-        assert_eq!((counts(&sizes[1]).1.count, counts(&sizes[1]).1.ns), (2, 16_000));
+        assert_eq!((described.inference_count, described.execution_count), (17, 3));
+        assert_eq!(of.fail.unwrap_or_default().count, 1);
+        let sizes: Vec<_> =
+            described.batch_stats.iter().map(|size| (size.batch_size, size.compute_infer)).collect();
+        assert_eq!(sizes, [(1, spent(1, 8)), (8, spent(2, 16))]);
     }
 
     #[test]
     fn the_last_answer_is_told_by_the_clock_of_the_machine() {
         let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_millis() as u64;
-        let statistics = Statistics::default();
-        assert_eq!(statistics.last_inference_ms(), 0);
+        let statistics = statistics();
+        let last = || described(&statistics).0.last_inference;
+        assert_eq!(last(), 0);
         let before = now();
         let start = Instant::now();
         statistics.failed(start);
-        let told = statistics.last_inference_ms();
+        let told = last();
         assert!((before.saturating_sub(1)..=now() + 1).contains(&told), "{before} {told}");
         // An answer of before the last one changes nothing.
         let end = start - Duration::from_secs(9);
         statistics.succeeded(1, end, &Times { end, ..times(end) });
-        assert!(statistics.last_inference_ms().abs_diff(told) <= 1);
+        assert!(last().abs_diff(told) <= 1);
     }
 
     #[test]
     fn sizes_beyond_the_bound_count_in_the_sums_alone() {
-        let (statistics, start) = (Statistics::default(), Instant::now());
-        // All of these begin their search at the same place.
-        for size in 0..2 * SIZES_MAX as u64 {
-            statistics.ran(size * SIZES_MAX as u64 + 1, &times(start));
+        let (statistics, start) = (statistics(), Instant::now());
+        for size in 1..=2 * SIZES_MAX as u64 {
+            statistics.gave(1, Some(size), &times(start));
         }
-        statistics.ran(u64::MAX, &times(start));
-        assert_eq!(statistics.sizes().len(), SIZES_MAX);
-        assert_eq!(statistics.runs.load(Ordering::Relaxed), 2 * SIZES_MAX as u64 + 1);
-        statistics.ran(0, &times(start));
-        assert_eq!(statistics.sizes().len(), SIZES_MAX);
+        statistics.gave(1, Some(u64::MAX), &times(start));
+        statistics.gave(1, Some(1), &times(start));
+        let (described, _) = described(&statistics);
+        assert_eq!(described.batch_stats.len(), SIZES_MAX);
+        assert_eq!(described.batch_stats[0].compute_infer, spent(2, 16), "one that is told apart goes on");
+        assert_eq!(described.execution_count, 2 * SIZES_MAX as u64 + 2);
     }
 
     #[test]
-    fn threads_that_find_a_size_at_once_share_its_place() {
-        let (statistics, start) = (Statistics::default(), Instant::now());
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| (1..=32).for_each(|rows| statistics.ran(rows, &times(start))));
+    fn metrics_have_what_was_counted_when_they_are_asked_for_and_keep_what_a_version_leaves() {
+        let (name, start) = ("counted-by-itself", Instant::now());
+        let statistics = Statistics::new(name, 7);
+        let told = |expected: &[&str]| {
+            let text = metrics::render(None);
+            for line in expected {
+                let (metric, value) = line.split_once(' ').unwrap_or_default();
+                let line = format!("{metric}{{model=\"{name}\",version=\"7\"}} {value}");
+                assert!(text.lines().any(|of| of == line), "no {line} in\n{text}");
             }
-        });
-        let sizes = statistics.sizes();
-        assert_eq!(sizes.len(), 32);
-        assert!(sizes.iter().all(|size| size.compute_input.unwrap_or_default().count == 4), "{sizes:?}");
+        };
+        statistics.gave(4, Some(4), &times(start));
+        told(&["millrace_serving_rows_total 4", "millrace_serving_batch_rows_sum 4"]);
+        statistics.gave(2, None, &times(start));
+        told(&[
+            "millrace_serving_rows_total 6",
+            "millrace_serving_request_seconds_count 2",
+            "millrace_serving_compute_seconds_count 1",
+        ]);
+        statistics.gave(1, None, &times(start));
+        drop(statistics);
+        told(&["millrace_serving_rows_total 7", "millrace_serving_request_seconds_count 3"]);
+        Statistics::new(name, 7).gave(1, None, &times(start));
+        told(&["millrace_serving_rows_total 8"]);
     }
 }

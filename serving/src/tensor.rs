@@ -2,7 +2,7 @@
 
 mod held;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use half::{bf16, f16};
 use millrace_bundle::Datatype;
 
@@ -197,20 +197,21 @@ impl Data {
 
     /// The raw form: little-endian elements, for BYTES a 4-byte length before each.
     pub fn to_raw(&self) -> Bytes {
-        let mut raw = BytesMut::with_capacity(self.raw_len());
-        for_numbers!(
+        let raw = for_numbers!(
             self,
-            values => for value in values {
-                raw.extend_from_slice(&value.to_le_bytes());
-            },
-            bool => raw.extend(values.iter().map(|value| u8::from(*value))),
-            bytes => for value in values {
-                // Elements came in with such a prefix or out of a string tensor of the same size.
-                raw.extend_from_slice(&(value.len() as u32).to_le_bytes());
-                raw.extend_from_slice(value);
+            values => little_endian(values, |value| value.to_le_bytes()),
+            bool => values.iter().map(|value| u8::from(*value)).collect(),
+            bytes => {
+                let mut raw = Vec::with_capacity(self.raw_len());
+                for value in values {
+                    // Elements came in with such a prefix or out of a string tensor of the same size.
+                    raw.extend_from_slice(&(value.len() as u32).to_le_bytes());
+                    raw.extend_from_slice(value);
+                }
+                raw
             }
         );
-        raw.freeze()
+        raw.into()
     }
 
     /// Size of the raw form in bytes.
@@ -303,6 +304,15 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
         )));
     }
     Ok(elements)
+}
+
+/// All numbers one behind the other, in places that are there already: written as fast as memory is copied.
+fn little_endian<T: Copy, const N: usize>(values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    let mut raw = vec![0; values.len() * N];
+    for (place, value) in raw.as_chunks_mut::<N>().0.iter_mut().zip(values) {
+        *place = bytes(*value);
+    }
+    raw
 }
 
 #[cfg(test)]

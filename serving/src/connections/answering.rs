@@ -6,14 +6,14 @@ use bytes::Bytes;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::service::TowerToHyperService;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
 use super::calls::Calls;
+use super::timer::Timer;
 use super::{HEAD_BYTES_MAX, Listener};
-use crate::peer::Peered;
+use crate::peer::{OfPeer, Peered};
 
 impl Listener {
     /// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call
@@ -21,7 +21,7 @@ impl Listener {
     pub(crate) async fn answer<S, B>(self, service: S, closed: CancellationToken)
     where
         S: Service<http::Request<Incoming>, Response = http::Response<B>, Error = Infallible>,
-        S: Clone + Send + 'static,
+        S: OfPeer + Send + 'static,
         S::Future: Send,
         B: http_body::Body<Data = Bytes> + Send + 'static,
         B::Error: Into<StdError>,
@@ -35,10 +35,9 @@ impl Listener {
                 connection = self.accept() => {
                     let calls = Calls::new();
                     let protocol = self.protocol(calls.clone());
-                    let service = Peered::new(service.clone(), connection.peer);
+                    let service = Peered::new(&service, connection.peer);
                     let leaving = leaving.clone();
                     connections.spawn(async move {
-                        let service = TowerToHyperService::new(service);
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
                         let mut answering = calls.attend(answering);
                         let ended = tokio::select! {
@@ -77,7 +76,7 @@ impl Listener {
             .max_buf_size(HEAD_BYTES_MAX as usize);
         protocol
             .http2()
-            .timer(TokioTimer::new())
+            .timer(Timer::new())
             .max_concurrent_streams(self.streams_max)
             .max_header_list_size(HEAD_BYTES_MAX)
             .keep_alive_interval(self.stalled)
@@ -99,6 +98,7 @@ mod tests {
 
     use super::*;
     use crate::config::Limits;
+    use crate::peer::Noted;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn clients_that_are_told_to_leave_find_the_port_closed() {
@@ -109,7 +109,7 @@ mod tests {
             let closed = CancellationToken::new();
             let routes = Router::new().route("/", get(async || "answer"));
             let listener = Listener::http(socket, "REST", &Limits::default());
-            let answering = tokio::spawn(listener.answer(routes, closed.clone()));
+            let answering = tokio::spawn(listener.answer(Noted::new(routes), closed.clone()));
             let mut client = TcpStream::connect(address).await.unwrap();
             client.write_all(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n").await.unwrap();
             let mut answer = Vec::new();

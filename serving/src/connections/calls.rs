@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use futures::task::AtomicWaker;
 use hyper::rt::Executor;
+use parking_lot::Mutex;
 
 use super::rests::Rests;
 
@@ -35,8 +35,8 @@ pub(super) struct Calls(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Wakes the task of the connection.
-    task: AtomicWaker,
+    /// Wakes the task of the connection, which is always the same one once it is known.
+    task: Mutex<Option<Waker>>,
     /// The thread that the connection is on just now, 0 where it is on none.
     thread: AtomicUsize,
     /// Something that the connection waits for has come while it was on a thread, and from there.
@@ -80,6 +80,7 @@ impl Calls {
             connection: Box::pin(connection),
             waker: Waker::from(self.0.clone()),
             calls: self.clone(),
+            task: None,
             behind: None,
             rests: Rests::default(),
         }
@@ -141,8 +142,8 @@ impl Wake for Shared {
         if self.thread.load(Ordering::Relaxed) == here() {
             // The runtime would put the task in its line and wake another thread for it.
             self.again.store(true, Ordering::Relaxed);
-        } else {
-            self.task.wake();
+        } else if let Some(task) = &*self.task.lock() {
+            task.wake_by_ref();
         }
     }
 }
@@ -152,6 +153,8 @@ pub(super) struct Attended<C> {
     connection: Pin<Box<C>>,
     waker: Waker,
     calls: Calls,
+    /// What the calls wake, so that telling them anew takes a comparison.
+    task: Option<Waker>,
     /// While others have their turn first: how many calls had ended before.
     behind: Option<usize>,
     /// From letting others go first.
@@ -168,8 +171,11 @@ impl<C: Future> Future for Attended<C> {
     type Output = C::Output;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<C::Output> {
-        let Attended { connection, waker, calls: Calls(calls), behind, rests } = &mut *self;
-        calls.task.register(cx.waker());
+        let Attended { connection, waker, calls: Calls(calls), task, behind, rests } = &mut *self;
+        if !task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
+            *task = Some(cx.waker().clone());
+            calls.task.lock().clone_from(task);
+        }
         let ended = calls.ended.load(Ordering::Relaxed);
         match behind.take() {
             Some(before) => rests.note(ended == before),

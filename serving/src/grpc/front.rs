@@ -2,6 +2,7 @@
 //! a router makes a copy of its services for each request, and puts futures and bodies in boxes of its own.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -11,16 +12,24 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
+use crate::peer::{Noted, OfPeer};
+
 /// A service, and what answers all that is not asked of it.
 #[derive(Debug, Clone)]
 pub(crate) struct Front<S, R> {
     service: S,
-    routes: R,
+    routes: Noted<R>,
 }
 
 impl<S, R> Front<S, R> {
     pub(crate) fn new(service: S, routes: R) -> Front<S, R> {
-        Front { service, routes }
+        Front { service, routes: Noted::new(routes) }
+    }
+}
+
+impl<S: OfPeer, R: Clone> OfPeer for Front<S, R> {
+    fn of_peer(&self, peer: SocketAddr) -> Front<S, R> {
+        Front { service: self.service.of_peer(peer), routes: self.routes.of_peer(peer) }
     }
 }
 

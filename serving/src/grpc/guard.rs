@@ -3,14 +3,15 @@
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::net::SocketAddr;
 use std::task::{Context, Poll};
 
 use futures::future::Either;
 use tonic::Status;
-use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
+use crate::peer::OfPeer;
 use crate::tokens::Guard;
 
 /// Calls that take no token, for those that watch whether the server is up.
@@ -30,17 +31,23 @@ impl<S> Guarded<S> {
     }
 }
 
+impl<S: OfPeer> OfPeer for Guarded<S> {
+    fn of_peer(&self, peer: SocketAddr) -> Guarded<S> {
+        Guarded { service: self.service.of_peer(peer), guard: self.guard.clone() }
+    }
+}
+
 impl<S: NamedService> NamedService for Guarded<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S, B> Service<http::Request<B>> for Guarded<S>
+impl<S, B, R: Default> Service<http::Request<B>> for Guarded<S>
 where
-    S: Service<http::Request<B>, Response = http::Response<Body>, Error = Infallible>,
+    S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
 {
-    type Response = http::Response<Body>;
+    type Response = http::Response<R>;
     type Error = Infallible;
-    type Future = Either<S::Future, Ready<Result<http::Response<Body>, Infallible>>>;
+    type Future = Either<S::Future, Ready<Result<http::Response<R>, Infallible>>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         self.service.poll_ready(cx)

@@ -3,6 +3,7 @@
 //! without a bound and answers INTERNAL.
 
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -11,7 +12,6 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http_body::Frame;
 use tokio::time::Sleep;
 use tonic::Status;
-use tonic::body::Body;
 use tonic::codegen::{Service, StdError, http};
 use tonic::server::NamedService;
 
@@ -20,6 +20,7 @@ use crate::codec::PREFIX_BYTES;
 use crate::compression::Encoding;
 use crate::config::Limits;
 use crate::error::InferError;
+use crate::peer::OfPeer;
 
 /// Names the compression of a request's messages.
 pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");
@@ -41,14 +42,20 @@ impl<S> Messages<S> {
     }
 }
 
+impl<S: OfPeer> OfPeer for Messages<S> {
+    fn of_peer(&self, peer: SocketAddr) -> Messages<S> {
+        Messages { service: self.service.of_peer(peer), limits: self.limits }
+    }
+}
+
 impl<S: NamedService> NamedService for Messages<S> {
     const NAME: &'static str = S::NAME;
 }
 
 impl<S, B> Service<http::Request<B>> for Messages<S>
 where
-    S: Service<http::Request<Body>, Error = Infallible>,
-    B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Send + Unpin + 'static,
+    S: Service<http::Request<Frames<B>>, Error = Infallible>,
+    B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin,
 {
     type Response = S::Response;
     type Error = Infallible;
@@ -67,7 +74,7 @@ where
         mirror(&mut head.headers, encoding);
         deadline::note(&head.headers, &mut head.extensions);
         let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
-        let body = Body::new(Frames::new(body, encoding, streaming, &self.limits));
+        let body = Frames::new(body, encoding, streaming, &self.limits);
         self.service.call(http::Request::from_parts(head, body))
     }
 }
@@ -85,7 +92,8 @@ fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
 }
 
 /// The frames of a body: a prefix and a payload each. Plain ones are handed on as they come.
-struct Frames<B> {
+#[derive(Debug)]
+pub(crate) struct Frames<B> {
     body: B,
     encoding: Option<Encoding>,
     streaming: bool,

@@ -5,21 +5,24 @@
 
 use std::convert::Infallible;
 use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http_body::{Body as _, Frame};
+use futures::TryFutureExt;
+use http_body::{Frame, SizeHint};
 use tonic::body::Body;
-use tonic::codegen::{BoxFuture, Service, http};
+use tonic::codegen::{BoxFuture, Service, StdError, http};
 use tonic::metadata::{GRPC_CONTENT_TYPE, MetadataMap};
 use tonic::server::NamedService;
 use tonic::{Request, Status};
 
 use super::Service as Calls;
-use super::messages::{ACCEPTED, ENCODING};
+use super::messages::{ACCEPTED, ENCODING, Frames};
 use crate::codec::{PREFIX_BYTES, decode, framed};
+use crate::peer::{self, OfPeer};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -32,11 +35,19 @@ const MODEL_INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 pub(crate) struct Unary {
     calls: Arc<Calls>,
     others: GrpcInferenceServiceServer<Calls>,
+    /// Who is at the other end of the connection.
+    peer: Option<SocketAddr>,
+}
+
+impl OfPeer for Unary {
+    fn of_peer(&self, peer: SocketAddr) -> Unary {
+        Unary { peer: Some(peer), ..self.clone() }
+    }
 }
 
 impl Unary {
     pub(super) fn new(calls: Arc<Calls>, others: GrpcInferenceServiceServer<Calls>) -> Unary {
-        Unary { calls, others }
+        Unary { calls, others, peer: None }
     }
 }
 
@@ -44,37 +55,46 @@ impl NamedService for Unary {
     const NAME: &'static str = <GrpcInferenceServiceServer<Calls> as NamedService>::NAME;
 }
 
-impl Service<http::Request<Body>> for Unary {
-    type Response = http::Response<Body>;
+impl<B> Service<http::Request<Frames<B>>> for Unary
+where
+    B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Send + Unpin + 'static,
+{
+    type Response = http::Response<Reply>;
     type Error = Infallible;
-    type Future = BoxFuture<http::Response<Body>, Infallible>;
+    type Future = BoxFuture<http::Response<Reply>, Infallible>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+    fn call(&mut self, mut request: http::Request<Frames<B>>) -> Self::Future {
         let headers = request.headers();
         if request.uri().path() != MODEL_INFER
             || headers.contains_key(&ENCODING)
             || headers.contains_key(&ACCEPTED)
         {
-            return self.others.call(request);
+            peer::note(request.extensions_mut(), self.peer);
+            return Box::pin(self.others.call(request).map_ok(|reply| reply.map(Reply::Other)));
         }
-        let calls = Arc::clone(&self.calls);
+        let (calls, client) = (Arc::clone(&self.calls), self.peer);
         Box::pin(async move {
-            let answered = answer(&calls, request).await;
+            let answered = answer(&calls, client, request).await;
             Ok(answered.unwrap_or_else(Status::into_http))
         })
     }
 }
 
-async fn answer(calls: &Calls, request: http::Request<Body>) -> Result<http::Response<Body>, Status> {
+async fn answer(
+    calls: &Calls,
+    client: Option<SocketAddr>,
+    request: http::Request<impl http_body::Body<Data = Bytes, Error = Status> + Unpin>,
+) -> Result<http::Response<Reply>, Status> {
     let (head, body) = request.into_parts();
     let request: pb::ModelInferRequest = decode(read(body).await?)?;
     let request = Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, request);
-    let (metadata, message, extensions) = calls.answer(request).await?.into_parts();
-    let mut response = http::Response::new(Body::new(Answer { message: framed(&message)?, ended: false }));
+    let (metadata, message, extensions) = calls.answer(client, request).await?.into_parts();
+    let answer = Answer { message: framed(&message)?, ended: false };
+    let mut response = http::Response::new(Reply::Answer(answer));
     *response.headers_mut() = metadata.into_headers();
     response.headers_mut().insert(http::header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
     *response.extensions_mut() = extensions;
@@ -83,7 +103,7 @@ async fn answer(calls: &Calls, request: http::Request<Body>) -> Result<http::Res
 
 /// The first message of a request, without its prefix, once all of the request has come. As with tonic, messages
 /// after it are dropped.
-async fn read(mut body: Body) -> Result<Bytes, Status> {
+async fn read(mut body: impl http_body::Body<Data = Bytes, Error = Status> + Unpin) -> Result<Bytes, Status> {
     let mut prefix = [0; PREFIX_BYTES];
     let mut prefix_bytes = 0;
     let mut message = Vec::new();
@@ -110,34 +130,64 @@ async fn read(mut body: Body) -> Result<Bytes, Status> {
     Ok(message.into())
 }
 
-/// The body of an answer: the message, and that the call succeeded.
-struct Answer {
+/// The body of a reply, which is in a box where it is tonic's.
+#[derive(Debug)]
+pub(crate) enum Reply {
+    Answer(Answer),
+    Other(Body),
+}
+
+impl Default for Reply {
+    fn default() -> Reply {
+        Reply::Other(Body::empty())
+    }
+}
+
+impl http_body::Body for Reply {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        match self.get_mut() {
+            Reply::Answer(answer) => Poll::Ready(answer.next().map(Ok)),
+            Reply::Other(body) => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Reply::Answer(answer) => answer.ended,
+            Reply::Other(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Reply::Answer(_) => SizeHint::default(),
+            Reply::Other(body) => body.size_hint(),
+        }
+    }
+}
+
+/// What an answer is sent as: the message, and that the call succeeded.
+#[derive(Debug)]
+pub(crate) struct Answer {
     /// Empty once it was taken.
     message: Bytes,
     ended: bool,
 }
 
-impl http_body::Body for Answer {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+impl Answer {
+    fn next(&mut self) -> Option<Frame<Bytes>> {
         if !self.message.is_empty() {
-            return Poll::Ready(Some(Ok(Frame::data(std::mem::take(&mut self.message)))));
+            return Some(Frame::data(std::mem::take(&mut self.message)));
         }
         if std::mem::replace(&mut self.ended, true) {
-            return Poll::Ready(None);
+            return None;
         }
         let mut trailers = http::HeaderMap::with_capacity(1);
         trailers.insert(GRPC_STATUS, http::HeaderValue::from_static("0"));
-        Poll::Ready(Some(Ok(Frame::trailers(trailers))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.ended
+        Some(Frame::trailers(trailers))
     }
 }
 
@@ -195,7 +245,7 @@ mod tests {
         for name in ["", "model"] {
             let message = pb::ModelInferResponse { model_name: name.into(), ..Default::default() };
             let answer = Answer { message: framed(&message).unwrap(), ended: false };
-            let collected = answer.collect().await.unwrap();
+            let collected = Reply::Answer(answer).collect().await.unwrap();
             let trailers = collected.trailers().cloned().unwrap();
             assert_eq!((trailers.len(), &trailers["grpc-status"]), (1, &http::HeaderValue::from(0)));
             assert_eq!(collected.to_bytes(), prefixed(&message.encode_to_vec()));

@@ -43,7 +43,6 @@ pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Tensor>
     match outcome {
         Ok((outputs, inferences, times)) => {
             model.statistics.succeeded(inferences, arrived, &times);
-            model.metrics.ok.inc();
             Ok((outputs, times))
         }
         Err(error) => {

@@ -12,7 +12,6 @@ use super::versions::{Asked, Origin, Versions};
 use super::{Inner, Model, Models, Repository, unknown};
 use crate::ensemble::{self, Ensemble};
 use crate::error::{InferError, Result, chain};
-use crate::metrics::ModelMetrics;
 use crate::session;
 use crate::statistics::Statistics;
 
@@ -63,12 +62,11 @@ impl Repository {
                 WeakRepository(Arc::downgrade(&self.inner)),
             ))),
             pool: session::none(&manifest, &self.inner.config),
-            metrics: ModelMetrics::new(name, version),
             manifest,
             // Its models may change, and with them what it answers.
             answers: None,
             sequences: None,
-            statistics: Statistics::default(),
+            statistics: Statistics::new(name, version),
             drift: None,
             _leaving: gone.clone().drop_guard(),
             gone,

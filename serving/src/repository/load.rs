@@ -13,7 +13,6 @@ use crate::blocking::blocking;
 use crate::config::Drift as DriftOptions;
 use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
-use crate::metrics::ModelMetrics;
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
 use crate::sequence::Sequences;
@@ -80,7 +79,7 @@ impl Repository {
                 let (name, limits) = (manifest.name.as_str(), config.limits);
                 Arc::new(Sequences::new(plan, &declaration, limits, name, manifest.version))
             });
-            let metrics = ModelMetrics::new(&manifest.name, manifest.version);
+            let statistics = Statistics::new(&manifest.name, manifest.version);
             let gone = CancellationToken::new();
             let drift = watched(&bundle, &manifest.signature, &config.drift);
             Ok(Model {
@@ -94,8 +93,7 @@ impl Repository {
                 pool,
                 answers,
                 sequences,
-                metrics,
-                statistics: Statistics::default(),
+                statistics,
                 drift,
                 _leaving: gone.clone().drop_guard(),
                 gone,

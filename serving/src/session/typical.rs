@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Debug, Default)]
 pub(super) struct Typical<const PART: usize = 16> {
     value: AtomicUsize,
-    /// How many measurements there were.
+    /// How many measurements there were, up to those that make steps as small as they become.
     notes: AtomicUsize,
 }
 
@@ -19,8 +19,12 @@ impl<const PART: usize> Typical<PART> {
     /// Notes the newest measurement.
     pub(super) fn note(&self, newest: u128) {
         let newest = usize::try_from(newest).unwrap_or(usize::MAX);
-        let notes = self.notes.fetch_add(1, Ordering::Relaxed);
-        self.value.store(towards(self.get(), newest, PART.min(notes / 2 + 1)), Ordering::Relaxed);
+        let notes = self.notes.load(Ordering::Relaxed);
+        let part = notes / 2 + 1;
+        if part < PART {
+            self.notes.store(notes + 1, Ordering::Relaxed);
+        }
+        self.value.store(towards(self.get(), newest, part.min(PART)), Ordering::Relaxed);
     }
 }
 
