@@ -67,6 +67,8 @@ impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for Noted<S> {
 /// ready, which those of this crate are at any time.
 #[derive(Debug)]
 pub(crate) struct Peered<S> {
+    /// Borrowed for a call of the service alone, which does not call this: the task of the connection hands one request
+    /// over after the other.
     service: RefCell<S>,
 }
 

@@ -1,7 +1,7 @@
 //! The time by which connections of HTTP/2 are watched. Hyper asks for it some six times with each request and looks
 //! at its alarm three times, so both are cheap: the clock is one that the kernel sets with each of its ticks (3 ns to
-//! read, 26 the exact one), and an alarm that has not gone is not set again. They cost a small model's request 1 to 2 %
-//! of its processor time otherwise.
+//! read, 26 the exact one, of a small model's request that takes 12 us in all), and an alarm that has not gone is not set
+//! again.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
