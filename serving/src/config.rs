@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use millrace_datafs::VolumeSpec;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use device::Engine;
 pub use device::{Device, Devices};
+pub(crate) use device::{Engine, Memory};
 pub use drift::Drift;
 pub(crate) use drift::ROWS_MIN;
 pub use model::ModelOptions;

@@ -6,8 +6,9 @@
 //! begins, all of them at one moment, and it holds them until it is done. So nothing has to be told to an ensemble
 //! when one of them is loaded, replaced or unloaded, and whether it can answer is never a thing of the past.
 //!
-//! Tensors go from step to step as they are. One that several steps take is shared, and so is one that a step
-//! takes and the client gets: when the answer is put together, the steps have let it go.
+//! Tensors go from step to step as they are: in the memory of the device where the run of one leaves them, if all that
+//! take them have theirs there, too. One that several steps take is shared, and so is one that a step takes and the
+//! client gets: when the answer is put together, the steps have let it go.
 //!
 //! There are no ensembles in ensembles: each step of one can be a step of the other.
 

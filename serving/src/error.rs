@@ -271,6 +271,16 @@ pub(crate) fn quote(text: &str) -> String {
     format!("{short:?}")
 }
 
+/// An error of ONNX Runtime in one line, which is not too long.
+pub(crate) fn one_line(error: &dyn std::fmt::Display) -> String {
+    let text = error.to_string();
+    let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((cut, _)) = line.char_indices().nth(600) {
+        line.truncate(cut);
+    }
+    line
+}
+
 /// An error and what caused it, in one line.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut line = error.to_string();

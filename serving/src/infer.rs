@@ -21,7 +21,7 @@ use crate::session::Work;
 use crate::shadow::Copied;
 use crate::statistics::Times;
 use crate::telemetry;
-use crate::tensor::Tensor;
+use crate::tensor::{Held, Tensor};
 use crate::trace::Tracer;
 use checks::{ordered, wanted};
 pub(crate) use step::{Checked, step};
@@ -301,6 +301,7 @@ pub(crate) async fn infer_with(
     let checked = Checked {
         outputs: wanted(&signature.outputs, &request.outputs)?,
         inputs: ordered(&signature.inputs, request.inputs)?,
+        stays: Vec::new(),
         priority: request.priority,
         timeout: request.timeout,
         deadline: request.deadline,
@@ -308,19 +309,20 @@ pub(crate) async fn infer_with(
         beside: false,
     };
     let (outputs, inferences, times) = perform(model, place, checked).await?;
+    let outputs = outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?;
     let response = Response { model: model.name().to_owned(), version: model.version(), outputs };
     Ok((response, inferences, times))
 }
 
-/// Runs a request on a version's sessions, in its place where it belongs to a sequence, or through its steps; gives the wanted outputs, how many
-/// inferences it was, and when each step was reached.
+/// Runs a request on a version's sessions, in its place where it belongs to a sequence, or through its steps; gives the
+/// wanted outputs, how many inferences it was, and when each step was reached.
 async fn perform(
     model: &Model,
     place: Option<&mut Place>,
     request: Checked,
-) -> Result<(Vec<Tensor>, u64, Times), InferError> {
-    let Checked { inputs, outputs, .. } = request;
-    let extent = inputs.first().and_then(|input| input.shape.first()).copied().unwrap_or(1);
+) -> Result<(Vec<Held>, u64, Times), InferError> {
+    let Checked { inputs, outputs, stays, .. } = request;
+    let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
     let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) {
         extent
@@ -336,7 +338,7 @@ async fn perform(
     }
     let queued = Instant::now();
     if let Some(drift) = &model.drift {
-        drift.observe(&inputs, queued);
+        drift.observe(&inputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?, queued);
     }
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
     // A time that the clock does not reach bounds nothing.
@@ -345,13 +347,14 @@ async fn perform(
     let deadline = answer_by.into_iter().chain(expires).min();
     let level = model.pool.level(request.priority);
     let (client, beside) = (request.client, request.beside);
-    let work = Work { inputs, outputs, rows, queued, deadline, answer_by, level, client, beside };
+    let work = Work { inputs, outputs, stays, rows, queued, deadline, answer_by, level, client, beside };
     // A model whose first extent is no batch answers one inference per request.
     let inferences = |rows: usize| rows.max(1) as u64;
     let mut missed = None;
     if let Some(answers) = &model.answers {
-        let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work));
+        let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work))?;
         if let Some(outputs) = answers.get(&key) {
+            let outputs = outputs.into_iter().map(Held::Alone).collect();
             let times = Times::found(queued);
             let took = times.end.saturating_duration_since(queued);
             model.statistics.hit(took);
@@ -368,7 +371,7 @@ async fn perform(
     };
     if let Some((answers, key, looked)) = missed {
         let start = Instant::now();
-        answers.put(key, &ran.outputs);
+        answers.put(key, &ran.outputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?);
         model.statistics.missed(looked + start.elapsed());
     }
     let times = ran.times;
@@ -376,8 +379,8 @@ async fn perform(
     Ok((ran.outputs, inferences(rows), times))
 }
 
-fn has_rows(input: &Tensor, rows: usize) -> bool {
-    input.shape.first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
+fn has_rows(input: &Held, rows: usize) -> bool {
+    input.view().shape().first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
 }
 
 /// Parses a version as protocols write it: empty means the latest.

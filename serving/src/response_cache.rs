@@ -7,6 +7,7 @@
 
 mod key;
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
@@ -14,6 +15,7 @@ use hashlink::LinkedHashMap;
 use millrace_bundle::Manifest;
 use parking_lot::Mutex;
 
+use crate::error::InferError;
 use crate::metrics::{RESPONSE_CACHE_BYTES, RESPONSE_CACHE_EVICTIONS};
 use crate::session::Work;
 use crate::tensor::{Data, Tensor};
@@ -60,12 +62,12 @@ impl ResponseCache {
     }
 
     /// Keeps outputs, unless they are more than the whole cache may hold.
-    fn put(&self, key: Key, outputs: &[Tensor]) {
+    fn put<T: Borrow<Tensor>>(&self, key: Key, outputs: &[T]) {
         let bytes = size(outputs);
         if bytes > self.bytes_max {
             return;
         }
-        let entry = Entry { outputs: outputs.iter().map(compact).collect(), bytes };
+        let entry = Entry { outputs: outputs.iter().map(|output| compact(output.borrow())).collect(), bytes };
         let (replaced, leaving, grown) = {
             let mut state = self.state.lock();
             let before = state.bytes;
@@ -111,7 +113,10 @@ impl Answers {
     }
 
     /// What a checked request is known by.
-    pub(crate) fn key(&self, work: &Work) -> Key {
+    ///
+    /// # Errors
+    /// As [`crate::tensor::Held::read`].
+    pub(crate) fn key(&self, work: &Work) -> Result<Key, InferError> {
         self.head.key(work)
     }
 
@@ -121,7 +126,7 @@ impl Answers {
     }
 
     /// Keeps what a request was answered with.
-    pub(crate) fn put(&self, key: Key, outputs: &[Tensor]) {
+    pub(crate) fn put<T: Borrow<Tensor>>(&self, key: Key, outputs: &[T]) {
         self.cache.put(key, outputs);
     }
 }
@@ -137,8 +142,8 @@ fn compact(output: &Tensor) -> Tensor {
 }
 
 /// What an entry with these outputs takes.
-fn size(outputs: &[Tensor]) -> usize {
-    outputs.iter().fold(ENTRY_BYTES, |sum, output| {
+fn size<T: Borrow<Tensor>>(outputs: &[T]) -> usize {
+    outputs.iter().map(Borrow::borrow).fold(ENTRY_BYTES, |sum, output| {
         let elements = match &output.data {
             Data::Bytes(values) => {
                 values.iter().fold(size_of_val(values.as_slice()), |sum, value| sum + value.len())

@@ -30,13 +30,13 @@ use std::sync::Arc;
 use millrace_bundle::{Bundle, Manifest, Signature};
 use ort::value::ValueType;
 
-use crate::config::{Config, Device, Devices};
-use crate::error::{Error, Result};
+use crate::config::{Config, Device, Devices, Memory};
+use crate::error::{Error, Result, one_line};
 use crate::runtime::Runtime;
+use crate::tensor::onnx::datatype;
 use backing::Weights;
 use peak::Peak;
 use placement::Placement;
-use values::datatype;
 
 pub(crate) use lease::Ran;
 pub(crate) use line::Work;
@@ -67,17 +67,19 @@ pub(crate) struct Session {
     _weights: Option<Arc<Weights>>,
     /// The place of its device among those of the version.
     place: usize,
+    /// Where its runs have their tensors.
+    memory: Memory,
     peak: Peak,
 }
 
 impl Session {
-    fn new(session: ort::session::Session, place: usize) -> Session {
-        Session { session, _weights: None, place, peak: Peak::default() }
+    fn new(session: ort::session::Session, place: usize, memory: Memory) -> Session {
+        Session { session, _weights: None, place, memory, peak: Peak::default() }
     }
 
     /// On the processor.
     fn sharing(session: ort::session::Session, weights: Arc<Weights>) -> Session {
-        Session { session, _weights: Some(weights), place: 0, peak: Peak::default() }
+        Session { session, _weights: Some(weights), place: 0, memory: Memory::Host, peak: Peak::default() }
     }
 }
 
@@ -176,7 +178,8 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
     let refused = |error: ort::Error<_>| {
         failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
     };
-    let session = |_| Ok(Session::new(builder.commit_from_memory(onnx).map_err(refused)?, place));
+    let memory = device.memory();
+    let session = |_| Ok(Session::new(builder.commit_from_memory(onnx).map_err(refused)?, place, memory));
     (0..count).map(session).collect()
 }
 
@@ -187,15 +190,6 @@ fn intra_threads(threads: usize, sessions: usize) -> usize {
 
 fn failed(manifest: &Manifest, reason: String) -> Error {
     Error::Model { model: manifest.name.clone(), version: manifest.version, reason }
-}
-
-fn one_line(error: &dyn std::fmt::Display) -> String {
-    let text = error.to_string();
-    let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    if let Some((cut, _)) = line.char_indices().nth(600) {
-        line.truncate(cut);
-    }
-    line
 }
 
 /// Compares names, datatypes and input shapes of a session with the manifest.

@@ -1,13 +1,18 @@
 //! Typed tensors, the common currency of transports and sessions, and their raw little-endian form.
 
 mod held;
+pub(crate) mod onnx;
+mod resident;
+
+use std::ops::Range;
 
 use bytes::Bytes;
 use half::{bf16, f16};
 use millrace_bundle::Datatype;
 
 use crate::error::{InferError, quote};
-pub(crate) use held::Held;
+pub(crate) use held::{Held, View};
+pub(crate) use resident::Resident;
 
 /// Elements of a tensor, row major.
 #[derive(Debug, Clone, PartialEq)]
@@ -173,6 +178,15 @@ impl Data {
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The addresses of the elements.
+    pub(crate) fn range(&self) -> Range<usize> {
+        fn of<T>(values: &[T]) -> Range<usize> {
+            let Range { start, end } = values.as_ptr_range();
+            start.addr()..end.addr()
+        }
+        for_numbers!(self, values => of(values), bool => of(values), bytes => of(values))
     }
 
     /// `count` zeros (empty byte strings for BYTES).

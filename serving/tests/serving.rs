@@ -27,6 +27,8 @@ mod ensemble;
 mod ensemble_members;
 #[path = "serving/ensemble_refused.rs"]
 mod ensemble_refused;
+#[path = "serving/ensemble_tensors.rs"]
+mod ensemble_tensors;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
 #[path = "serving/lifecycle.rs"]

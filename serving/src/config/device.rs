@@ -20,11 +20,30 @@ pub enum Device {
 }
 
 impl Device {
-    /// As ONNX Runtime calls its memory, where sessions keep what runs took of it: of a GPU.
+    /// Where runs on it have their tensors.
+    pub(crate) fn memory(self) -> Memory {
+        match self {
+            Device::Cpu => Memory::Host,
+            Device::Cuda(ordinal) | Device::TensorRt(ordinal) => Memory::Gpu(ordinal),
+        }
+    }
+}
+
+/// The memory in which runs have their tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// The processor's.
+    Host,
+    /// That of a GPU by its ordinal.
+    Gpu(u8),
+}
+
+impl Memory {
+    /// As ONNX Runtime calls it, where sessions keep what runs took of it: of a GPU.
     pub(crate) fn arena(self) -> Option<String> {
         match self {
-            Device::Cpu => None,
-            Device::Cuda(ordinal) | Device::TensorRt(ordinal) => Some(format!("gpu:{ordinal}")),
+            Memory::Host => None,
+            Memory::Gpu(ordinal) => Some(format!("gpu:{ordinal}")),
         }
     }
 }
@@ -95,6 +114,14 @@ impl Devices {
     /// Whether it is the processor.
     pub fn is_cpu(&self) -> bool {
         self.0 == Places::Cpu
+    }
+
+    /// The memory that all of them have in common; `None` where there are several.
+    pub(crate) fn memory(&self) -> Option<Memory> {
+        match *self.each() {
+            [device] => Some(device.memory()),
+            _ => None,
+        }
     }
 
     /// What runs graphs there; `None` for the processor.

@@ -20,7 +20,7 @@ use crate::infer::{self, Checked};
 use crate::repository::Model;
 use crate::session::{Ran, Work};
 use crate::statistics::Times;
-use crate::tensor::{Held, Tensor, shown};
+use crate::tensor::{Held, shown};
 
 impl Ensemble {
     /// Runs a request whose inputs were checked. Cancel safe: steps of a caller who goes that did not run yet
@@ -41,7 +41,7 @@ impl Ensemble {
             let wanted: Vec<usize> = outputs.iter().map(|place| self.plan.outputs[*place]).collect();
             let mut flow = Flow::new(&self.plan, &members, &wanted);
             for (tensor, input) in inputs.into_iter().enumerate() {
-                flow.put(tensor, input.into_tensor());
+                flow.put(tensor, input);
             }
             let mut times: Option<Times> = None;
             let mut running = FuturesUnordered::new();
@@ -90,7 +90,7 @@ struct Ended {
     number: usize,
     /// The tensors that it made.
     makes: Vec<usize>,
-    outcome: Result<(Vec<Tensor>, Times), InferError>,
+    outcome: Result<(Vec<Held>, Times), InferError>,
 }
 
 async fn run_step(number: usize, model: &Model, checked: Checked, makes: Vec<usize>) -> Ended {
@@ -124,12 +124,20 @@ impl<'a> Flow<'a> {
     }
 
     /// A tensor is there.
-    fn put(&mut self, tensor: usize, mut value: Tensor) {
+    fn put(&mut self, tensor: usize, value: Held) {
         let takers = self.takers[tensor];
         if takers > 0 {
-            value.name.clone_from(&self.plan.tensors[tensor].name);
-            self.values[tensor] = Some(Held::new(value, takers));
+            self.values[tensor] = Some(value.named(&self.plan.tensors[tensor].name, takers));
         }
+    }
+
+    /// Whether a tensor that a step is about to make may stay where its run leaves it: steps take it, and all of them
+    /// from that memory.
+    fn stays(&self, maker: &Member, tensor: usize) -> bool {
+        let Some(memory) = maker.leaves_in() else { return false };
+        let steps = self.members.iter().zip(&self.waiting).filter(|(_, waits)| **waits);
+        let mut takers = steps.map(|(step, _)| step).filter(|step| step.inputs.contains(&tensor)).peekable();
+        takers.peek().is_some() && takers.all(|step| step.takes_from() == Some(memory))
     }
 
     /// Takes a tensor that is there. The last one to take it has it alone, once the others are done.
@@ -167,11 +175,13 @@ impl<'a> Flow<'a> {
             member.outputs.iter().copied().filter(|(_, tensor)| self.takers[*tensor] > 0).collect();
         // In the order of the signature, in which most ask, so that they run together with others.
         outputs.sort_unstable();
+        let stays = outputs.iter().map(|(_, tensor)| self.stays(member, *tensor)).collect();
         let (outputs, makes) = outputs.into_iter().unzip();
         let timeout = asking.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let checked = Checked {
             inputs,
             outputs,
+            stays,
             priority: asking.level as u64,
             timeout,
             deadline: asking.answer_by,
@@ -183,15 +193,16 @@ impl<'a> Flow<'a> {
 }
 
 /// A tensor that was made, as an output of the ensemble.
-fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<Tensor, InferError> {
-    let value = flow.take(tensor)?.into_tensor();
-    if fits(&spec.shape, &value.shape) {
+fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<Held, InferError> {
+    let value = flow.take(tensor)?;
+    let shape = value.view().shape();
+    if fits(&spec.shape, shape) {
         return Ok(value);
     }
     Err(InferError::invalid(format!(
         "output {} has shape {}, and {:?} in config.pbtxt of the ensemble",
         quote(&spec.name),
-        shown(&value.shape),
+        shown(shape),
         spec.shape
     )))
 }

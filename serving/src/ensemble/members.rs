@@ -6,6 +6,7 @@ use millrace_bundle::TensorSpec;
 
 use super::plan::{Plan, Step};
 use super::{Ensemble, Find};
+use crate::config::Memory;
 use crate::error::quote;
 use crate::repository::Model;
 use crate::tensor::shown;
@@ -18,6 +19,18 @@ pub(super) struct Member {
     pub(super) inputs: Vec<usize>,
     /// Places of outputs in the model's signature, and the tensors that they are.
     pub(super) outputs: Vec<(usize, usize)>,
+}
+
+impl Member {
+    /// The memory in which its runs can leave outputs; `None` where their elements are looked at.
+    pub(super) fn leaves_in(&self) -> Option<Memory> {
+        if self.model.answers.is_some() { None } else { self.model.pool.memory() }
+    }
+
+    /// The memory from which its runs take inputs; `None` where their elements are looked at before.
+    pub(super) fn takes_from(&self) -> Option<Memory> {
+        if self.model.drift.is_some() { None } else { self.leaves_in() }
+    }
 }
 
 impl Ensemble {

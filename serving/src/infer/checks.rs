@@ -4,7 +4,7 @@ use millrace_bundle::TensorSpec;
 
 use super::TENSORS_MAX;
 use crate::error::{InferError, quote};
-use crate::tensor::{Held, Tensor};
+use crate::tensor::{Held, Tensor, View};
 
 /// Checks every input and brings them into the signature's order.
 pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
@@ -25,7 +25,7 @@ pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<H
         if places[place].is_some() {
             return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
         }
-        check(spec, &input)?;
+        check(spec, View::Here(&input))?;
         places[place] = Some(input);
     }
     specs
@@ -39,16 +39,16 @@ pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<H
 }
 
 /// Checks datatype, rank and extents of one input.
-pub(super) fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError> {
-    let datatype = input.data.datatype();
+pub(super) fn check(spec: &TensorSpec, input: View<'_>) -> Result<(), InferError> {
+    let (datatype, shape) = (input.datatype(), input.shape());
     if datatype != spec.datatype {
         return Err(InferError::invalid(format!(
             "input {:?} is {datatype}, the model takes {}",
             spec.name, spec.datatype
         )));
     }
-    let fits = input.shape.len() == spec.shape.len()
-        && spec.shape.iter().zip(&input.shape).all(|(expected, found)| match expected {
+    let fits = shape.len() == spec.shape.len()
+        && spec.shape.iter().zip(shape).all(|(expected, found)| match expected {
             // No graph is required to work on nothing, and some crash on it.
             -1 => *found >= 1,
             expected => expected == found,
@@ -57,13 +57,13 @@ pub(super) fn check(spec: &TensorSpec, input: &Tensor) -> Result<(), InferError>
         return Err(InferError::invalid(format!(
             "input {:?} has shape {}, the model takes {:?} (-1: any extent from 1 on)",
             spec.name,
-            crate::tensor::shown(&input.shape),
+            crate::tensor::shown(shape),
             spec.shape
         )));
     }
-    let count = crate::tensor::element_count(&input.name, &input.shape)?;
-    if input.data.len() != count {
-        return Err(crate::tensor::wrong_count(&input.name, &input.shape, count, input.data.len()));
+    let count = crate::tensor::element_count(input.name(), shape)?;
+    if input.elements() != count {
+        return Err(crate::tensor::wrong_count(input.name(), shape, count, input.elements()));
     }
     Ok(())
 }

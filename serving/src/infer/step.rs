@@ -8,7 +8,7 @@ use super::{Abandoned, count_failure, perform};
 use crate::error::InferError;
 use crate::repository::Model;
 use crate::statistics::Times;
-use crate::tensor::{Held, Tensor};
+use crate::tensor::Held;
 
 /// A request that was checked against a version's signature.
 #[derive(Debug)]
@@ -17,6 +17,8 @@ pub(crate) struct Checked {
     pub(crate) inputs: Vec<Held>,
     /// The wanted outputs, by their places in the signature.
     pub(crate) outputs: Vec<usize>,
+    /// Which of them may stay where a run leaves them, as in [`crate::session::Work`].
+    pub(crate) stays: Vec<bool>,
     /// As of [`super::Request`], and the next three, too.
     pub(crate) priority: u64,
     pub(crate) timeout: Option<Duration>,
@@ -30,14 +32,15 @@ pub(crate) struct Checked {
 ///
 /// # Errors
 /// As [`super::Inference::infer`].
-pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Tensor>, Times), InferError> {
+pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Held>, Times), InferError> {
     let arrived = Instant::now();
     let abandoned = Abandoned { model, arrived };
     let specs = &model.signature().inputs;
-    let outcome = match specs.iter().zip(&checked.inputs).try_for_each(|(spec, input)| check(spec, input)) {
-        Ok(()) => perform(model, None, checked).await,
-        Err(error) => Err(error),
-    };
+    let outcome =
+        match specs.iter().zip(&checked.inputs).try_for_each(|(spec, input)| check(spec, input.view())) {
+            Ok(()) => perform(model, None, checked).await,
+            Err(error) => Err(error),
+        };
     // There is an answer.
     std::mem::forget(abandoned);
     match outcome {

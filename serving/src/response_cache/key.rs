@@ -6,6 +6,7 @@
 use millrace_bundle::{Manifest, TensorSpec};
 use sha2::{Digest as _, Sha256};
 
+use crate::error::InferError;
 use crate::session::Work;
 use crate::tensor::{Data, for_numbers};
 
@@ -37,17 +38,21 @@ impl Head {
     }
 
     /// The key of a request whose inputs are in the signature's order, of its datatypes.
-    pub(super) fn key(&self, work: &Work) -> Key {
+    ///
+    /// # Errors
+    /// As [`crate::tensor::Held::read`].
+    pub(super) fn key(&self, work: &Work) -> Result<Key, InferError> {
         let mut digest = self.0.clone();
         number(&mut digest, work.outputs.len());
         work.outputs.iter().for_each(|place| number(&mut digest, *place));
         number(&mut digest, work.inputs.len());
         for input in &work.inputs {
+            let input = input.read()?;
             extents(&mut digest, &input.shape);
             // How many there are follows from the shape.
             elements(&mut digest, &input.data);
         }
-        Key(digest.finalize().into())
+        Ok(Key(digest.finalize().into()))
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::{Declaration, Place, Plan, SequenceId, Step};
 use crate::config::Limits;
 use crate::error::InferError;
-use crate::tensor::Tensor;
+use crate::tensor::Held;
 use crate::wire::inference as pb;
 
 /// Counts starts in all versions, so that of two which know an id the one is found that began it last.
@@ -62,7 +62,7 @@ pub(super) struct Entry {
 /// What a request left for the next one.
 #[derive(Debug)]
 pub(super) struct Kept {
-    pub(super) tensors: Arc<Vec<Tensor>>,
+    pub(super) tensors: Arc<Vec<Held>>,
     pub(super) bytes: usize,
     /// When the last request was done.
     pub(super) last: Instant,
@@ -190,7 +190,7 @@ impl Sequences {
     /// # Errors
     /// [`InferError::Invalid`] for a sequence that is not live; [`InferError::Overloaded`] where there is no
     /// room for another one.
-    pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<Tensor>>, InferError> {
+    pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<Held>>, InferError> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
         let kept = live.entries.get(&step.id).and_then(|entry| entry.kept.as_ref());
@@ -248,7 +248,7 @@ impl Sequences {
     }
 
     /// Lets a state count, or none any more after the last request.
-    pub(super) fn commit(self: &Arc<Self>, step: &Step, claim: Claim, tensors: Vec<Tensor>, bytes: usize) {
+    pub(super) fn commit(self: &Arc<Self>, step: &Step, claim: Claim, tensors: Vec<Held>, bytes: usize) {
         let mut guard = self.live.lock();
         let live = &mut *guard;
         // Its request is in the line, so it is there.

@@ -8,7 +8,7 @@ use super::live::Claim;
 use super::{Sequences, Step};
 use crate::error::InferError;
 use crate::session::{Pool, Ran, Work};
-use crate::tensor::{Held, Tensor};
+use crate::tensor::Held;
 
 /// A place. Dropped, it makes room for the next request; unless it was committed, nothing has changed.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Place {
     pub(super) turn: Option<oneshot::Receiver<()>>,
     pub(super) claim: Claim,
     /// The states that its run left, and their bytes.
-    pub(super) left: Option<(Vec<Tensor>, usize)>,
+    pub(super) left: Option<(Vec<Held>, usize)>,
     /// Versions in which a sequence of the same id ends when this one begins.
     others: Vec<Arc<Sequences>>,
 }
@@ -53,14 +53,15 @@ impl Place {
         let wanted = work.outputs.len();
         {
             let states = sequences.begin(&self.step, &mut self.claim)?;
-            let client = std::mem::take(&mut work.inputs).into_iter().map(Held::into_tensor).collect();
-            let inputs = plan.inputs(client, &self.step, &states)?;
-            work.inputs = inputs.into_iter().map(Held::Alone).collect();
+            work.inputs = plan.inputs(std::mem::take(&mut work.inputs), &self.step, &states)?;
             work.outputs = plan.outputs(&work.outputs);
+            // The states stay where the next request takes them from, which may run on any session.
+            let common = pool.memory().is_some();
+            work.stays = (0..work.outputs.len()).map(|place| common && place >= wanted).collect();
         }
         let mut ran = pool.run(work).await?;
         let states = plan.states(ran.outputs.split_off(wanted))?;
-        let bytes = states.iter().fold(0usize, |sum, state| sum.saturating_add(state.data.raw_len()));
+        let bytes = states.iter().fold(0usize, |sum, state| sum.saturating_add(state.view().bytes()));
         if !self.step.end {
             sequences.claim(&self.step, bytes, &mut self.claim)?;
         }

@@ -9,7 +9,7 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use super::{SequenceId, Step};
 use crate::error::{InferError, quote};
-use crate::tensor::{Data, Tensor, element_count, shown};
+use crate::tensor::{Data, Held, Tensor, element_count, shown};
 use crate::wire::inference as pb;
 
 /// Names that a message shows, at most.
@@ -90,7 +90,7 @@ pub(crate) struct Plan {
     /// A request has one row; without, the model has no rows.
     has_rows: bool,
     /// What a sequence begins with.
-    initial: Arc<Vec<Tensor>>,
+    initial: Arc<Vec<Held>>,
     /// The shapes that the states may have.
     dims: Vec<Vec<i64>>,
     controls: Vec<Control>,
@@ -153,7 +153,7 @@ impl Plan {
     }
 
     /// What a sequence begins with.
-    pub(super) fn initial(&self) -> Arc<Vec<Tensor>> {
+    pub(super) fn initial(&self) -> Arc<Vec<Held>> {
         Arc::clone(&self.initial)
     }
 
@@ -171,16 +171,18 @@ impl Plan {
     /// The inputs of the graph for a request with inputs of its client and the states before it.
     pub(super) fn inputs(
         &self,
-        client: Vec<Tensor>,
+        client: Vec<Held>,
         step: &Step,
-        states: &[Tensor],
-    ) -> Result<Vec<Tensor>, InferError> {
+        states: &[Held],
+    ) -> Result<Vec<Held>, InferError> {
         let mut client = client.into_iter();
         let inputs = self.sources.iter().map(|source| match source {
             // They were checked and are in the graph's order.
             Source::Client => client.next().ok_or_else(|| InferError::internal("an input is missing")),
-            Source::Control { place, shape } => self.controls[*place].tensor(shape, step),
-            Source::State(place) => Ok(states[*place].clone()),
+            Source::Control { place, shape } => self.controls[*place].tensor(shape, step).map(Held::Alone),
+            Source::State(place) => {
+                states[*place].share().ok_or_else(|| InferError::internal("a state is not shared"))
+            }
         });
         inputs.collect()
     }
@@ -195,30 +197,28 @@ impl Plan {
     ///
     /// # Errors
     /// [`InferError::Internal`] for such: the graph may make what it wants of an open extent.
-    pub(super) fn states(&self, outputs: Vec<Tensor>) -> Result<Vec<Tensor>, InferError> {
+    pub(super) fn states(&self, outputs: Vec<Held>) -> Result<Vec<Held>, InferError> {
         let named = outputs.into_iter().zip(self.initial.iter().zip(&self.dims));
         let states = named.map(|(output, (input, dims))| {
-            let is_one = !self.has_rows || output.shape.first() == Some(&1);
-            let fits = output.shape.len() == dims.len()
-                && dims
-                    .iter()
-                    .zip(&output.shape)
-                    .all(|(declared, found)| *declared == -1 || declared == found);
+            let (name, shape) = (input.view().name(), output.view().shape());
+            let is_one = !self.has_rows || shape.first() == Some(&1);
+            let fits = shape.len() == dims.len()
+                && dims.iter().zip(shape).all(|(declared, found)| *declared == -1 || declared == found);
             if !is_one || !fits {
                 return Err(InferError::internal(format!(
                     "the model left state {} of shape {}, sequence_batching declares {dims:?} of one row",
-                    quote(&input.name),
-                    shown(&output.shape)
+                    quote(name),
+                    shown(shape)
                 )));
             }
-            Ok(Tensor { name: input.name.clone(), ..output })
+            Ok(shared(output, name))
         });
         states.collect()
     }
 }
 
 /// Zeros for every state.
-fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Tensor>, String> {
+fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Held>, String> {
     let mut bytes = 0usize;
     let zeros = states.iter().map(|state| {
         let count = element_count(&state.input, &state.initial).map_err(|error| error.to_string())?;
@@ -231,9 +231,15 @@ fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Tensor>, String> {
             ));
         }
         let data = Data::zeros(state.datatype, count);
-        Ok(Tensor { name: state.input.clone(), shape: state.initial.clone(), data })
+        let zeros = Tensor { name: state.input.clone(), shape: state.initial.clone(), data };
+        Ok(shared(Held::Alone(zeros), &state.input))
     });
     zeros.collect()
+}
+
+/// A state: its sequence keeps it until the request that takes it has left another one.
+fn shared(state: Held, name: &str) -> Held {
+    state.named(name, 2)
 }
 
 /// Where the graph has what is named.

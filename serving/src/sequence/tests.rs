@@ -11,7 +11,7 @@ use rand::{Rng, SeedableRng};
 
 use super::*;
 use crate::config::Limits;
-use crate::tensor::{Data, Tensor};
+use crate::tensor::{Data, Held, Tensor};
 
 /// Longer than a test takes.
 const LONG: Duration = Duration::from_secs(3600);
@@ -84,13 +84,13 @@ fn has_turn(place: &mut Place) -> bool {
 /// What the run of a request does, without a session: adds to the state.
 fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, InferError> {
     let states = sequences.begin(&place.step, &mut place.claim)?;
-    let Data::Fp32(values) = &states[0].data else { panic!("{states:?}") };
+    let Data::Fp32(values) = &states[0].read()?.data else { panic!("{states:?}") };
     let sum = values[0] + more;
     if !place.step.end {
         sequences.claim(&place.step, STATE_BYTES, &mut place.claim)?;
     }
     let next = Tensor::fp32("past", vec![1, 2], vec![sum; 2]).unwrap();
-    place.left = Some((vec![next], STATE_BYTES));
+    place.left = Some((vec![Held::Alone(next)], STATE_BYTES));
     Ok(sum)
 }
 
@@ -211,9 +211,11 @@ fn inputs_come_from_where_they_belong() {
     let x = Tensor::fp32("x", vec![1, 2], vec![1.0, 2.0]).unwrap();
     let z = Tensor::new("z", vec![1], Data::Bool(vec![true])).unwrap();
     let states = plan.initial();
-    let inputs = plan.inputs(vec![x, z], &step((9 << 32) + 4, true, false), &states).unwrap();
+    let inputs = [x, z].map(Held::Alone).into();
+    let inputs = plan.inputs(inputs, &step((9 << 32) + 4, true, false), &states).unwrap();
+    let found: Vec<_> = inputs.into_iter().map(|input| input.into_tensor().unwrap()).collect();
     let found: Vec<_> =
-        inputs.iter().map(|it| (it.name.as_str(), it.shape.clone(), it.data.clone())).collect();
+        found.iter().map(|it| (it.name.as_str(), it.shape.clone(), it.data.clone())).collect();
     let expected = [
         ("start", vec![1, 1], Data::Int32(vec![7])),
         ("x", vec![1, 2], Data::Fp32(vec![1.0, 2.0])),
@@ -234,10 +236,10 @@ fn inputs_come_from_where_they_belong() {
     assert_eq!(seen.outputs(&[0]), [0, 0]);
 }
 
-fn found_inputs() -> Vec<Tensor> {
+fn found_inputs() -> Vec<Held> {
     vec![
-        Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap(),
-        Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap(),
+        Held::Alone(Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap()),
+        Held::Alone(Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap()),
     ]
 }
 

@@ -1,6 +1,5 @@
 //! A session that somebody runs on: one request alone, or together with those that it takes along.
 
-use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -8,21 +7,19 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 use super::Session;
-use millrace_bundle::TensorSpec;
-
 use super::handover::Shared;
 use super::joined::{join, split};
 use super::line::{Job, Work, late};
-use super::values::{elements, run};
+use super::values::{Wanted, elements, run};
 use crate::error::InferError;
 use crate::statistics::Times;
-use crate::tensor::Tensor;
+use crate::tensor::{Held, Tensor, View};
 
 /// The answer to one request.
 #[derive(Debug)]
 pub(crate) struct Ran {
     /// The wanted outputs, in the order asked for.
-    pub(crate) outputs: Vec<Tensor>,
+    pub(crate) outputs: Vec<Held>,
     /// When each step was reached.
     pub(crate) times: Times,
     /// Rows of the run, where this request is the one to count it.
@@ -133,27 +130,29 @@ impl Lease {
 
     /// Runs a request and nothing else.
     pub(super) fn run_alone(&mut self, work: &Work) -> Result<Ran, InferError> {
-        let inputs: Vec<&Tensor> = work.inputs.iter().map(Deref::deref).collect();
-        let (outputs, times) = self.run_inputs(&inputs, work, work.rows)?;
+        let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
+        let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows)?;
         Ok(Ran { outputs, times, run_rows: Some(work.rows) })
     }
 
     /// The outputs of each, which are alike; `None` when they could not be run together.
-    fn run_together(&mut self, all: &[&Work]) -> Option<(Vec<Vec<Tensor>>, Times)> {
+    fn run_together(&mut self, all: &[&Work]) -> Option<(Vec<Vec<Held>>, Times)> {
         let first = all.first()?;
-        let joined: Vec<Tensor> = (0..first.inputs.len())
-            .map(|place| join(all.iter().map(|work| &*work.inputs[place])))
-            .collect::<Option<_>>()?;
-        let inputs: Vec<&Tensor> = joined.iter().collect();
         let rows: Vec<usize> = all.iter().map(|work| work.rows).collect();
-        let (outputs, times) = match self.run_inputs(&inputs, first, rows.iter().sum()) {
+        let ran = joined(all).and_then(|joined| {
+            let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
+            // In one piece they would stay where each request wants a part of them.
+            let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum())?;
+            Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
+        });
+        let (outputs, times) = match ran {
             Ok(ran) => ran,
             Err(error) => {
                 tracing::debug!(%error, requests = all.len(), "a batch failed: its requests run one by one");
                 return None;
             }
         };
-        let mut parts: Vec<Vec<Tensor>> = all.iter().map(|_| Vec::with_capacity(outputs.len())).collect();
+        let mut parts: Vec<Vec<Held>> = all.iter().map(|_| Vec::with_capacity(outputs.len())).collect();
         for output in outputs {
             let name = output.name.clone();
             let Some(split) = split(output, &rows) else {
@@ -165,29 +164,45 @@ impl Lease {
                 return None;
             };
             for (part, output) in parts.iter_mut().zip(split) {
-                part.push(output);
+                part.push(Held::Alone(output));
             }
         }
         Some((parts, times))
     }
 
-    /// Runs inputs of so many rows, for the outputs that a request wants.
+    /// Runs inputs of so many rows, for the outputs that a request wants, of which those stay.
     fn run_inputs(
         &mut self,
-        inputs: &[&Tensor],
+        inputs: &[View<'_>],
         work: &Work,
+        stays: &[bool],
         rows: usize,
-    ) -> Result<(Vec<Tensor>, Times), InferError> {
+    ) -> Result<(Vec<Held>, Times), InferError> {
         let session = self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
-        let outputs: Vec<&TensorSpec> =
-            work.outputs.iter().map(|place| &self.shared.outputs[*place]).collect();
+        let stays = stays.iter().copied().chain(std::iter::repeat(false));
+        let outputs: Vec<Wanted<'_>> = work
+            .outputs
+            .iter()
+            .zip(stays)
+            .map(|(place, stays)| Wanted { spec: &self.shared.outputs[*place], stays })
+            .collect();
         let spent = self.shared.spend();
         let elements = elements(inputs);
         // Before the run: one that fails may have taken memory as well.
         session.peak.runs(elements);
-        let (tensors, times) = run(session, inputs, &outputs, work.queued)?;
+        let (outputs, times) = run(session, inputs, &outputs, work.queued)?;
         // A second run, where the first one failed, has had the session since that.
         self.shared.took(&times, spent.so_far(), (rows, elements), self.handed.take());
-        Ok((tensors, times))
+        Ok((outputs, times))
     }
+}
+
+/// The inputs of all requests, which are alike, as those of one.
+fn joined(all: &[&Work]) -> Result<Vec<Tensor>, InferError> {
+    let inputs = all.first().map_or(0, |first| first.inputs.len());
+    let join = |place: usize| {
+        let parts = all.iter().map(|work| work.inputs[place].read()).collect::<Result<Vec<_>, _>>()?;
+        join(parts.into_iter()).ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
+    };
+    (0..inputs).map(join).collect()
 }

@@ -35,6 +35,8 @@ pub(crate) struct Work {
     pub(crate) inputs: Vec<Held>,
     /// The wanted outputs, by their places in the signature, in the order asked for.
     pub(crate) outputs: Vec<usize>,
+    /// Which of them may stay where the run leaves them, in that order; none of those that it does not reach.
+    pub(crate) stays: Vec<bool>,
     /// Rows, where they are the first dimension of everything that goes in and out; 0 where there is
     /// none, and the request runs alone.
     pub(crate) rows: usize,
@@ -55,7 +57,7 @@ pub(crate) struct Work {
 impl Work {
     /// Bytes of the inputs.
     pub(crate) fn bytes(&self) -> usize {
-        self.inputs.iter().fold(0, |sum, input| sum.saturating_add(input.data.raw_len()))
+        self.inputs.iter().fold(0, |sum, input| sum.saturating_add(input.view().bytes()))
     }
 
     /// Whether its deadline has passed. The clock is read only where there is one.
@@ -84,7 +86,11 @@ impl Work {
         self.rows > 0
             && other.rows > 0
             && self.outputs == other.outputs
-            && self.inputs.iter().zip(&other.inputs).all(|(a, b)| a.shape.get(1..) == b.shape.get(1..))
+            && self
+                .inputs
+                .iter()
+                .zip(&other.inputs)
+                .all(|(a, b)| a.view().shape().get(1..) == b.view().shape().get(1..))
     }
 }
 

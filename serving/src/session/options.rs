@@ -56,7 +56,7 @@ fn with_gpu(builder: SessionBuilder, device: Device) -> Result<SessionBuilder> {
         Device::Cuda(ordinal) => vec![cuda(ordinal)],
         Device::TensorRt(ordinal) => vec![tensorrt(ordinal), cuda(ordinal)],
     };
-    let unavailable = |error| Error::DeviceUnavailable { device, reason: super::one_line(&error) };
+    let unavailable = |error| Error::DeviceUnavailable { device, reason: crate::error::one_line(&error) };
     builder.with_execution_providers(providers).map_err(unavailable)
 }
 

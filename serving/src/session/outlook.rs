@@ -108,6 +108,7 @@ mod tests {
         Work {
             inputs: Vec::new(),
             outputs: vec![0],
+            stays: Vec::new(),
             rows,
             queued: begin,
             deadline: millis.map(|millis| begin + Duration::from_millis(millis)),

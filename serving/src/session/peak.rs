@@ -99,9 +99,8 @@ pub(super) async fn end(
         let run = move || {
             let session =
                 lease.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
-            let inputs: Vec<&Tensor> = row.iter().collect();
             let arena = arenas.get(session.place).map_or("", String::as_str);
-            release(session, &inputs, arena)
+            release(session, &row, arena)
         };
         if let Err(error) = background::run(&shared.account, shared.run_micros(), 1, run).await {
             return Some(Err(error));

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{Signature, TensorSpec};
+use millrace_bundle::Signature;
 
 use super::background;
 use super::handover::{Begun, Shared};
@@ -21,9 +21,9 @@ use super::lease::{Ran, Turn};
 use super::line::{Room, Sizes, Work, late};
 use super::peak;
 use super::placement::Placement;
-use super::values::{elements, run};
+use super::values::run_tensors;
 use super::{Session, intra_threads};
-use crate::config::{Config, Device, Engine};
+use crate::config::{Config, Device, Engine, Memory};
 use crate::error::InferError;
 use crate::tensor::{Data, Tensor};
 
@@ -83,7 +83,8 @@ impl Pool {
                 runs_in_thread,
             )),
         };
-        let arenas: Vec<String> = pool.placement.on().each().into_iter().filter_map(Device::arena).collect();
+        let memories = pool.placement.on().each().into_iter().map(Device::memory);
+        let arenas: Vec<String> = memories.filter_map(Memory::arena).collect();
         if let Some(row) = pool.warm_up(signature)
             && !arenas.is_empty()
         {
@@ -95,6 +96,11 @@ impl Pool {
     /// Where the sessions run.
     pub(crate) fn placement(&self) -> &Placement {
         &self.placement
+    }
+
+    /// The memory in which all runs have their tensors; `None` where there are several.
+    pub(crate) fn memory(&self) -> Option<Memory> {
+        self.placement.on().memory()
     }
 
     /// How many requests wait for a session.
@@ -247,12 +253,10 @@ impl Pool {
 
     /// Runs each session on inputs of so many rows; whether all could.
     fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> bool {
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
-        let elements = elements(&inputs);
+        let elements = inputs.iter().map(|input| input.data.len()).sum();
         for session in self.shared.state.lock().free.iter_mut() {
             session.peak.runs(elements);
-            match run(session, &inputs, &outputs, Instant::now()) {
+            match run_tensors(session, inputs, &signature.outputs) {
                 Ok((_, times)) => self.shared.took(&times, None, (rows, elements), None),
                 Err(error) => {
                     tracing::debug!(%error, "the warm-up run failed");

@@ -6,10 +6,10 @@
 
 use half::{bf16, f16};
 use millrace_bundle::{Datatype, Signature, TensorSpec};
-use ort::session::Session;
 
+use super::Session;
 use super::joined::{join, split};
-use super::values::run;
+use super::values::run_tensors;
 use crate::tensor::{Data, Tensor, element_count};
 
 /// Inner extents that are the caller's to choose are tried as these, one after the other.
@@ -52,10 +52,8 @@ fn compare(session: &mut Session, signature: &Signature, extent: i64) -> Result<
         })
         .collect::<Option<_>>()
         .ok_or_else(|| failed("a row is too large"))?;
-    let outputs: Vec<&TensorSpec> = signature.outputs.iter().collect();
     let mut runs = |inputs: &[Tensor]| {
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        run(session, &inputs, &outputs, std::time::Instant::now())
+        run_tensors(session, inputs, &signature.outputs)
             .map(|(tensors, _)| tensors)
             .map_err(|error| Trial::Failed(error.to_string()))
     };

@@ -1,11 +1,11 @@
 //! A version that runs by itself, outside of a server: to compare two, and to see how long a run takes.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use millrace_bundle::{Bundle, TensorSpec};
 
 use super::Session;
-use super::values::run;
+use super::values::run_tensors;
 use crate::config::{Config, Devices};
 use crate::error::{Error, InferError, Result};
 use crate::tensor::Tensor;
@@ -38,9 +38,7 @@ impl Trial {
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
     pub fn run(&mut self, inputs: &[Tensor]) -> Result<(Vec<Tensor>, Duration), InferError> {
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        let outputs: Vec<&TensorSpec> = self.outputs.iter().collect();
-        let (tensors, times) = run(&mut self.session, &inputs, &outputs, Instant::now())?;
+        let (tensors, times) = run_tensors(&mut self.session, inputs, &self.outputs)?;
         Ok((tensors, times.end.saturating_duration_since(times.computing)))
     }
 }

@@ -1,16 +1,24 @@
-//! Tensors in and out of ONNX Runtime.
+//! One run of a session: from tensors to tensors.
+//!
+//! Inputs are taken from where they are. Outputs are copied into the processor's memory, or stay where the run leaves
+//! them for the next one: on the processor without a copy, on a GPU by a binding, as ONNX Runtime copies them otherwise.
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
-use millrace_bundle::{Datatype, TensorSpec};
+use millrace_bundle::TensorSpec;
 use ort::ErrorCode;
-use ort::session::{RunOptions, Session, SessionInputValue, SessionOutputs};
-use ort::value::{DynValue, TensorElementType, TensorRef};
+use ort::memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType};
+use ort::session::{RunOptions, SessionOutputs};
+use ort::value::{DynTensorValueType, Value};
 
-use super::one_line;
-use crate::error::{InferError, Result};
+use super::Session;
+use crate::config::Memory;
+use crate::error::{InferError, Result, one_line};
 use crate::statistics::Times;
-use crate::tensor::{Data, Tensor, for_numbers, shown};
+use crate::tensor::onnx::extract;
+use crate::tensor::{Held, Resident, Tensor, View, shown};
 
 /// How the runtime begins to say which node failed.
 const NODE_FAILED: &str = "while running";
@@ -19,68 +27,136 @@ const DEVICE_FAILURES: [&str; 5] = ["alloc", "memory", "cuda", "cudnn", "cublas"
 /// Inputs that are named, at most.
 const SHOWN_MAX: usize = 8;
 
-/// The protocol's datatype of an element type; `None` for those that it cannot carry.
-pub(super) fn datatype(ty: TensorElementType) -> Option<Datatype> {
-    use TensorElementType as T;
-    Some(match ty {
-        T::Bool => Datatype::Bool,
-        T::Uint8 => Datatype::Uint8,
-        T::Uint16 => Datatype::Uint16,
-        T::Uint32 => Datatype::Uint32,
-        T::Uint64 => Datatype::Uint64,
-        T::Int8 => Datatype::Int8,
-        T::Int16 => Datatype::Int16,
-        T::Int32 => Datatype::Int32,
-        T::Int64 => Datatype::Int64,
-        T::Float16 => Datatype::Fp16,
-        T::Bfloat16 => Datatype::Bf16,
-        T::Float32 => Datatype::Fp32,
-        T::Float64 => Datatype::Fp64,
-        T::String => Datatype::Bytes,
-        _ => return None,
-    })
+/// An output that a run is to give.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    pub(super) spec: &'a TensorSpec,
+    /// Whether it stays in the memory of the session's device. Texts never do.
+    pub(super) stays: bool,
+}
+
+impl Wanted<'_> {
+    fn is_to_stay(self) -> bool {
+        self.stays && self.spec.datatype.element_bytes().is_some()
+    }
 }
 
 /// Elements of all inputs of a run.
-pub(super) fn elements(inputs: &[&Tensor]) -> usize {
-    inputs.iter().map(|input| input.data.len()).sum()
+pub(super) fn elements(inputs: &[View<'_>]) -> usize {
+    inputs.iter().map(|input| input.elements()).sum()
 }
 
 /// Runs a session on inputs in the signature's order, for a request that waits since `queued`.
+///
+/// # Errors
+/// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
 pub(super) fn run(
     session: &mut Session,
-    inputs: &[&Tensor],
-    outputs: &[&TensorSpec],
+    inputs: &[View<'_>],
+    outputs: &[Wanted<'_>],
     queued: Instant,
-) -> Result<(Vec<Tensor>, Times), InferError> {
+) -> Result<(Vec<Held>, Times), InferError> {
+    let memory = session.memory;
+    if memory != Memory::Host && outputs.iter().any(|wanted| wanted.is_to_stay()) {
+        return run_bound(session, inputs, outputs, queued);
+    }
     let failed = |error: ort::Error| refused(&error, inputs);
     let computing = Instant::now();
     // At most one input and output are the rule, so the array form spares a map.
     let (values, input_end) = match inputs {
         [input] => {
-            let values = [value(input)?];
+            let values = [input.value(memory)?];
             let input_end = Instant::now();
             (session.run(values).map_err(failed)?, input_end)
         }
         _ => {
-            let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
+            let values = inputs.iter().map(|input| input.value(memory)).collect::<Result<Vec<_>, _>>()?;
             let input_end = Instant::now();
             (session.run(values.as_slice()).map_err(failed)?, input_end)
         }
     };
     let output_start = Instant::now();
-    let tensors = outputs.iter().map(|spec| output(&values, spec)).collect::<Result<_, _>>()?;
+    let stays = outputs.iter().any(|wanted| wanted.is_to_stay());
+    let lent = inputs.iter().filter(|_| stays).filter_map(|input| input.lent()).collect::<Vec<_>>();
+    let outputs = held(values, outputs, memory, &lent)?;
     let end = Instant::now();
-    Ok((tensors, Times { queued, computing, input_end, output_start, end, cached: false }))
+    Ok((outputs, Times { queued, computing, input_end, output_start, end, cached: false }))
+}
+
+/// The same for tensors that are in the processor's memory, and stay nowhere.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn run_tensors(
+    session: &mut Session,
+    inputs: &[Tensor],
+    outputs: &[TensorSpec],
+) -> Result<(Vec<Tensor>, Times), InferError> {
+    let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
+    let outputs: Vec<Wanted<'_>> = outputs.iter().map(|spec| Wanted { spec, stays: false }).collect();
+    let (outputs, times) = run(session, &inputs, &outputs, Instant::now())?;
+    Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
+}
+
+/// The same with inputs and outputs bound, each to the memory where it is to be.
+fn run_bound(
+    session: &mut Session,
+    inputs: &[View<'_>],
+    outputs: &[Wanted<'_>],
+    queued: Instant,
+) -> Result<(Vec<Held>, Times), InferError> {
+    let failed = |error: ort::Error| refused(&error, inputs);
+    let memory = session.memory;
+    let computing = Instant::now();
+    let (here, there) = (place(Memory::Host).map_err(failed)?, place(memory).map_err(failed)?);
+    // One for each run: it has its outputs use the same memory again, which somebody may still have.
+    let mut binding = session.create_binding().map_err(failed)?;
+    let mut lent = Vec::new();
+    for (outlet, input) in session.inputs().iter().zip(inputs) {
+        let value = input.value_to_bind(memory)?;
+        if let View::Here(tensor) = input {
+            lent.extend(address(&value).map(|start| start..start + tensor.data.raw_len()));
+        }
+        binding.bind_input(outlet.name(), &*value).map_err(failed)?;
+    }
+    // What is on its way to the device has to be there; a run does not wait for it.
+    binding.synchronize_inputs().map_err(failed)?;
+    for wanted in outputs {
+        let at = if wanted.is_to_stay() { &there } else { &here };
+        binding.bind_output_to_device(&*wanted.spec.name, at).map_err(failed)?;
+    }
+    let input_end = Instant::now();
+    let values = session.run_binding(&binding).map_err(failed)?;
+    let output_start = Instant::now();
+    let outputs = held(values, outputs, memory, &lent)?;
+    let end = Instant::now();
+    Ok((outputs, Times { queued, computing, input_end, output_start, end, cached: false }))
+}
+
+/// Where the elements of a tensor begin.
+fn address(value: &Value) -> Option<usize> {
+    let tensor = value.view().downcast::<DynTensorValueType>().ok()?;
+    Some(tensor.data_ptr().addr())
+}
+
+/// A memory as ONNX Runtime knows it.
+fn place(memory: Memory) -> ort::Result<MemoryInfo<'static>> {
+    let (device, ordinal) = match memory {
+        Memory::Host => (AllocationDevice::CPU, 0),
+        Memory::Gpu(ordinal) => (AllocationDevice::CUDA, ordinal),
+    };
+    MemoryInfo::new(device, ordinal.into(), AllocatorType::Device, MemoryType::Default)
 }
 
 /// Runs a session on inputs in the signature's order, and has it give back what it has of a device's memory and does not
 /// use after that. `arena` is the device as ONNX Runtime calls its memory.
-pub(super) fn release(session: &mut Session, inputs: &[&Tensor], arena: &str) -> Result<(), InferError> {
-    let failed = |error: ort::Error| refused(&error, inputs);
+pub(super) fn release(session: &mut Session, inputs: &[Tensor], arena: &str) -> Result<(), InferError> {
+    let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
+    let failed = |error: ort::Error| refused(&error, &inputs);
     let mut options = RunOptions::new().map_err(failed)?;
     options.set("memory.enable_memory_arena_shrinkage", arena).map_err(failed)?;
-    let values = inputs.iter().map(|input| value(input)).collect::<Result<Vec<_>, _>>()?;
+    let memory = session.memory;
+    let values = inputs.iter().map(|input| input.value(memory)).collect::<Result<Vec<_>, _>>()?;
     session.run_with_options(values.as_slice(), &options).map_err(failed)?;
     Ok(())
 }
@@ -88,7 +164,7 @@ pub(super) fn release(session: &mut Session, inputs: &[&Tensor], arena: &str) ->
 /// What the runtime says of a request that was checked against the signature. Weights do not change, so
 /// what a node cannot work on (extents that do not belong together, an index that is out of bounds) came
 /// with the request, unless it is memory or the device that failed.
-fn refused(error: &ort::Error, inputs: &[&Tensor]) -> InferError {
+fn refused(error: &ort::Error, inputs: &[View<'_>]) -> InferError {
     let text = one_line(error);
     let of_node = text.contains(NODE_FAILED);
     let lower = text.to_ascii_lowercase();
@@ -101,68 +177,45 @@ fn refused(error: &ort::Error, inputs: &[&Tensor]) -> InferError {
     let shapes: Vec<String> = inputs
         .iter()
         .take(SHOWN_MAX)
-        .map(|input| format!("{:?} of shape {}", input.name, shown(&input.shape)))
+        .map(|input| format!("{:?} of shape {}", input.name(), shown(input.shape())))
         .collect();
     InferError::invalid(format!("the model cannot run on input {}: {text}", shapes.join(", ")))
 }
 
-/// A view of the tensor's elements; only strings are copied.
-fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
-    let failed = |error: ort::Error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error)));
-    let shape = tensor.shape.as_slice();
-    Ok(for_numbers!(
-        &tensor.data,
-        values => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
-        bool => TensorRef::from_array_view((shape, values.as_slice())).map_err(failed)?.into(),
-        bytes => {
-            let texts = values
-                .iter()
-                .map(|value| match std::str::from_utf8(value) {
-                    Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
-                    _ => Err(InferError::invalid(format!(
-                        "input {:?}: a BYTES element is not UTF-8 text without NUL, which ONNX strings are",
-                        tensor.name
-                    ))),
-                })
-                .collect::<Result<Vec<String>, _>>()?;
-            ort::value::Tensor::from_string_array((shape, texts.as_slice())).map_err(failed)?.into()
-        }
-    ))
+/// The outputs of a run that left in `memory` those that are to stay, and was lent inputs at those addresses.
+fn held(
+    mut values: SessionOutputs<'_>,
+    outputs: &[Wanted<'_>],
+    memory: Memory,
+    lent: &[Range<usize>],
+) -> Result<Vec<Held>, InferError> {
+    outputs.iter().map(|wanted| output(&mut values, *wanted, memory, lent)).collect()
 }
 
-fn output(values: &SessionOutputs<'_>, spec: &TensorSpec) -> Result<Tensor, InferError> {
-    let value = values
-        .get(&spec.name)
-        .ok_or_else(|| InferError::internal(format!("the model gave no output {:?}", spec.name)))?;
-    let (shape, data) = extract(value, spec.datatype)
-        .map_err(|error| InferError::internal(format!("output {:?}: {}", spec.name, one_line(&error))))?;
-    Ok(Tensor { name: spec.name.clone(), shape, data })
-}
-
-fn extract(value: &DynValue, datatype: Datatype) -> ort::Result<(Vec<i64>, Data)> {
-    macro_rules! numbers {
-        ($variant:ident, $number:ty) => {{
-            let (shape, values) = value.try_extract_tensor::<$number>()?;
-            (shape.to_vec(), Data::$variant(values.to_vec()))
-        }};
+fn output(
+    values: &mut SessionOutputs<'_>,
+    wanted: Wanted<'_>,
+    memory: Memory,
+    lent: &[Range<usize>],
+) -> Result<Held, InferError> {
+    let spec = wanted.spec;
+    let missing = || InferError::internal(format!("the model gave no output {:?}", spec.name));
+    let unfit = |what: String| InferError::internal(format!("output {:?}: {what}", spec.name));
+    if !wanted.is_to_stay() {
+        let value = values.get(&spec.name).ok_or_else(missing)?;
+        let (shape, data) = extract(value, spec.datatype).map_err(|error| unfit(one_line(&error)))?;
+        return Ok(Held::Alone(Tensor { name: spec.name.clone(), shape, data }));
     }
-    Ok(match datatype {
-        Datatype::Bool => numbers!(Bool, bool),
-        Datatype::Uint8 => numbers!(Uint8, u8),
-        Datatype::Uint16 => numbers!(Uint16, u16),
-        Datatype::Uint32 => numbers!(Uint32, u32),
-        Datatype::Uint64 => numbers!(Uint64, u64),
-        Datatype::Int8 => numbers!(Int8, i8),
-        Datatype::Int16 => numbers!(Int16, i16),
-        Datatype::Int32 => numbers!(Int32, i32),
-        Datatype::Int64 => numbers!(Int64, i64),
-        Datatype::Fp16 => numbers!(Fp16, half::f16),
-        Datatype::Bf16 => numbers!(Bf16, half::bf16),
-        Datatype::Fp32 => numbers!(Fp32, f32),
-        Datatype::Fp64 => numbers!(Fp64, f64),
-        Datatype::Bytes => {
-            let (shape, texts) = value.try_extract_strings()?;
-            (shape.to_vec(), Data::Bytes(texts.into_iter().map(Into::into).collect()))
-        }
-    })
+    let value = values.remove(&spec.name).ok_or_else(missing)?;
+    let left = Resident::new(value, memory).map_err(|error| unfit(error.to_string()))?;
+    if left.datatype() != spec.datatype {
+        return Err(unfit(format!("it is {}, the manifest has {}", left.datatype(), spec.datatype)));
+    }
+    // A run does not copy an input that is an output, too: it is not ONNX Runtime's to keep.
+    let is_lent = lent.iter().any(|lent| lent.contains(&left.address()));
+    let left = Held::Resident(spec.name.clone(), Arc::new(left));
+    if is_lent { left.into_tensor().map(Held::Alone) } else { Ok(left) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -22,8 +22,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use ort::session::builder::{GraphOptimizationLevel, PrepackedWeights, SessionBuilder};
 use prost::Message;
 
+use super::Session;
 use super::backing::Weights;
-use super::{Session, one_line};
+use crate::error::one_line;
 
 /// Smaller weights are left in the graph: they are not worth a tensor of their own.
 const SHARED_BYTES_MIN: usize = 16 << 10;

@@ -1,10 +1,16 @@
-//! Tensors that one request has alone, and those that several have at once without copies.
+//! Tensors on their way from run to run: those that one request has alone, those that several have at once without
+//! copies, and those that are in the memory of a device.
 
-use std::borrow::Borrow;
-use std::ops::Deref;
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::Tensor;
+use millrace_bundle::Datatype;
+use ort::session::SessionInputValue;
+
+use super::resident::Resident;
+use super::{Tensor, onnx};
+use crate::config::Memory;
+use crate::error::InferError;
 
 /// A tensor, or a share in one.
 #[derive(Debug)]
@@ -13,11 +19,19 @@ pub(crate) enum Held {
     Alone(Tensor),
     /// Others may have the same one.
     Together(Arc<Tensor>),
+    /// It is where a run left it, under a name; others may have the same one.
+    Resident(String, Arc<Resident>),
 }
 
 impl Held {
-    /// A tensor that so many will take.
-    pub(crate) fn new(tensor: Tensor, takers: usize) -> Held {
+    /// The same under a name, for so many to take it.
+    pub(crate) fn named(self, name: &str, takers: usize) -> Held {
+        let mut tensor = match self {
+            Held::Alone(tensor) => tensor,
+            Held::Together(tensor) => Arc::unwrap_or_clone(tensor),
+            Held::Resident(_, tensor) => return Held::Resident(name.to_owned(), tensor),
+        };
+        name.clone_into(&mut tensor.name);
         if takers > 1 { Held::Together(Arc::new(tensor)) } else { Held::Alone(tensor) }
     }
 
@@ -26,32 +40,134 @@ impl Held {
         match self {
             Held::Alone(_) => None,
             Held::Together(tensor) => Some(Held::Together(Arc::clone(tensor))),
+            Held::Resident(name, tensor) => Some(Held::Resident(name.clone(), Arc::clone(tensor))),
         }
     }
 
-    /// The tensor itself; copied only while others have it.
-    pub(crate) fn into_tensor(self) -> Tensor {
+    /// The tensor with its elements in the processor's memory; copied there from where a run left it, once for all that
+    /// have it. It has the name of this share only where it was in that memory.
+    ///
+    /// # Errors
+    /// [`InferError::Internal`] when a device fails.
+    pub(crate) fn read(&self) -> Result<&Tensor, InferError> {
         match self {
-            Held::Alone(tensor) => tensor,
-            Held::Together(tensor) => Arc::unwrap_or_clone(tensor),
+            Held::Alone(tensor) => Ok(tensor),
+            Held::Together(tensor) => Ok(tensor),
+            Held::Resident(_, tensor) => tensor.read(),
+        }
+    }
+
+    /// The tensor itself; copied only while others have it, and from where a run left it.
+    ///
+    /// # Errors
+    /// [`InferError::Internal`] when a device fails.
+    pub(crate) fn into_tensor(self) -> Result<Tensor, InferError> {
+        match self {
+            Held::Alone(tensor) => Ok(tensor),
+            Held::Together(tensor) => Ok(Arc::unwrap_or_clone(tensor)),
+            Held::Resident(name, tensor) => {
+                let tensor = match Arc::try_unwrap(tensor) {
+                    Ok(tensor) => tensor.into_read()?,
+                    Err(tensor) => tensor.read()?.clone(),
+                };
+                Ok(Tensor { name, ..tensor })
+            }
+        }
+    }
+
+    /// What can be told without its elements.
+    pub(crate) fn view(&self) -> View<'_> {
+        match self {
+            Held::Alone(tensor) => View::Here(tensor),
+            Held::Together(tensor) => View::Here(tensor),
+            Held::Resident(name, tensor) => View::There(name, tensor),
         }
     }
 }
 
-impl Deref for Held {
-    type Target = Tensor;
-
-    fn deref(&self) -> &Tensor {
-        match self {
-            Held::Alone(tensor) => tensor,
-            Held::Together(tensor) => tensor,
-        }
-    }
+/// A tensor wherever it is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum View<'a> {
+    /// In the processor's memory.
+    Here(&'a Tensor),
+    /// Where a run left it, under a name.
+    There(&'a str, &'a Resident),
 }
 
-impl Borrow<Tensor> for Held {
-    fn borrow(&self) -> &Tensor {
-        self
+impl<'a> View<'a> {
+    pub(crate) fn name(self) -> &'a str {
+        match self {
+            View::Here(tensor) => &tensor.name,
+            View::There(name, _) => name,
+        }
+    }
+
+    pub(crate) fn datatype(self) -> Datatype {
+        match self {
+            View::Here(tensor) => tensor.data.datatype(),
+            View::There(_, tensor) => tensor.datatype(),
+        }
+    }
+
+    pub(crate) fn shape(self) -> &'a [i64] {
+        match self {
+            View::Here(tensor) => &tensor.shape,
+            View::There(_, tensor) => tensor.shape(),
+        }
+    }
+
+    /// Number of elements.
+    pub(crate) fn elements(self) -> usize {
+        match self {
+            View::Here(tensor) => tensor.data.len(),
+            View::There(_, tensor) => tensor.elements(),
+        }
+    }
+
+    /// Bytes of the elements in raw form.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            View::Here(tensor) => tensor.data.raw_len(),
+            View::There(_, tensor) => tensor.bytes(),
+        }
+    }
+
+    /// As runs take it that have their tensors in `memory`: from where it is, unless it is in that of another device.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] for texts that ONNX Runtime cannot have; [`InferError::Internal`] when a device fails.
+    pub(crate) fn value(self, memory: Memory) -> Result<SessionInputValue<'a>, InferError> {
+        match self {
+            View::Here(tensor) => onnx::value(tensor),
+            View::There(_, tensor) => match tensor.value(memory) {
+                Some(value) => Ok(value.into()),
+                None => onnx::value(tensor.read()?),
+            },
+        }
+    }
+
+    /// The same for a binding, which has a copy of its own of what is in the processor's memory: ort would make one of
+    /// what is only lent to it where the graph takes it there, and waits for ever as it does.
+    ///
+    /// # Errors
+    /// As [`View::value`].
+    pub(crate) fn value_to_bind(self, memory: Memory) -> Result<SessionInputValue<'a>, InferError> {
+        match self {
+            View::Here(tensor) => onnx::copy(tensor),
+            View::There(_, tensor) => match tensor.value(memory) {
+                Some(value) => Ok(value.into()),
+                None => onnx::copy(tensor.read()?),
+            },
+        }
+    }
+
+    /// The addresses of its elements, where they are in the processor's memory and not ONNX Runtime's own.
+    pub(crate) fn lent(self) -> Option<Range<usize>> {
+        match self {
+            View::Here(tensor) => Some(tensor.data.range()),
+            // Who has the same value holds it as well.
+            View::There(..) => None,
+        }
     }
 }
 
@@ -59,34 +175,38 @@ impl Borrow<Tensor> for Held {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::tensor::Data;
 
-    fn place(tensor: &Tensor) -> *const f32 {
-        let Data::Fp32(values) = &tensor.data else { panic!("{tensor:?}") };
-        values.as_ptr()
+    fn tensor(values: &[f32]) -> Tensor {
+        Tensor::fp32("x", vec![values.len() as i64], values.to_vec()).unwrap()
+    }
+
+    fn place(held: &Held) -> usize {
+        held.read().unwrap().data.range().start
     }
 
     #[test]
     fn elements_stay_where_they_are_however_many_have_them() {
         for takers in 0..4 {
-            let tensor = Tensor::fp32("x", vec![3], vec![1.0, 2.0, 3.0]).unwrap();
-            let at = place(&tensor);
-            let held = Held::new(tensor, takers);
+            let alone = Held::Alone(tensor(&[1.0, 2.0, 3.0]));
+            let at = place(&alone);
+            let held = alone.named("y", takers);
             assert_eq!(held.share().is_some(), takers > 1);
             if let Some(other) = held.share() {
                 assert_eq!(place(&other), at);
             }
             // The last one to have it takes the elements along.
-            assert_eq!(place(&held.into_tensor()), at);
+            let own = held.into_tensor().unwrap();
+            assert_eq!(own.name, "y");
+            assert_eq!(place(&Held::Alone(own)), at);
         }
     }
 
     #[test]
     fn who_takes_it_out_while_others_have_it_gets_a_copy() {
-        let held = Held::new(Tensor::fp32("x", vec![1], vec![1.0]).unwrap(), 2);
+        let held = Held::Alone(tensor(&[1.0])).named("x", 2);
         let other = held.share().unwrap();
-        let own = held.into_tensor();
-        assert_ne!(place(&own), place(&other));
-        assert_eq!(own, other.into_tensor());
+        let own = held.into_tensor().unwrap();
+        assert_eq!(own, *other.read().unwrap());
+        assert_ne!(place(&Held::Alone(own)), place(&other));
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::oneshot::error::TryRecvError;
 
 use super::super::{options, peak};
 use super::*;
-use crate::config::Device;
+use crate::config::{Device, Memory};
 use crate::runtime::Runtime;
 use crate::tensor::{Held, Tensor};
 
@@ -60,7 +60,8 @@ fn shared_on(places: &[usize]) -> Option<Arc<Shared>> {
     };
     let mut builder = options::builder(runtime, Device::Cpu, 1, false).unwrap();
     let graph = graph();
-    let session = |place: &usize| Session::new(builder.commit_from_memory(&graph).unwrap(), *place);
+    let session =
+        |place: &usize| Session::new(builder.commit_from_memory(&graph).unwrap(), *place, Memory::Host);
     let free = places.iter().map(session).collect();
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
@@ -75,6 +76,7 @@ fn work(rows: usize, width: usize, value: f32) -> Work {
     Work {
         inputs: vec![Held::Alone(input)],
         outputs: vec![0],
+        stays: Vec::new(),
         rows,
         queued: Instant::now(),
         deadline: None,
@@ -106,7 +108,7 @@ fn rest(shared: &Shared) -> (usize, usize) {
 }
 
 fn value(ran: &super::super::Ran) -> f32 {
-    match &ran.outputs[0].data {
+    match &ran.outputs[0].read().unwrap().data {
         crate::tensor::Data::Fp32(values) => values[0],
         other => panic!("{other:?}"),
     }
@@ -344,7 +346,7 @@ async fn what_a_peak_took_of_an_arena_is_given_back_by_a_session_that_is_free() 
     let arena = ort::ep::CPU::default().with_arena_allocator(true).build();
     let builder = ort::session::builder::SessionBuilder::new(Runtime::load().unwrap().environment()).unwrap();
     let mut builder = builder.with_execution_providers([arena]).unwrap();
-    let session = Session::new(builder.commit_from_memory(&graph()).unwrap(), 0);
+    let session = Session::new(builder.commit_from_memory(&graph()).unwrap(), 0, Memory::Host);
     shared.state.lock().free = Free::new(vec![session]);
     let run = |width: usize| {
         let Begun::Alone(mut lease, work) = shared.begin(work(1024, width, 1.0), |_| false).unwrap() else {

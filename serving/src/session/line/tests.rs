@@ -21,6 +21,7 @@ fn work(rows: usize, width: i64, outputs: &[usize], at: u64) -> Work {
     Work {
         inputs: vec![Held::Alone(input)],
         outputs: outputs.to_vec(),
+        stays: Vec::new(),
         rows,
         queued: *BEGIN + Duration::from_micros(at),
         deadline: None,
