@@ -137,13 +137,7 @@ impl<'a> View<'a> {
     /// # Errors
     /// [`InferError::Invalid`] for texts that ONNX Runtime cannot have; [`InferError::Internal`] when a device fails.
     pub(crate) fn value(self, memory: Memory) -> Result<SessionInputValue<'a>, InferError> {
-        match self {
-            View::Here(tensor) => onnx::value(tensor),
-            View::There(_, tensor) => match tensor.value(memory) {
-                Some(value) => Ok(value.into()),
-                None => onnx::value(tensor.read()?),
-            },
-        }
+        self.value_or(memory, onnx::value)
     }
 
     /// The same for a binding, which has a copy of its own of what is in the processor's memory: ort would make one of
@@ -152,11 +146,19 @@ impl<'a> View<'a> {
     /// # Errors
     /// As [`View::value`].
     pub(crate) fn value_to_bind(self, memory: Memory) -> Result<SessionInputValue<'a>, InferError> {
+        self.value_or(memory, onnx::copy)
+    }
+
+    fn value_or(
+        self,
+        memory: Memory,
+        here: fn(&'a Tensor) -> Result<SessionInputValue<'a>, InferError>,
+    ) -> Result<SessionInputValue<'a>, InferError> {
         match self {
-            View::Here(tensor) => onnx::copy(tensor),
+            View::Here(tensor) => here(tensor),
             View::There(_, tensor) => match tensor.value(memory) {
                 Some(value) => Ok(value.into()),
-                None => onnx::copy(tensor.read()?),
+                None => here(tensor.read()?),
             },
         }
     }

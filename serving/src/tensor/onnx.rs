@@ -42,7 +42,7 @@ pub(super) fn value(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError
 }
 
 /// A copy of the tensor.
-pub(super) fn copy(tensor: &Tensor) -> Result<SessionInputValue<'static>, InferError> {
+pub(super) fn copy(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError> {
     let shape = tensor.shape.as_slice();
     Ok(for_numbers!(
         &tensor.data,
