@@ -55,9 +55,12 @@ impl Place {
             let states = sequences.begin(&self.step, &mut self.claim)?;
             work.inputs = plan.inputs(std::mem::take(&mut work.inputs), &self.step, &states)?;
             work.outputs = plan.outputs(&work.outputs);
-            // The states stay where the next request takes them from, which may run on any session.
+            // The states stay where the next request takes them from, which may run on any session; but for those that
+            // the client gets, too.
             let common = pool.memory().is_some();
-            work.stays = (0..work.outputs.len()).map(|place| common && place >= wanted).collect();
+            let (client, kept) = work.outputs.split_at(wanted);
+            let stays = kept.iter().map(|place| common && !client.contains(place));
+            work.stays = std::iter::repeat_n(false, wanted).chain(stays).collect();
         }
         let mut ran = pool.run(work).await?;
         let states = plan.states(ran.outputs.split_off(wanted))?;
