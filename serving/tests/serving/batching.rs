@@ -37,9 +37,13 @@ fn slow_rows(rows: usize, seed: usize) -> Tensor {
 
 /// Asks for all inputs at once and gives the first output of each.
 async fn ask_all(server: &Server, model: &'static str, inputs: &[Tensor]) -> Vec<Tensor> {
+    // Connecting may take longer than a run does, and who is alone has no company.
+    let mut clients = Vec::with_capacity(inputs.len());
+    for _ in inputs {
+        clients.push(server.client().await);
+    }
     let mut requests = tokio::task::JoinSet::new();
-    for (place, input) in inputs.iter().enumerate() {
-        let (mut client, input) = (server.client().await, input.clone());
+    for ((place, input), mut client) in inputs.iter().cloned().enumerate().zip(clients) {
         requests.spawn(async move {
             let mut answer = client.infer(model, None, vec![input], Form::Raw).await.unwrap();
             (place, answer.outputs.remove(0))
