@@ -118,9 +118,10 @@ impl Devices {
 
     /// The memory that all of them have in common; `None` where there are several.
     pub(crate) fn memory(&self) -> Option<Memory> {
-        match *self.each() {
-            [device] => Some(device.memory()),
-            _ => None,
+        match &self.0 {
+            Places::Cpu => Some(Memory::Host),
+            Places::Gpus(_, gpus) if gpus.len() == 1 => gpus.first().copied().map(Memory::Gpu),
+            Places::Gpus(..) => None,
         }
     }
 
@@ -221,6 +222,14 @@ mod tests {
         assert_eq!("tensorrt:2".parse::<Devices>().unwrap().each(), [Device::TensorRt(2)]);
         assert_eq!(Devices::from(Device::TensorRt(0)).to_string(), "tensorrt");
         assert_eq!(Devices::CPU.each(), [Device::Cpu]);
+        for (text, memory) in [
+            ("cpu", Some(Memory::Host)),
+            ("cuda:3", Some(Memory::Gpu(3))),
+            ("tensorrt:3", Some(Memory::Gpu(3))),
+            ("cuda:3,4", None),
+        ] {
+            assert_eq!(text.parse::<Devices>().unwrap().memory(), memory, "{text}");
+        }
         for text in [
             "",
             "gpu",

@@ -10,24 +10,8 @@ use crate::error::{InferError, one_line};
 
 /// The protocol's datatype of an element type; `None` for those that it cannot carry.
 pub(crate) fn datatype(ty: TensorElementType) -> Option<Datatype> {
-    use TensorElementType as T;
-    Some(match ty {
-        T::Bool => Datatype::Bool,
-        T::Uint8 => Datatype::Uint8,
-        T::Uint16 => Datatype::Uint16,
-        T::Uint32 => Datatype::Uint32,
-        T::Uint64 => Datatype::Uint64,
-        T::Int8 => Datatype::Int8,
-        T::Int16 => Datatype::Int16,
-        T::Int32 => Datatype::Int32,
-        T::Int64 => Datatype::Int64,
-        T::Float16 => Datatype::Fp16,
-        T::Bfloat16 => Datatype::Bf16,
-        T::Float32 => Datatype::Fp32,
-        T::Float64 => Datatype::Fp64,
-        T::String => Datatype::Bytes,
-        _ => return None,
-    })
+    // ONNX Runtime numbers them as graphs do.
+    Datatype::from_onnx(ort::sys::ONNXTensorElementDataType::from(ty) as i32)
 }
 
 /// A view of the tensor's elements; only strings are copied.
