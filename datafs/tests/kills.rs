@@ -1,5 +1,6 @@
 //! One writer that is killed, at a failpoint or at any moment, through the library or with the process
-//! of its mount; then everybody looks at what is left.
+//! of its mount; then everybody looks at what is left. In half of the rounds another process compacts, packs,
+//! collects and makes snapshots beside it, and is killed too.
 //!
 //! The rule: the volume is as it was after one of the commits that the operations consist of, none left
 //! out, none half done, and at least as far as the last `fsync`, snapshot or other durable call that had
@@ -13,6 +14,7 @@ pub(crate) mod failpoints;
 mod reopening;
 mod work;
 
+use std::collections::VecDeque;
 use std::io::Write as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -77,6 +79,54 @@ fn server() {
     say("mounted", 1);
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
     mount.unmount().unwrap();
+}
+
+/// The child that compacts, packs, collects and makes snapshots until it is killed.
+#[test]
+fn maintainer() {
+    let Some((home, seed)) = child::task() else { return };
+    let datafs = Datafs::open(&home, &config()).unwrap();
+    let mut made: VecDeque<Name> = VecDeque::new();
+    for i in 0u64.. {
+        datafs.compact(None, &work::ALL).unwrap();
+        made.push_back(format!("{}{i}", maintained(seed)).parse().unwrap());
+        datafs.snapshot_create(&volume(), &made[made.len() - 1]).unwrap();
+        if made.len() > 2 {
+            datafs.snapshot_delete(&volume(), &made.pop_front().unwrap()).unwrap();
+        }
+        datafs.gc().unwrap();
+    }
+}
+
+/// What the names of the snapshots begin with that the maintenance of a round makes.
+fn maintained(seed: u64) -> String {
+    format!("m{seed}-")
+}
+
+/// The maintenance of a round. Its process is killed with it.
+struct Maintenance(Child);
+
+impl Maintenance {
+    fn start(home: &Path, seed: u64, failpoints: &[String]) -> Maintenance {
+        let end = End::draw(&mut StdRng::seed_from_u64(!seed), failpoints);
+        let mut command = child::command("kills::maintainer", home, seed);
+        let command = command.stdout(Stdio::null()).env("MILLRACE_FAILPOINT", end.failpoint());
+        Maintenance(command.spawn().unwrap())
+    }
+
+    /// Kills it, unless its failpoint has; it must not have ended in another way.
+    fn kill(mut self, what: &str) {
+        self.0.kill().unwrap();
+        let status = self.0.wait().unwrap();
+        assert_eq!(status.signal(), Some(9), "{what}: the maintenance failed by itself: {status}");
+    }
+}
+
+impl Drop for Maintenance {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 fn mount_point(home: &Path) -> PathBuf {
@@ -224,6 +274,10 @@ fn verify(datafs: &Datafs, seed: u64, first: &State, reached: Reached, what: &st
         let fits = held == story.states[story.ends[i as usize]] || (may.contains(&i) && held == actual);
         assert!(fits, "{what}: snapshot {i} has changed");
     }
+    for name in there.iter().filter(|name| name.starts_with(&maintained(seed))) {
+        let at = datafs.view(&VolumeSpec::at(volume(), name.parse().unwrap())).unwrap();
+        assert!(story.states.contains(&read_all(&at)), "{what}: snapshot {name} holds no state that was");
+    }
     actual
 }
 
@@ -232,7 +286,7 @@ fn kills_leave_everything_whole(count: u64) {
     let home = dir.path();
     let mounts = mount::can_mount().inspect_err(|reason| eprintln!("without mounts: {reason}")).is_ok();
     Datafs::open(home, &config()).unwrap().volume_create(&volume()).unwrap();
-    let (mut killed, mut longest, mut seed) = ([0, 0], Duration::ZERO, number("MILLRACE_SEED", 1));
+    let (mut killed, mut longest, mut seed) = ([0, 0, 0], Duration::ZERO, number("MILLRACE_SEED", 1));
     let failpoints = failpoints::all();
     let mut before = State::new();
     while killed.iter().sum::<u64>() < count {
@@ -241,8 +295,11 @@ fn kills_leave_everything_whole(count: u64) {
         let what = format!("seed {seed}, {end:?}, {}", if mounted { "mount" } else { "library" });
         // Somebody else may have the volume open all the time.
         let bystander = (seed % 3 == 0).then(|| Datafs::open(home, &config()).unwrap());
+        let beside = (seed % 4 < 2).then(|| Maintenance::start(home, seed, &failpoints));
         let run = if mounted { through_mount } else { through_library };
         let (reached, status) = run(home, seed, &end);
+        killed[2] += u64::from(beside.is_some());
+        beside.map_or((), |maintenance| maintenance.kill(&what));
         assert!(status.success() || status.signal() == Some(9), "{what}: failed by itself");
         let was_killed = status.signal().is_some();
         killed[usize::from(mounted)] += u64::from(was_killed);
@@ -270,10 +327,10 @@ fn kills_leave_everything_whole(count: u64) {
         before = after;
         seed += 1;
         if seed.is_multiple_of(50) {
-            println!("{killed:?} kills (library, mounts), reopening took at most {longest:?}");
+            println!("{killed:?} kills (library, mounts, maintenance), reopening took at most {longest:?}");
         }
     }
-    println!("{killed:?} kills (library, mounts), reopening took at most {longest:?}");
+    println!("{killed:?} kills (library, mounts, maintenance), reopening took at most {longest:?}");
     assert_nothing_is_left(home);
 }
 

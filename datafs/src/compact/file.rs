@@ -8,7 +8,7 @@ use crate::data::{Extent, ObjectError, ObjectId};
 use crate::datafs::{FreshObject, Shared};
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::fs::content;
+use crate::fs::content::{self, Replacement};
 use crate::meta::engine::Durability;
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
@@ -108,9 +108,9 @@ pub(super) fn compact_file(
 }
 
 /// What is rewritten together: extents (sorted), and the head of the file where it is to be taken along.
-struct Old {
-    head: Option<Vec<u8>>,
-    extents: Vec<Extent>,
+pub(super) struct Old {
+    pub(super) head: Option<Vec<u8>>,
+    pub(super) extents: Vec<Extent>,
 }
 
 /// Copies bytes to a new object. Returns false when the file was changed meanwhile.
@@ -121,28 +121,28 @@ fn rewrite(
     old: &Old,
     report: &mut CompactReport,
 ) -> Result<bool> {
-    let Some((mut object, new)) = copy(shared, volume, old)? else {
+    let Some(copied) = copy(shared, volume, old)? else {
         report.conflicts += 1;
         return Ok(false);
     };
+    put_in_place(shared, volume, ino, old, copied, report)
+}
+
+/// Points the file at the copy. Returns false when the file was changed since its bytes were copied.
+pub(super) fn put_in_place(
+    shared: &Arc<Shared>,
+    volume: u64,
+    ino: u64,
+    old: &Old,
+    (mut object, new): (FreshObject, Vec<Extent>),
+    report: &mut CompactReport,
+) -> Result<bool> {
     object.sync()?;
     failpoint::hit("compact-file-copied");
     let committed = shared.meta.transact(Durability::Relaxed, |txn| {
         Writer::run(txn, volume, shared.session.id(), |writer| {
-            if !content::has_extents(writer, ino, &old.extents)? {
-                return Ok(false);
-            }
-            if let Some(head) = &old.head {
-                if writer.get(&keys::head(ino))?.as_ref() != Some(head) {
-                    return Ok(false);
-                }
-                let covered = new.first().filter(|new| new.file_offset == 0).map_or(0, Extent::end);
-                if covered >= head.len() as u64 {
-                    writer.delete(&keys::head(ino))?;
-                }
-            }
-            content::replace_extents(writer, ino, &old.extents, &new)?;
-            Ok(true)
+            let (old, head) = (&old.extents, old.head.as_deref());
+            content::replace_extents(writer, ino, Replacement { old, head, new: &new })
         })
     });
     match committed {
@@ -169,7 +169,11 @@ fn rewrite(
 
 /// The bytes in a new object; `None` when one of theirs is gone (the file was changed), or when they are
 /// encrypted and the key is not at hand.
-fn copy(shared: &Arc<Shared>, volume: u64, old: &Old) -> Result<Option<(FreshObject, Vec<Extent>)>> {
+pub(super) fn copy(
+    shared: &Arc<Shared>,
+    volume: u64,
+    old: &Old,
+) -> Result<Option<(FreshObject, Vec<Extent>)>> {
     let codec = match shared.codec_of_volume(volume) {
         Err(Error::WrongKey { .. }) => return Ok(None),
         other => other?,
@@ -215,7 +219,7 @@ fn copy(shared: &Arc<Shared>, volume: u64, old: &Old) -> Result<Option<(FreshObj
 
 impl Shared {
     /// The bytes of a live file that are in the metadata.
-    fn head_of(&self, volume: u64, ino: u64) -> Result<Option<Vec<u8>>> {
+    pub(super) fn head_of(&self, volume: u64, ino: u64) -> Result<Option<Vec<u8>>> {
         self.meta.view(|txn| Reader::open(txn, volume, At::Live)?.get(&keys::head(ino)))
     }
 }

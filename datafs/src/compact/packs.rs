@@ -7,7 +7,7 @@ use crate::data::{Extent, ObjectError, ObjectId, Pack, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::fs::content::{self, Referral};
+use crate::fs::content::{self, Referral, Replacement};
 use crate::meta::engine::Durability;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
@@ -130,8 +130,8 @@ pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactRepo
             let mut done = Moved::default();
             let mut used = HashSet::new();
             for (live, packed) in &moved {
-                if content::has_extents(writer, live.ino, &[live.extent])? {
-                    content::replace_extents(writer, live.ino, &[live.extent], &packed.extents)?;
+                let replacement = Replacement { old: &[live.extent], head: None, new: &packed.extents };
+                if content::replace_extents(writer, live.ino, replacement)? {
                     used.insert(packed.pack.id());
                     done.bytes += live.extent.len;
                     done.extents += 1;

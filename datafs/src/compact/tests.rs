@@ -259,6 +259,52 @@ fn writers_do_not_notice() {
     home.check();
 }
 
+/// A file whose first 4 KiB are in the metadata, with small writes between them and a long tail behind.
+fn scatter_over_head(home: &Home, name: &str) -> Vec<u8> {
+    let mut content = pattern(4096, 7);
+    let file = home.create(name);
+    file.write_at(0, &content).unwrap();
+    file.flush().unwrap();
+    for i in 0..100 {
+        let piece = pattern(10, i);
+        if i < 30 {
+            let at = 16 + i as usize * 100;
+            file.write_at(at as u64, &piece).unwrap();
+            content[at..at + 10].copy_from_slice(&piece);
+        }
+        let tail = pattern(9_000, i);
+        file.write_at(content.len() as u64, &tail).unwrap();
+        content.extend_from_slice(&tail);
+        file.flush().unwrap();
+    }
+    content
+}
+
+#[test]
+fn a_write_into_a_gap_during_the_copy_keeps_the_old_extents() {
+    let home = Home::new();
+    let mut content = scatter_over_head(&home, "f");
+    let (shared, volume) = (&home.datafs.shared, home.view.volume);
+    let ino = home.view.stat("f").unwrap().node.ino;
+    let old = file::Old { head: shared.head_of(volume, ino).unwrap(), extents: home.extents("f") };
+    assert_eq!(old.head.as_ref().map(Vec::len), Some(4096));
+    let copied = file::copy(shared, volume, &old).unwrap().unwrap();
+    let writer = home.view.open(home.view.stat("f").unwrap().node, OpenFlags::READ_WRITE).unwrap();
+    writer.write_at(50, b"new").unwrap();
+    writer.write_at(content.len() as u64, &[3; 300]).unwrap();
+    writer.flush().unwrap();
+    content[50..53].copy_from_slice(b"new");
+    content.extend_from_slice(&[3; 300]);
+    let mut report = CompactReport::default();
+    assert!(!file::put_in_place(shared, volume, ino, &old, copied, &mut report).unwrap());
+    assert_eq!(report.conflicts, 1);
+    assert!(home.view.read_file("f").unwrap() == content);
+    home.check();
+    assert_eq!(home.compact().files, 1);
+    assert!(home.view.read_file("f").unwrap() == content);
+    home.check();
+}
+
 #[test]
 fn the_background_pass_takes_what_was_closed() {
     let home = Home::new();

@@ -493,37 +493,38 @@ pub(crate) fn whole_extents_within(
     Ok(found)
 }
 
-/// Whether a file has exactly these extents (sorted by offset), whatever lies between them.
-pub(crate) fn has_extents(records: &mut dyn Records, ino: u64, extents: &[Extent]) -> Result<bool> {
-    for want in extents.chunks(PAGE) {
-        let [first, .., last] = want else {
-            let [only] = want else { continue };
-            let value = records.get(&keys::extent(ino, only.file_offset))?;
-            if value.as_deref() != Some(&encode_extent(only)[..]) {
-                return Ok(false);
-            }
-            continue;
-        };
-        let (start, end) = (first.file_offset, last.file_offset.saturating_add(1));
-        let mut there = std::collections::HashMap::new();
-        for_each_extent(records, ino, start, end, |extent| {
-            there.insert(extent.file_offset, extent);
-            Ok(())
-        })?;
-        if want.iter().any(|extent| there.get(&extent.file_offset) != Some(extent)) {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+/// Bytes of a file that were copied to another place, with what they were copied from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Replacement<'a> {
+    /// The extents that were copied, disjoint and sorted.
+    pub(crate) old: &'a [Extent],
+    /// The head, where its bytes were copied too.
+    pub(crate) head: Option<&'a [u8]>,
+    /// The copy, disjoint and sorted. It covers `old`, and only `head` in the gaps of `old`.
+    pub(crate) new: &'a [Extent],
 }
 
-/// Puts extents into the place of others that hold the same bytes, and that the file has.
+/// Points a file at a copy of its bytes. Returns false, and changes nothing, unless the range that the copy
+/// covers holds exactly what was copied: these extents, whole and no others, and this head.
 pub(crate) fn replace_extents(
     writer: &mut Writer<'_>,
     ino: u64,
-    old: &[Extent],
-    new: &[Extent],
-) -> Result<()> {
+    Replacement { old, head, new }: Replacement<'_>,
+) -> Result<bool> {
+    // Extents that overlap are damage, which a copy would hide from fsck.
+    let are_disjoint = old.windows(2).all(|pair| pair[0].end() <= pair[1].file_offset);
+    if !are_disjoint || overlapped(writer, ino, new)? != old {
+        return Ok(false);
+    }
+    if let Some(head) = head {
+        if writer.get(&keys::head(ino))?.as_deref() != Some(head) {
+            return Ok(false);
+        }
+        let covered = new.first().filter(|new| new.file_offset == 0).map_or(0, Extent::end);
+        if covered >= head.len() as u64 {
+            writer.delete(&keys::head(ino))?;
+        }
+    }
     let kept: std::collections::HashSet<u64> = new.iter().map(|extent| extent.file_offset).collect();
     for extent in old.iter().filter(|extent| !kept.contains(&extent.file_offset)) {
         writer.delete(&keys::extent(ino, extent.file_offset))?;
@@ -531,7 +532,7 @@ pub(crate) fn replace_extents(
     for extent in new {
         writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
     }
-    Ok(())
+    Ok(true)
 }
 
 /// The first byte at or behind `offset` that is stored somewhere.

@@ -149,7 +149,7 @@ impl Dirty {
         let (object, object_offset) = (writer.id(), writer.len());
         writer.append(data)?;
         let extent = Extent { file_offset, len: data.len() as u64, object, object_offset };
-        self.sealed_bytes += insert(&mut self.sealed, extent);
+        self.sealed_bytes += lay_over(&mut self.sealed, extent);
         Ok(())
     }
 
@@ -267,7 +267,7 @@ impl Dirty {
             self.take(object)?;
             for (file_offset, len, object_offset) in extents {
                 let extent = Extent { file_offset, len, object: id, object_offset };
-                self.sealed_bytes += insert(&mut self.sealed, extent);
+                self.sealed_bytes += lay_over(&mut self.sealed, extent);
             }
             self.runs.clear();
             self.bytes = 0;
@@ -331,8 +331,8 @@ impl Dirty {
     }
 }
 
-/// Puts an extent over those that it overlaps. Returns by how many bytes they are longer together.
-fn insert(extents: &mut BTreeMap<u64, Extent>, new: Extent) -> u64 {
+/// Puts an extent over those (disjoint) that it overlaps. Returns by how many bytes they are longer together.
+pub(crate) fn lay_over(extents: &mut BTreeMap<u64, Extent>, new: Extent) -> u64 {
     let (start, end) = (new.file_offset, new.end());
     let first = extents.range(..start).next_back().map_or(start, |(at, _)| *at);
     let overlapped: Vec<Extent> =

@@ -19,7 +19,7 @@ mod attributes;
 pub(crate) mod content;
 mod copy;
 mod directory;
-mod dirty;
+pub(crate) mod dirty;
 mod file;
 mod link;
 pub(crate) mod lock;

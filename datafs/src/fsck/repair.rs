@@ -1,6 +1,7 @@
 //! Repairs: each a transaction of its own that looks again first. What a live mount has changed since
 //! is left alone; the next check sees it anew.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 use super::objects::known_now;
@@ -9,12 +10,14 @@ use super::tree::sum_of;
 use crate::data::ObjectId;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::fs::content::{self, FILE_BYTES_MAX};
+use crate::fs::dirty::lay_over;
 use crate::fs::orphan::Orphan;
 use crate::fs::tree;
 use crate::fs::types::{FileKind, Owner, ROOT_INO};
 use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn};
-use crate::meta::inode::{Dentry, Inode, Timestamp};
+use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 
@@ -38,6 +41,8 @@ pub(super) enum Fix {
     SetLinks { volume: u64, ino: u64, sum: u32, links: u32 },
     /// Corrects the parent of a folder, likewise.
     SetParent { volume: u64, ino: u64, sum: u32, parent: u64 },
+    /// Cuts the extents of a file so that they are disjoint: see [`separate`].
+    Separate { volume: u64, ino: u64 },
     /// Puts a value in the place of another one, or of none, which is there still; likewise the value of
     /// `beside`.
     Replace { key: Vec<u8>, was: Option<Vec<u8>>, is: Option<Vec<u8>>, beside: Option<(Vec<u8>, Vec<u8>)> },
@@ -134,6 +139,9 @@ impl Fix {
                 let parent = |inode: &mut Inode| inode.parent = *parent;
                 Writer::run(txn, *volume, session, |writer| change(writer, *ino, *sum, parent))
             }
+            Fix::Separate { volume, ino } => {
+                Writer::run(txn, *volume, session, |writer| separate(writer, *ino))
+            }
             Fix::Replace { key, was, is, beside } => {
                 let same = match beside {
                     Some((key, value)) => txn.get(key)?.as_ref() == Some(value),
@@ -222,6 +230,28 @@ fn remove_name(writer: &mut Writer<'_>, record: &[u8], ino: u64) -> Result<bool>
         let mut directory = tree::directory(writer, parent)?;
         tree::touch_directory(&mut directory, -1, Timestamp::now())?;
         tree::put_inode(writer, parent, &directory)?;
+    }
+    Ok(true)
+}
+
+/// Makes the extents of a file disjoint. Where two overlap, the one that begins later stays whole.
+///
+/// That one is the newer write. A write cuts every extent that begins in its range, so an extent that still
+/// begins inside another one was there after it, or was missed by the copy that the other one is.
+fn separate(writer: &mut Writer<'_>, ino: u64) -> Result<bool> {
+    let old = content::extents_within(writer, ino, 0, FILE_BYTES_MAX, usize::MAX)?;
+    let mut new = BTreeMap::new();
+    for extent in &old {
+        lay_over(&mut new, *extent);
+    }
+    if new.values().eq(&old) {
+        return Ok(false);
+    }
+    for extent in old.iter().filter(|extent| !new.contains_key(&extent.file_offset)) {
+        writer.delete(&keys::extent(ino, extent.file_offset))?;
+    }
+    for extent in new.values() {
+        writer.put(&keys::extent(ino, extent.file_offset), &encode_extent(extent))?;
     }
     Ok(true)
 }

@@ -6,16 +6,17 @@ use std::ffi::OsStr;
 use tempfile::TempDir;
 
 use super::*;
+use crate::compact::Compact;
 use crate::config::Config;
-use crate::data::ObjectId;
+use crate::data::{Extent, ObjectId};
 use crate::fs::tests::setup_with;
 use crate::fs::types::ROOT_INO;
 use crate::fs::{Node, OpenFlags, Owner};
 use crate::meta::engine::{Durability, Order, WriteTxn};
-use crate::meta::inode::{Dentry, Inode, Timestamp};
+use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::references::References;
-use crate::meta::versioned::{VolumeRow, record_of};
+use crate::meta::versioned::{VolumeRow, Writer, record_of};
 use crate::publish::Publish;
 use crate::view::View;
 
@@ -208,6 +209,41 @@ fn unlinked_inodes_that_nobody_would_free_are_freed() {
     });
     home.mends(ProblemKind::LostOrphan);
     assert!(home.view.getattr(Node { snapshot: 0, ino }).is_err());
+}
+
+/// What a compaction of older versions left when it missed a write: one extent over all of the file, and the
+/// write inside it.
+#[test]
+fn overlapping_extents_are_cut_and_the_inner_one_stays_whole() {
+    let home = Home::new();
+    let mut content: Vec<u8> =
+        (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    home.view.write_file("f", &content).unwrap();
+    let (ino, object) = (home.ino("f"), home.object("f"));
+    let file = home.view.open(home.view.stat("f").unwrap().node, OpenFlags::READ_WRITE).unwrap();
+    for at in [100_000, 100_500, 700_000] {
+        file.write_at(at as u64, &[at as u8; 300]).unwrap();
+        content[at..at + 300].fill(at as u8);
+        file.flush().unwrap();
+    }
+    let whole = Extent { file_offset: 0, len: 1 << 20, object, object_offset: 0 };
+    home.change(|txn| {
+        Writer::run(txn, home.view.volume, home.datafs.shared.session.id(), |writer| {
+            for rest in [100_300, 100_800, 700_300] {
+                writer.delete(&keys::extent(ino, rest))?;
+            }
+            writer.put(&keys::extent(ino, 0), &encode_extent(&whole))
+        })
+        .unwrap();
+    });
+    assert!(home.view.read_file("f").unwrap() != content, "extents that overlap hide bytes");
+    let report = home
+        .datafs
+        .compact(None, &Compact { extents_min: 1, extent_bytes_min: 1 << 30, ..Compact::default() })
+        .unwrap();
+    assert!(report.conflicts > 0, "a compaction leaves them to fsck: {report:?}");
+    home.mends(ProblemKind::WrongExtents);
+    assert!(home.view.read_file("f").unwrap() == content);
 }
 
 #[test]

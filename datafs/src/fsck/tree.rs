@@ -1,6 +1,7 @@
 //! The records of one tree, live or of a snapshot, taken in key order: each inode for itself. What
 //! ties inodes and names together leaves as facts, sorted by inode and joined in `names`.
 
+use super::repair::Fix;
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use crate::error::Result;
@@ -110,6 +111,9 @@ struct Current {
     folders: u32,
     /// End of the last extent.
     extents_end: u64,
+    /// Extents that begin inside an earlier one, and where the first of them does.
+    overlaps: u64,
+    overlaps_at: u64,
     head_len: u64,
     /// Bytes of its contents, head and extents.
     stored_bytes: u64,
@@ -184,8 +188,8 @@ impl TreeScan {
                 match extent {
                     Some(Ok(extent)) => {
                         if extent.file_offset < now.extents_end {
-                            let detail = format!("extents overlap at byte {}", extent.file_offset);
-                            findings.problem(ProblemKind::WrongExtents, place, detail, None);
+                            now.overlaps += 1;
+                            now.overlaps_at = now.overlaps_at.min(extent.file_offset);
                         }
                         now.extents_end = now.extents_end.max(extent.end());
                         now.stored_bytes = now.stored_bytes.saturating_add(extent.len);
@@ -226,6 +230,8 @@ impl TreeScan {
                 unreadable: false,
                 folders: 0,
                 extents_end: 0,
+                overlaps: 0,
+                overlaps_at: u64::MAX,
                 head_len: 0,
                 stored_bytes: 0,
                 xattrs: 0,
@@ -243,6 +249,17 @@ impl TreeScan {
     fn flush(&mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
         let Some(now) = self.now.take() else { return Ok(()) };
         let whose = Whose { volume: self.volume, snapshot: self.snapshot, ino: now.ino };
+        if now.overlaps > 0 {
+            let mut detail = format!(
+                "{} extents begin inside an earlier one, the first at byte {}",
+                now.overlaps, now.overlaps_at
+            );
+            let fix = whose.is_live().then_some(Fix::Separate { volume: self.volume, ino: now.ino });
+            if !whose.is_live() {
+                detail += "; a snapshot is never changed: delete it after the repair of the live file";
+            }
+            findings.problem(ProblemKind::WrongExtents, self.place(now.ino), detail, fix);
+        }
         let Some((inode, sum)) = now.inode else {
             return whose.push(facts, if now.unreadable { &Fact::Unreadable } else { &Fact::Stray });
         };

@@ -15,6 +15,9 @@ const OWNER: Owner = Owner { uid: 0, gid: 0 };
 const FILES: u64 = 10;
 const DRAFT: &str = "draft";
 
+/// Everything that compaction may rewrite is rewritten.
+pub(super) const ALL: Compact = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };
+
 /// Files and their contents.
 pub(super) type State = BTreeMap<String, Arc<Vec<u8>>>;
 
@@ -193,8 +196,7 @@ impl Hand {
             }
             Op::Collect => drop(self.datafs.gc().unwrap()),
             Op::Compact => {
-                let all = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };
-                self.datafs.compact(None, &all).unwrap();
+                self.datafs.compact(None, &ALL).unwrap();
             }
             of_files => {
                 return match &self.place {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::beside::ALL;
 use super::check::{assert_sound, check_node, compare};
 use super::files::Handle;
 use super::step::{Op, Step};
 use super::world::{World, place, snapshot, snapshot_name, v, walk};
-use crate::compact::Compact;
 use crate::error::Result;
 use crate::fs::tests::owner;
 use crate::fs::tests::reference::{Body, Fail, NAMES, ROOT};
@@ -150,8 +150,7 @@ impl World {
             Op::List(path) => self.list(actor, path),
             Op::ListOn(count) => self.list_on(actor, *count),
             Op::Compact => {
-                let all = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };
-                self.session(actor).datafs.compact(None, &all).unwrap();
+                self.session(actor).datafs.compact(None, &ALL).unwrap();
             }
             Op::Collect => {
                 self.session(actor).datafs.gc().unwrap();

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::Path as FsPath;
 
+use super::beside::Beside;
 use super::check::{assert_sound, check_keys, check_tree};
 use super::files::{Handle, Past, Pending};
 use super::listing::Listing;
@@ -31,6 +32,7 @@ pub(super) struct World {
     pub(super) snapshots: BTreeMap<u8, Tree>,
     /// What stands for which inode of the reference.
     nodes: BTreeMap<u64, Node>,
+    beside: Option<Beside>,
 }
 
 /// One of them: like a process of its own.
@@ -77,7 +79,16 @@ impl World {
             tree: Tree::new(),
             snapshots: BTreeMap::new(),
             nodes: BTreeMap::new(),
+            beside: None,
         }
+    }
+
+    /// [`World::new`] with maintenance beside all steps.
+    pub(super) fn with_maintenance(seed: u64) -> World {
+        let mut world = World::new(seed);
+        let [compactor, collector, snapshots] = [(); 3].map(|()| open(world.home.path(), world.encrypted));
+        world.beside = Some(Beside::start(compactor, collector, snapshots));
+        world
     }
 
     pub(super) fn session(&mut self, actor: usize) -> &mut Session {
@@ -136,6 +147,7 @@ impl World {
             self.close_all(actor);
             self.look_at_all(1 - actor);
         }
+        self.beside.take().map_or((), Beside::finish);
         let [one, other] = self.sessions.map(Option::unwrap);
         for session in [&one, &other] {
             check_tree(&session.view, session.view.root(), &self.tree, ROOT, true);
