@@ -7,12 +7,13 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::compact::Compaction;
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::{
-    Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject, Unsynced,
+    ExpectedKeys, Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject,
+    Unsynced,
 };
 use crate::error::{Error, Result};
 use crate::fs::lock::HoldersAsked;
@@ -81,6 +82,8 @@ pub(crate) struct Shared {
     pub(crate) collector: Collector,
     pub(crate) watchers: Watchers,
     pub(crate) compaction: Compaction,
+    /// With which keys the objects of each volume may be encrypted.
+    pub(crate) expected_keys: RwLock<HashMap<u64, Arc<ExpectedKeys>>>,
     inos: Mutex<HashMap<u64, std::ops::Range<u64>>>,
 }
 
@@ -122,6 +125,7 @@ impl Datafs {
             collector: Collector::default(),
             watchers: Watchers::default(),
             compaction: Compaction::default(),
+            expected_keys: RwLock::default(),
             inos: Mutex::new(HashMap::new()),
         });
         Collector::start(&shared)?;

@@ -336,6 +336,10 @@ impl From<ObjectError> for Error {
             ObjectError::Corrupt { id, byte, reason } => {
                 Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
             }
+            ObjectError::Protection { id, found } => Self::Corrupt {
+                what: format!("object {id}"),
+                reason: format!("it is {found}, which the record of its volume rules out: it was replaced"),
+            },
             ObjectError::Key { id, key, missing } => Self::wrong_key(format!("object {id}"), &key, missing),
             ObjectError::Away { operation, place, tried_ms, source } => {
                 Self::StoreAway { place, operation, tried_ms, source }

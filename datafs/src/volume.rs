@@ -1,11 +1,12 @@
 //! Volumes and snapshots: make, list, show, delete.
 
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use chrono::{DateTime, SecondsFormat, Utc};
 use serde::{Serialize, Serializer};
 
-use crate::data::{Codec, Compression};
+use crate::data::{Codec, Compression, ExpectedKeys, KeyIdentity, ObjectError, ObjectId};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::types::{FileKind, ROOT_INO};
@@ -124,6 +125,7 @@ impl Datafs {
                 deleting: false,
                 compression: options.compression,
                 key: key.clone(),
+                former_keys: Some(Vec::new()),
             };
             txn.put(keys::LAST_VOLUME, &id.to_be_bytes())?;
             txn.put(&name_key, &id.to_be_bytes())?;
@@ -150,16 +152,19 @@ impl Datafs {
                     "volume {name} is not encrypted: make an encrypted one and copy the files"
                 )));
             }
-            row.key = Some(new.clone());
+            let old = row.key.replace(new.clone());
+            if let Some(former) = &mut row.former_keys {
+                former.extend(old.filter(|old| *old != new && !former.contains(old)));
+            }
             txn.put(&keys::volume(id), &row.encode())
         })
     }
 
     /// A key by name, and what tells it from others of that name.
-    fn key_of(&self, volume: &Name, key: &str) -> Result<(String, [u8; 8])> {
+    fn key_of(&self, volume: &Name, key: &str) -> Result<KeyIdentity> {
         let found = self.shared.pool.keys().get(key);
         let found = found.ok_or_else(|| Error::wrong_key(format!("volume {volume}"), key, true))?;
-        Ok((key.to_owned(), found.check()))
+        Ok(found.identity())
     }
 
     /// All volumes. One whose row, or whose snapshot's row, is damaged or gone does not keep the others from
@@ -258,6 +263,7 @@ impl Datafs {
             Ok((id, at, row))
         })?;
         let codec = self.shared.codec_of(&row)?;
+        self.shared.expect_keys(id, &row);
         Ok(View::new(self, spec.clone(), id, at, codec))
     }
 
@@ -308,6 +314,44 @@ impl Shared {
             }
         };
         Ok(Codec { compression: row.compression, key })
+    }
+
+    /// Notes with which keys the objects of a volume may be encrypted.
+    fn expect_keys(&self, volume: u64, row: &VolumeRow) -> Arc<ExpectedKeys> {
+        let expected = Arc::new(row.expected_keys());
+        self.expected_keys.write().insert(volume, Arc::clone(&expected));
+        expected
+    }
+
+    /// Reads bytes of an object for a file of a volume, see [`ObjectPool::read_part`]. How the object must be
+    /// protected is in the record of the volume.
+    ///
+    /// [`ObjectPool::read_part`]: crate::data::ObjectPool::read_part
+    pub(crate) fn read_part(
+        &self,
+        volume: u64,
+        object: ObjectId,
+        start: u64,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), ObjectError> {
+        let look_up = || {
+            let row = self.meta.view(|txn| VolumeRow::get(txn, volume));
+            row.map(|row| self.expect_keys(volume, &row)).map_err(|error| ObjectError::Store {
+                operation: "look up the keys of an object",
+                place: format!("volume number {volume}"),
+                source: error.into(),
+            })
+        };
+        let known = self.expected_keys.read().get(&volume).map(Arc::clone);
+        let expected = known.map_or_else(look_up, Ok)?;
+        match self.pool.read_part(&expected, object, start, offset, buffer) {
+            // The volume may have got another key since.
+            Err(ObjectError::Protection { .. }) => {
+                self.pool.read_part(&*look_up()?, object, start, offset, buffer)
+            }
+            done => done,
+        }
     }
 
     /// [`Shared::codec_of`] of a volume by number.

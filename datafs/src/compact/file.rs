@@ -202,7 +202,7 @@ pub(super) fn copy(
             let len = (extent.len - done).min(PIECE_BYTES);
             buffer.resize(len as usize, 0);
             let from = extent.object_offset + done;
-            match shared.pool.read_part(extent.object, extent.object_offset, from, &mut buffer) {
+            match shared.read_part(volume, extent.object, extent.object_offset, from, &mut buffer) {
                 Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
                 other => other?,
             }

@@ -109,7 +109,7 @@ pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactRepo
         // A piece of a pack is small.
         buffer.resize(extent.len as usize, 0);
         let (object, at) = (extent.object, extent.object_offset);
-        match shared.pool.read_part(object, at, at, &mut buffer) {
+        match shared.read_part(live.volume, object, at, at, &mut buffer) {
             Err(ObjectError::Missing { .. }) => return Ok(false),
             other => other?,
         }

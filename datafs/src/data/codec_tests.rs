@@ -8,7 +8,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::encoded::FOOTER_BYTES;
+use super::encoded::{Encoder, FOOTER_BYTES};
 use super::object::Layout;
 use super::s3_server::S3Server;
 use super::s3_tests::pattern;
@@ -50,6 +50,15 @@ fn put(pool: &ObjectPool, codec: &Codec, bytes: &[u8]) -> ObjectId {
     let stored = writer.finish().unwrap();
     assert_eq!((stored.id, stored.len), (id, bytes.len() as u64));
     id
+}
+
+/// What the store holds for an object of this id and these bytes.
+pub(crate) fn encode(codec: &Codec, id: ObjectId, bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = Encoder::new(codec, id).unwrap();
+    let mut out = Vec::new();
+    encoder.update(bytes, &mut out).unwrap();
+    encoder.finish(&mut out).unwrap();
+    out
 }
 
 fn path(dir: &TempDir, id: ObjectId) -> std::path::PathBuf {

@@ -19,7 +19,7 @@ use ring::aead::LessSafeKey;
 use super::checksum::{FRAME_BYTES, OBJECT_BYTES_MAX};
 use super::codec::{Codec, Compression, Compressor, TAG_BYTES, decompress, open, prove, seal};
 use super::error::ObjectError;
-use super::keyring::{CHECK_BYTES, KEY_NAME_BYTES_MAX, Keyring};
+use super::keyring::{CHECK_BYTES, KEY_NAME_BYTES_MAX, KeyIdentity, Keyring};
 use super::object::ObjectId;
 
 /// Length of the footer.
@@ -44,6 +44,8 @@ pub(super) struct EncodedIndex {
     entries: Box<[(u32, u32)]>,
     compression: Compression,
     key: Option<LessSafeKey>,
+    /// Whose derivative the key is.
+    sealed_with: Option<KeyIdentity>,
 }
 
 impl std::fmt::Debug for EncodedIndex {
@@ -93,6 +95,7 @@ impl EncodedIndex {
         }
         let compression = Compression::from_byte(footer[32])
             .ok_or_else(|| corrupt("it is compressed in a way that this build does not know"))?;
+        let mut sealed_with = None;
         let key = match footer[33] {
             0 => None,
             len => {
@@ -101,9 +104,11 @@ impl EncodedIndex {
                 let name = name.ok_or_else(|| corrupt("the name of its key is damaged"))?;
                 let wrong = |missing| ObjectError::Key { id, key: name.to_owned(), missing };
                 let key = keys.get(name).ok_or_else(|| wrong(true))?;
-                if key.check() != footer[CHECK_AT..PROOF_AT] {
+                let identity = key.identity();
+                if identity.1 != footer[CHECK_AT..PROOF_AT] {
                     return Err(wrong(false));
                 }
+                sealed_with = Some(identity);
                 let key = key.for_object(id).ok_or_else(|| wrong(false))?;
                 if prove(&key, &proven(table, footer)).as_ref().map(|tag| &tag[..])
                     != Some(&footer[PROOF_AT..PROOF_AT + TAG_BYTES])
@@ -128,7 +133,12 @@ impl EncodedIndex {
         {
             return Err(corrupt("its frames are not as long as its table says"));
         }
-        Ok(EncodedIndex { id, frame_bytes, data_bytes, offsets, entries, compression, key })
+        Ok(EncodedIndex { id, frame_bytes, data_bytes, offsets, entries, compression, key, sealed_with })
+    }
+
+    /// The key that it is encrypted with.
+    pub(super) fn sealed_with(&self) -> Option<&KeyIdentity> {
+        self.sealed_with.as_ref()
     }
 
     pub(super) fn frame_bytes(&self) -> u64 {

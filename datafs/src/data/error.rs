@@ -36,6 +36,14 @@ pub(crate) enum ObjectError {
         /// There is none of that name; otherwise the one of that name is another.
         missing: bool,
     },
+    /// The object is not protected as the record of its volume says.
+    #[error("object {id} is {found}, which the record of its volume rules out: it was replaced in the store")]
+    Protection {
+        /// The object.
+        id: ObjectId,
+        /// How it is protected instead.
+        found: String,
+    },
     /// The store is full, or what its owner may use of it.
     #[error("no space left in the object store at {place}")]
     NoSpace {
@@ -105,6 +113,7 @@ impl ObjectError {
                 Self::Corrupt { id: *id, byte: *byte, reason: reason.clone() }
             }
             Self::Key { id, key, missing } => Self::Key { id: *id, key: key.clone(), missing: *missing },
+            Self::Protection { id, found } => Self::Protection { id: *id, found: found.clone() },
             Self::NoSpace { place, quota, source } => {
                 Self::NoSpace { place: place.clone(), quota: *quota, source: source.to_string().into() }
             }

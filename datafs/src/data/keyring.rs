@@ -40,6 +40,35 @@ impl fmt::Debug for VolumeKey {
     }
 }
 
+/// A key as records and objects name it: its name, and what tells it from others of that name.
+pub(crate) type KeyIdentity = (String, [u8; CHECK_BYTES]);
+
+/// With which keys the objects of a volume may be encrypted. The record of the volume says so; what an object
+/// says about itself is compared with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ExpectedKeys {
+    /// With none: the volume is not encrypted.
+    None,
+    /// With one of these: those that the volume has, and has had.
+    OneOf(Vec<KeyIdentity>),
+    /// With any: the record is older than the list of the keys that the volume has had.
+    Any,
+    /// Nothing is known about the volume.
+    Unknown,
+}
+
+impl ExpectedKeys {
+    /// Whether an object of the volume may be encrypted with this key, or with none.
+    pub(super) fn allow(&self, key: Option<&KeyIdentity>) -> bool {
+        match (self, key) {
+            (Self::None, key) => key.is_none(),
+            (Self::OneOf(keys), Some(key)) => keys.contains(key),
+            (Self::Any, Some(_)) | (Self::Unknown, _) => true,
+            (Self::OneOf(_) | Self::Any, None) => false,
+        }
+    }
+}
+
 /// A length that ring is asked for.
 struct Length(usize);
 
@@ -81,6 +110,11 @@ impl Keyring {
 impl VolumeKey {
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// How records and objects name it.
+    pub(crate) fn identity(&self) -> KeyIdentity {
+        (self.name.clone(), self.check())
     }
 
     /// What tells this key from others, and says nothing about it.

@@ -18,7 +18,7 @@ mod cache_tests;
 mod checksum;
 mod codec;
 #[cfg(test)]
-mod codec_tests;
+pub(crate) mod codec_tests;
 mod durable;
 mod encoded;
 mod error;
@@ -65,6 +65,7 @@ pub use codec::Compression;
 pub(crate) use error::ObjectError;
 pub(crate) use extent::Extent;
 pub(crate) use gather::{GATHER_BYTES, Gathered};
+pub(crate) use keyring::{ExpectedKeys, KeyIdentity};
 pub(crate) use local_file::Unsynced;
 pub(crate) use object::{ObjectId, StoredObject};
 pub(crate) use pack::{PACK_BYTES, PIECE_BYTES_MAX};

@@ -230,6 +230,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::data::codec::Codec;
+    use crate::data::keyring::ExpectedKeys;
     use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX};
     use crate::data::pack_writer::Packs;
     use crate::data::pool::ObjectPool;
@@ -257,7 +258,7 @@ mod tests {
             let read = |from: usize, to: usize, start: u64| {
                 let mut into = vec![0; to - from];
                 let offset = extent.object_offset + from as u64;
-                pool.read_part(extent.object, start, offset, &mut into).unwrap();
+                pool.read_part(&ExpectedKeys::None, extent.object, start, offset, &mut into).unwrap();
                 assert!(into == bytes[from..to], "{from}..{to} of {len}");
             };
             for (from, to) in [(0, len), (0, len / 2), (len / 3, len), (len / 2, len / 2 + 1), (len - 1, len)]
@@ -283,7 +284,14 @@ mod tests {
         assert!(lens.iter().all(|(_, len)| *len <= max), "{lens:?}");
         for extent in &packed.extents {
             let mut into = vec![0; extent.len as usize];
-            pool.read_part(extent.object, extent.object_offset, extent.object_offset, &mut into).unwrap();
+            pool.read_part(
+                &ExpectedKeys::None,
+                extent.object,
+                extent.object_offset,
+                extent.object_offset,
+                &mut into,
+            )
+            .unwrap();
             let at = if extent.file_offset == 1 << 30 { 0 } else { extent.file_offset as usize };
             assert!(into == bytes[at..at + into.len()]);
         }
@@ -308,7 +316,13 @@ mod tests {
         file.set_len(torn).unwrap();
         let read = |extent: &crate::data::Extent| {
             let mut into = vec![0; extent.len as usize];
-            pool.read_part(extent.object, extent.object_offset, extent.object_offset, &mut into)?;
+            pool.read_part(
+                &ExpectedKeys::None,
+                extent.object,
+                extent.object_offset,
+                extent.object_offset,
+                &mut into,
+            )?;
             assert!(into == bytes);
             Ok(())
         };
@@ -322,12 +336,12 @@ mod tests {
         }
         let mut first = [0; 100];
         let start = one.extents[0].object_offset;
-        pool.read_part(id, start, start, &mut first).unwrap();
+        pool.read_part(&ExpectedKeys::None, id, start, start, &mut first).unwrap();
         assert_eq!(first, bytes[..100]);
         // A header of one place is none elsewhere.
         let whole = std::fs::read(&path).unwrap();
         file.write_all_at(&whole[..HEADER_BYTES], start + 1000 - HEADER_BYTES as u64).unwrap();
-        assert!(pool.read_part(id, start + 1000, start + 1000, &mut first).is_err());
+        assert!(pool.read_part(&ExpectedKeys::None, id, start + 1000, start + 1000, &mut first).is_err());
     }
 
     #[test]
@@ -367,7 +381,14 @@ mod tests {
         let read = |packed: &crate::data::Packed| {
             let [extent] = packed.extents[..] else { panic!("one extent") };
             let mut into = vec![0; bytes.len()];
-            pool.read_part(extent.object, extent.object_offset, extent.object_offset, &mut into).unwrap();
+            pool.read_part(
+                &ExpectedKeys::None,
+                extent.object,
+                extent.object_offset,
+                extent.object_offset,
+                &mut into,
+            )
+            .unwrap();
             assert!(into == bytes);
         };
         read(&first);
@@ -409,7 +430,7 @@ mod tests {
                         let [extent] = packed.extents[..] else { panic!("one extent") };
                         let mut into = vec![0; bytes.len()];
                         let at = extent.object_offset;
-                        pool.read_part(extent.object, at, at, &mut into).unwrap();
+                        pool.read_part(&ExpectedKeys::None, extent.object, at, at, &mut into).unwrap();
                         assert!(into == bytes, "{thread}/{i}");
                     }
                 });

@@ -17,7 +17,7 @@ use super::cache::Cache;
 use super::codec::Codec;
 use super::error::{ObjectError, Result, threads_gone};
 use super::gather::PendingPacks;
-use super::keyring::Keyring;
+use super::keyring::{ExpectedKeys, Keyring};
 #[cfg(test)]
 use super::local::LocalStore;
 #[cfg(test)]
@@ -25,7 +25,7 @@ use super::object::StoredObject;
 use super::object::{Layout, ObjectId};
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
-use super::reader::OpenObjects;
+use super::reader::{OpenObject, OpenObjects};
 use super::remote::RemoteStore;
 use super::runtime::{Io, IoRuntime};
 use super::segment::Buffers;
@@ -181,30 +181,46 @@ impl ObjectPool {
         self.shared.open.get(self, id)?.read(range)
     }
 
-    /// Fills `buffer` with the bytes of an object from `offset` on, verified. Fails with
-    /// [`ObjectError::Corrupt`] when the object has fewer bytes than that.
+    /// Fills `buffer` with the bytes of an object from `offset` on, verified. The object may be protected in any
+    /// way. Fails with [`ObjectError::Corrupt`] when the object has fewer bytes than that.
     pub(crate) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.read_part(id, offset, offset, buffer)
+        self.read_part(&ExpectedKeys::Unknown, id, offset, offset, buffer)
     }
 
-    /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object.
-    pub(crate) fn read_part(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object. Fails with
+    /// [`ObjectError::Protection`] when the object is not protected as its volume expects.
+    pub(crate) fn read_part(
+        &self,
+        expected: &ExpectedKeys,
+        id: ObjectId,
+        start: u64,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<()> {
         match id.layout() {
-            Layout::Pack => self.shared.packs.read_into(id, start, offset, buffer),
-            Layout::Gathered if self.shared.pending.read_into(id, offset, buffer)? => Ok(()),
-            _ => {
-                let object = self.shared.open.get(self, id)?;
-                match (object.read_into(offset, buffer), self.cache()) {
-                    // The copy may be damaged while the original is not.
-                    (Err(ObjectError::Corrupt { .. }), Some(cache)) if object.is_copy() => {
-                        self.shared.open.forget(id);
-                        cache.discard(id);
-                        self.shared.open.get(self, id)?.read_into(offset, buffer)
-                    }
-                    (read, _) => read,
-                }
-            }
+            Layout::Pack => return self.shared.packs.read_into(id, start, offset, buffer),
+            Layout::Gathered if self.shared.pending.read_into(id, offset, buffer)? => return Ok(()),
+            _ => {}
         }
+        let mut read = |object: &OpenObject| {
+            object.check_protection(expected).and_then(|()| object.read_into(offset, buffer))
+        };
+        let object = self.shared.open.get(self, id)?;
+        match (read(&object), self.cache()) {
+            // The copy may be damaged while the original is not.
+            (Err(ObjectError::Corrupt { .. }), Some(cache)) if object.is_copy() => {
+                self.forget_copy(cache, id)
+            }
+            (Err(ObjectError::Protection { .. }), Some(cache)) => self.forget_copy(cache, id),
+            (done, _) => return done,
+        }
+        read(&*self.shared.open.get(self, id)?)
+    }
+
+    /// Opens the object in the store itself next time.
+    fn forget_copy(&self, cache: &Cache, id: ObjectId) {
+        self.shared.open.forget(id);
+        cache.discard(id);
     }
 
     /// Sees that all of an object is on this machine, verified; tells `progress` the bytes of each step.

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
 use super::index::Index;
+use super::keyring::ExpectedKeys;
 use super::local_data::LocalData;
 use super::object::ObjectId;
 use super::pool::ObjectPool;
@@ -79,6 +80,20 @@ impl OpenObject {
     /// Bytes of data.
     pub(super) fn data_bytes(&self) -> u64 {
         self.index.data_bytes()
+    }
+
+    /// Fails unless it is protected as its volume wants. Objects that are not encoded have that in their id,
+    /// which the metadata holds.
+    pub(super) fn check_protection(&self, expected: &ExpectedKeys) -> Result<()> {
+        let Index::Encoded(index) = &*self.index else { return Ok(()) };
+        if expected.allow(index.sealed_with()) {
+            return Ok(());
+        }
+        let found = match index.sealed_with() {
+            None => "not encrypted".to_owned(),
+            Some((key, _)) => format!("encrypted with the key {key:?}"),
+        };
+        Err(ObjectError::Protection { id: self.id, found })
     }
 
     fn memory_bytes(&self) -> usize {

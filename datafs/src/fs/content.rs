@@ -5,7 +5,8 @@
 
 use super::dirty::slice;
 use super::types::FileKind;
-use crate::data::{Extent, ObjectError, ObjectId, ObjectPool, Pack};
+use crate::data::{Extent, ObjectError, ObjectId, Pack};
+use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Inode, decode_extent, encode_extent};
@@ -150,7 +151,13 @@ impl Layout {
 
     /// Fills `buffer` with the file's bytes from `offset` on, and with zeroes where it has none; the
     /// range lies in that of the layout.
-    pub(crate) fn read(&self, pool: &ObjectPool, offset: u64, buffer: &mut [u8]) -> Result<(), ObjectError> {
+    pub(crate) fn read(
+        &self,
+        shared: &Shared,
+        volume: u64,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
         // Up to where it is filled.
@@ -168,7 +175,7 @@ impl Layout {
                 buffer[filled..at].fill(0);
             }
             let into = &mut buffer[at..part_end];
-            pool.read_part(part.object, extent.object_offset, part.object_offset, into)?;
+            shared.read_part(volume, part.object, extent.object_offset, part.object_offset, into)?;
             filled = filled.max(part_end);
         }
         buffer[filled..].fill(0);

@@ -207,7 +207,13 @@ impl Dirty {
     }
 
     /// Lays what is unflushed over `buffer`, which is the file from `offset` on.
-    pub(crate) fn overlay(&mut self, shared: &Arc<Shared>, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    pub(crate) fn overlay(
+        &mut self,
+        shared: &Arc<Shared>,
+        volume: u64,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<()> {
         let end = offset + buffer.len() as u64;
         if self.open.as_ref().is_some_and(|open| !open.is_readable())
             && clip(&self.sealed, offset, end).next().is_some()
@@ -220,7 +226,10 @@ impl Dirty {
             let part = &mut buffer[at..at + extent.len as usize];
             match &open {
                 Some((id, open)) if *id == extent.object => open.read_into(extent.object_offset, part)?,
-                _ => shared.pool.read_into(extent.object, extent.object_offset, part)?,
+                _ => {
+                    let at = extent.object_offset;
+                    shared.read_part(volume, extent.object, at, at, part)?;
+                }
             }
         }
         let first = self.runs.range(..=offset).next_back().map_or(offset, |(at, _)| *at);

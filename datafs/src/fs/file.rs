@@ -177,7 +177,7 @@ impl OpenFile {
         let unflushed_end = open.unflushed().map_or(0, |unflushed| unflushed.end);
         self.read_committed(offset, end, unflushed_end, buffer)?;
         if let Some(mut dirty) = dirty {
-            dirty.overlay(&self.view.shared, offset, buffer.filled_mut())?;
+            dirty.overlay(&self.view.shared, self.view.volume, offset, buffer.filled_mut())?;
         }
         Ok(())
     }
@@ -194,7 +194,7 @@ impl OpenFile {
             attempts -= 1;
             let layout = self.layout(offset, end)?;
             let into = buffer.take(offset, end.min(layout.size.max(unflushed_end)))?;
-            match layout.read(&self.view.shared.pool, offset, into) {
+            match layout.read(&self.view.shared, self.view.volume, offset, into) {
                 // Overwritten by somebody and collected since the lookup: look again.
                 Err(ObjectError::Missing { .. }) if attempts > 0 => {}
                 Err(error) => return Err(error.into()),
@@ -248,7 +248,7 @@ impl OpenFile {
     fn read_fixed(&self, offset: u64, end: u64, buffer: &mut ReadBuffer) -> Result<()> {
         let Some(layout) = self.fixed()? else { return self.read_committed(offset, end, 0, buffer) };
         let into = buffer.take(offset, end.min(layout.size))?;
-        match layout.read(&self.view.shared.pool, offset, into) {
+        match layout.read(&self.view.shared, self.view.volume, offset, into) {
             // Either the snapshot was deleted, which this says, or the object is lost.
             Err(ObjectError::Missing { id }) => {
                 self.view.catch_up()?;

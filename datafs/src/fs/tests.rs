@@ -7,6 +7,7 @@ mod extended;
 mod faults;
 mod model;
 mod on_postgres;
+mod protection;
 mod rates;
 mod reference;
 mod semantics;

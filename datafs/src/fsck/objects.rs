@@ -6,13 +6,13 @@ use super::repair::Fix;
 use super::report::{Findings, ProblemKind};
 use super::scan::object_fact;
 use super::sorter::{Sorted, Sorter};
-use crate::data::ObjectId;
+use crate::data::{ExpectedKeys, ObjectId};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::references::References;
-use crate::meta::versioned::record_of;
+use crate::meta::versioned::{VolumeRow, record_of};
 
 /// Extents of an object that are kept to say whose data it is.
 const WITNESSES_MAX: usize = 16;
@@ -58,8 +58,12 @@ impl Witness {
         if self.key.first() == Some(&keys::HISTORY) { record_of(&self.key) } else { &self.key[9..] }
     }
 
+    fn volume(&self) -> u64 {
+        self.key.get(1..9).and_then(keys::number).unwrap_or(0)
+    }
+
     fn place(&self) -> String {
-        let volume = self.key.get(1..9).and_then(|v| v.try_into().ok()).map_or(0, u64::from_be_bytes);
+        let volume = self.volume();
         let ino = keys::node_of(self.record()).map_or(0, |(ino, _)| ino);
         let at = keys::extent_offset(self.record()).unwrap_or_default();
         let held = if self.key.first() == Some(&keys::HISTORY) { ", held by a snapshot" } else { "" };
@@ -186,10 +190,16 @@ impl Group {
     fn scrub(&mut self, shared: &Shared, witness: &Witness, findings: &mut Findings<'_>) -> Result<()> {
         let end = witness.offset.saturating_add(witness.len);
         let mut at = self.scrubbed_to.max(witness.offset);
+        if at >= end {
+            return Ok(());
+        }
+        // The record of a volume that is being deleted, or is damaged, says nothing.
+        let row = shared.meta.view(|txn| VolumeRow::get(txn, witness.volume()));
+        let expected = row.map_or(ExpectedKeys::Unknown, |row| row.expected_keys());
         while at < end {
             let len = (end - at).min(SCRUB_BYTES);
             let mut buffer = vec![0; len as usize];
-            let read = shared.pool.read_part(self.id, witness.offset, at, &mut buffer);
+            let read = shared.pool.read_part(&expected, self.id, witness.offset, at, &mut buffer);
             match read.map_err(Error::from) {
                 Ok(()) => {}
                 // The store is away: nothing is said about the data.

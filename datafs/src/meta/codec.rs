@@ -91,6 +91,11 @@ impl<'a> Decoder<'a> {
         String::from_utf8(bytes).map_err(|_| self.damaged("text is not UTF-8"))
     }
 
+    /// Whether everything was taken.
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.rest.is_empty()
+    }
+
     pub(crate) fn finish(self) -> Result<()> {
         if self.rest.is_empty() { Ok(()) } else { Err(self.damaged("the record is too long")) }
     }

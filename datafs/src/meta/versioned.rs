@@ -18,7 +18,7 @@ use super::inode::{Inode, Timestamp, stored_bytes};
 use super::keys;
 use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
-use crate::data::Compression;
+use crate::data::{Compression, ExpectedKeys, KeyIdentity};
 use crate::error::{Error, Result};
 
 /// Pairs that a scan takes from the engine at a time.
@@ -46,13 +46,15 @@ pub(crate) struct VolumeRow {
     /// How new file data is compressed.
     pub(crate) compression: Compression,
     /// The key that new file data is encrypted with, and what tells it from others of its name.
-    pub(crate) key: Option<(String, [u8; 8])>,
+    pub(crate) key: Option<KeyIdentity>,
+    /// The keys that it had before. `None` where a version that did not list them wrote the record.
+    pub(crate) former_keys: Option<Vec<KeyIdentity>>,
 }
 
 impl VolumeRow {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let (seconds, nanos) = self.created.parts();
-        Encoder::default()
+        let row = Encoder::default()
             .u64(self.epoch)
             .u64(self.last_snapshot)
             .u8(u8::from(self.deleting))
@@ -62,8 +64,16 @@ impl VolumeRow {
             .u8(self.compression.to_byte())
             .u8(self.compression.level())
             .bytes(self.key.as_ref().map_or(&[], |(name, _)| name.as_bytes()))
-            .bytes(self.key.as_ref().map_or(&[], |(_, check)| check))
-            .finish()
+            .bytes(self.key.as_ref().map_or(&[], |(_, check)| check));
+        let row = match &self.former_keys {
+            Some(keys) if self.key.is_some() => {
+                keys.iter().fold(row.u32(keys.len() as u32), |row, (name, check)| {
+                    row.bytes(name.as_bytes()).bytes(check)
+                })
+            }
+            _ => row,
+        };
+        row.finish()
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<VolumeRow> {
@@ -76,17 +86,34 @@ impl VolumeRow {
             name: from.string()?,
             compression: Compression::None,
             key: None,
+            former_keys: None,
         };
         let (way, level) = (from.u8()?, from.u8()?);
         row.compression = Compression::from_parts(way, level)
             .ok_or_else(|| Error::corrupt("volume record", "a compression that this build does not know"))?;
         let (key, check) = (from.string()?, from.bytes()?);
+        let no_check = |_| Error::corrupt("volume record", "a key without check");
         if !key.is_empty() {
-            let check = check.try_into();
-            row.key = Some((key, check.map_err(|_| Error::corrupt("volume record", "a key without check"))?));
+            row.key = Some((key, check.try_into().map_err(no_check)?));
+        }
+        if !from.is_at_end() {
+            let mut keys = Vec::new();
+            for _ in 0..from.u32()? {
+                keys.push((from.string()?, from.bytes()?.try_into().map_err(no_check)?));
+            }
+            row.former_keys = Some(keys);
         }
         from.finish()?;
         Ok(row)
+    }
+
+    /// With which keys its objects may be encrypted.
+    pub(crate) fn expected_keys(&self) -> ExpectedKeys {
+        match (&self.key, &self.former_keys) {
+            (None, _) => ExpectedKeys::None,
+            (Some(_), None) => ExpectedKeys::Any,
+            (Some(key), Some(former)) => ExpectedKeys::OneOf(former.iter().chain([key]).cloned().collect()),
+        }
     }
 
     /// The row of a volume that is not being deleted.
