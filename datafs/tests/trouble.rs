@@ -3,8 +3,12 @@
 
 use std::path::Path;
 
-use millrace_datafs::{Config, Datafs, Error, OpenFlags, Owner, Publish, View};
+use millrace_datafs::{
+    Compression, Config, Datafs, Error, FromFile, OpenFlags, Owner, Publish, Secret, View, VolumeOptions,
+};
 use nix::mount::{MntFlags, MsFlags};
+use rand::rngs::StdRng;
+use rand::{RngCore as _, SeedableRng as _};
 
 #[test]
 fn a_home_that_cannot_be_written_says_so() {
@@ -147,4 +151,74 @@ fn garbage_goes_from_a_disk_without_a_free_byte() {
     assert_eq!(datafs.gc().unwrap().objects, 1);
     publish(&view, "new", &bytes[..2_000_000]).unwrap();
     assert_eq!(view.read_file("new").unwrap().len(), 2_000_000);
+}
+
+/// What is compressed or encrypted on a disk that fills up in the middle of a file.
+#[test]
+fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
+    use std::io::{Seek as _, Write as _};
+    for key in [None, Some("k")] {
+        let Some(disk) = SmallDisk::new(24) else { return };
+        let home = disk.0.path().join("home");
+        std::fs::create_dir(&home).unwrap();
+        let file = disk.0.path().join("key");
+        std::fs::write(&file, [7; 32]).unwrap();
+        let encryption_keys = [("k".to_owned(), Secret::File(FromFile { file }))].into();
+        let config = Config {
+            garbage_grace_ms: 0,
+            gc_interval_ms: 0,
+            write_buffer_bytes_max: 1 << 20,
+            encryption_keys,
+            ..Config::default()
+        };
+        let datafs = Datafs::open(&home, &config).unwrap();
+        let options = VolumeOptions {
+            compression: Compression::Zstd { level: 1 },
+            encryption_key: key.map(str::to_owned),
+        };
+        datafs.volume_create_with(&"v".parse().unwrap(), &options).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let owner = Owner { uid: 0, gid: 0 };
+        let create = |name: &str| {
+            view.create(view.root(), name.as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap().1
+        };
+        let mut ballast = std::fs::File::create(disk.0.path().join("ballast")).unwrap();
+        ballast.write_all(&vec![1; 12 << 20]).unwrap();
+        // One writes from front to back, one in pieces that leave gaps.
+        let mut random = StdRng::seed_from_u64(1);
+        let mut piece = vec![0; 100_000];
+        for (name, step) in [("in order", 100_000), ("with gaps", 150_000)] {
+            let file = create(name);
+            let mut content = Vec::new();
+            let mut at = 0;
+            let full = loop {
+                random.fill_bytes(&mut piece);
+                match file.write_at(at as u64, &piece) {
+                    Ok(_) => content.resize(at + piece.len(), 0),
+                    Err(error) => break error,
+                }
+                content[at..].copy_from_slice(&piece);
+                at += step;
+            };
+            assert!(matches!(full, Error::NoSpace { .. }), "{name}: {full:?}");
+            for _ in 0..3 {
+                let full = file.fsync().unwrap_err();
+                assert!(matches!(full, Error::NoSpace { .. }), "{name}: {full:?}");
+                let full = file.write_at(at as u64, &vec![1; 2 << 20]).unwrap_err();
+                assert!(matches!(full, Error::NoSpace { .. }), "{name}: {full:?}");
+            }
+            ballast.set_len(0).unwrap();
+            file.fsync().unwrap();
+            assert!(file.read_at(0, content.len() + 1).unwrap() == content, "{name}");
+            drop(file);
+            let again = Datafs::open(&home, &config).unwrap();
+            let other = again.view(&"v".parse().unwrap()).unwrap();
+            assert!(other.read_file(name).unwrap() == content, "{name}");
+            drop((again, other));
+            view.remove_file(name).unwrap();
+            datafs.gc().unwrap();
+            ballast.rewind().unwrap();
+            ballast.write_all(&vec![1; 12 << 20]).unwrap();
+        }
+    }
 }

@@ -214,10 +214,6 @@ impl Encoder {
         })
     }
 
-    pub(super) fn id(&self) -> ObjectId {
-        self.id
-    }
-
     /// Bytes taken so far.
     pub(super) fn data_bytes(&self) -> u64 {
         self.data_bytes

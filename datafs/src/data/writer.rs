@@ -23,7 +23,7 @@ const GATHER_BYTES: usize = 256 * 1024;
 /// A new object. Bytes are appended; [`ObjectWriter::complete`] makes it exist. What failed was not taken,
 /// and both may be tried again, as long as nothing was lost: after a failure to encode, and when a store in
 /// the cloud is away while more waits to be sent again than is kept, the writer only returns errors, so that
-/// no later success can hide bytes that were lost.
+/// no later success can hide bytes that were lost. Of a full disk nothing is lost.
 #[derive(Debug)]
 pub(crate) struct ObjectWriter {
     pool: ObjectPool,
@@ -71,7 +71,7 @@ impl ObjectWriter {
         }
     }
 
-    /// A writer whose object is compressed or encrypted. On a local store it only returns errors after one.
+    /// A writer whose object is compressed or encrypted.
     pub(super) fn encoded(pool: ObjectPool, codec: &Codec) -> Result<ObjectWriter> {
         let id = pool.new_id(Layout::Encoded);
         let mut writer = ObjectWriter::new(pool);
@@ -107,7 +107,7 @@ impl ObjectWriter {
 
     /// Whether [`ObjectWriter::read_into`] works; otherwise the object has to be finished first.
     pub(crate) fn is_readable(&self) -> bool {
-        self.pool.is_local() && self.encoder.is_none()
+        self.pool.is_local() && self.id.is_none_or(|id| !id.is_encoded())
     }
 
     /// Fills `buffer` with what was appended, from `offset` on. Not verified.
@@ -129,8 +129,7 @@ impl ObjectWriter {
         Ok(())
     }
 
-    /// Appends bytes: all or, on error, none (an encoded object of a local store then takes no more). Blocks
-    /// while the store is too many parts behind.
+    /// Appends bytes: all or, on error, none. Blocks while the store is too many parts behind.
     pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
@@ -144,11 +143,13 @@ impl ObjectWriter {
         match (self.encoder.is_some(), self.pool.is_local()) {
             (false, true) => self.append_local(bytes),
             (true, true) => {
-                let encoded = self.encode(bytes).and_then(|()| match self.buffer.len() {
-                    ..GATHER_BYTES => Ok(()),
-                    _ => self.write_gathered(),
-                });
-                encoded.inspect_err(|_| self.failed = true)
+                // What the disk did not take before; nothing of these bytes was taken if it still does not.
+                self.write_if_full()?;
+                self.encode(bytes).inspect_err(|_| self.failed = true)?;
+                if let Err(error) = self.write_if_full() {
+                    tracing::debug!(%error, "encoded bytes of an object are kept in memory");
+                }
+                Ok(())
             }
             (is_encoded, false) => {
                 // What the store did not take before; nothing of these bytes was taken if it still does not.
@@ -231,15 +232,18 @@ impl ObjectWriter {
         }
     }
 
+    fn write_if_full(&mut self) -> Result<()> {
+        if self.buffer.len() >= GATHER_BYTES { self.write_gathered() } else { Ok(()) }
+    }
+
     /// Ends an encoded object of a local store.
-    fn complete_encoded(&mut self, encoder: Encoder) -> Result<Finished> {
-        let object = StoredObject { id: encoder.id(), len: encoder.data_bytes() };
-        // Nothing can be appended to what is finished, or has failed half-way.
-        self.failed = true;
-        encoder.finish(&mut self.buffer).map_err(|reason| self.not_encoded(reason))?;
+    fn complete_encoded(&mut self) -> Result<Finished> {
+        let object = self.end()?;
         self.write_gathered()?;
         let unsynced = self.local_file()?.finish(&[])?;
         self.sink = None;
+        // Nothing can be appended to what is finished.
+        self.failed = true;
         Ok(Finished { object, unsynced: Some(Arc::new(unsynced)) })
     }
 
@@ -303,8 +307,8 @@ impl ObjectWriter {
         }
         let finished = if !self.pool.is_local() {
             self.complete_remote()?
-        } else if let Some(encoder) = self.encoder.take() {
-            self.complete_encoded(*encoder)?
+        } else if self.id.is_some_and(|id| id.is_encoded()) {
+            self.complete_encoded()?
         } else {
             self.complete_local()?
         };
@@ -313,8 +317,8 @@ impl ObjectWriter {
         Ok(finished)
     }
 
-    /// Writes the end of an object in the cloud, in memory: from now on its length and its last part stay
-    /// what they are, however often the rest is tried.
+    /// Writes the end of an object in the cloud, or of an encoded one, in memory: from now on its length and its
+    /// last part stay what they are, however often the rest is tried.
     fn end(&mut self) -> Result<StoredObject> {
         if let Some(object) = self.ending {
             return Ok(object);

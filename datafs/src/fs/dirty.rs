@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
-use crate::data::{Codec, Extent, ObjectId, ObjectPool, ObjectWriter, PIECE_BYTES_MAX};
+use crate::data::{Codec, Extent, ObjectId, ObjectWriter, PIECE_BYTES_MAX};
 use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 use crate::meta::engine::Prerequisite;
@@ -78,7 +78,13 @@ impl Dirty {
 
     /// Takes a write. The caller has checked that `offset + data.len()` does not overflow. On error
     /// nothing of it was taken.
-    pub(crate) fn write(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
+    pub(crate) fn write(
+        &mut self,
+        shared: &Arc<Shared>,
+        codec: &Codec,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
@@ -86,7 +92,7 @@ impl Dirty {
         if self.sequence.end != offset {
             self.sequence.start = offset;
         } else if end - self.sequence.start > STREAM_BYTES_MIN && !self.is_ending() {
-            self.stream(pool, codec, offset, data)?;
+            self.stream(shared, codec, offset, data)?;
             self.sequence.end = end;
             return Ok(());
         }
@@ -112,8 +118,8 @@ impl Dirty {
 
     /// [`Dirty::write`] of bytes that were promised to be taken, of which [`Dirty::streams`] is true: they
     /// stay in memory when the object does not take them. The next write tries that first, and reports it.
-    pub(crate) fn stream_taken(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) {
-        if let Err(error) = self.append(pool, codec, offset, data) {
+    pub(crate) fn stream_taken(&mut self, shared: &Shared, codec: &Codec, offset: u64, data: &[u8]) {
+        if let Err(error) = self.append(shared, codec, offset, data) {
             tracing::debug!(%error, "a write that was answered is kept in memory");
             self.keep(offset, data);
         }
@@ -121,18 +127,21 @@ impl Dirty {
     }
 
     /// Takes a write of a sequential writer into the open object, behind what it wrote before.
-    fn stream(&mut self, pool: &ObjectPool, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
+    fn stream(&mut self, shared: &Arc<Shared>, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
         if !self.runs.is_empty() {
-            self.spill(pool, codec)?;
+            self.spill(shared, codec)?;
         }
-        self.append(pool, codec, offset, data)
+        self.append(shared, codec, offset, data)
     }
 
     /// Moves what is in memory to the open object; it survives nothing yet. On error what was not moved
     /// is still in memory.
-    pub(crate) fn spill(&mut self, pool: &ObjectPool, codec: &Codec) -> Result<()> {
+    pub(crate) fn spill(&mut self, shared: &Arc<Shared>, codec: &Codec) -> Result<()> {
+        if self.is_ending() {
+            self.complete(shared)?;
+        }
         while let Some((at, run)) = self.runs.pop_first() {
-            if let Err(error) = self.append(pool, codec, at, &run) {
+            if let Err(error) = self.append(shared, codec, at, &run) {
                 self.runs.insert(at, run);
                 return Err(error);
             }
@@ -141,10 +150,10 @@ impl Dirty {
         Ok(())
     }
 
-    fn append(&mut self, pool: &ObjectPool, codec: &Codec, file_offset: u64, data: &[u8]) -> Result<()> {
+    fn append(&mut self, shared: &Shared, codec: &Codec, file_offset: u64, data: &[u8]) -> Result<()> {
         let writer = match &mut self.open {
             Some(writer) => writer,
-            none => none.insert(pool.writer(codec)?),
+            none => none.insert(shared.pool.writer(codec)?),
         };
         let (object, object_offset) = (writer.id(), writer.len());
         writer.append(data)?;
@@ -282,7 +291,7 @@ impl Dirty {
             self.bytes = 0;
             return Ok(());
         }
-        self.spill(&shared.pool, codec)?;
+        self.spill(shared, codec)?;
         self.complete(shared)
     }
 

@@ -316,7 +316,7 @@ impl OpenFile {
             || runs >= PIECES_MAX
             || (all > config.write_buffers_bytes_max && own > SEAL_BYTES_MIN)
         {
-            counted(shared, &mut dirty, |dirty| dirty.spill(&shared.pool, self.view.codec()))?;
+            counted(shared, &mut dirty, |dirty| dirty.spill(shared, self.view.codec()))?;
         }
         let mtime = Timestamp::now();
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
@@ -331,11 +331,9 @@ impl OpenFile {
         if data.len() >= EARLY_BYTES_MIN && dirty.streams(offset, data.len()) {
             note(&dirty);
             taken();
-            counted(shared, &mut dirty, |dirty| {
-                dirty.stream_taken(&shared.pool, self.view.codec(), offset, data)
-            });
+            counted(shared, &mut dirty, |dirty| dirty.stream_taken(shared, self.view.codec(), offset, data));
         } else {
-            counted(shared, &mut dirty, |dirty| dirty.write(&shared.pool, self.view.codec(), offset, data))?;
+            counted(shared, &mut dirty, |dirty| dirty.write(shared, self.view.codec(), offset, data))?;
         }
         note(&dirty);
         Ok(data.len())
