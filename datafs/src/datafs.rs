@@ -20,7 +20,7 @@ use crate::fs::lock::HoldersAsked;
 use crate::fs::open_table::OpenTable;
 use crate::fs::orphan::Orphans;
 use crate::fs::types::{FIRST_INO, INO_MAX};
-use crate::gc::Collector;
+use crate::gc::{Collector, RoomMaker};
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::keys;
@@ -80,6 +80,7 @@ pub(crate) struct Shared {
     /// Unflushed bytes of all open files.
     pub(crate) unflushed_bytes: AtomicUsize,
     pub(crate) collector: Collector,
+    pub(crate) room_maker: RoomMaker,
     pub(crate) watchers: Watchers,
     pub(crate) compaction: Compaction,
     /// With which keys the objects of each volume may be encrypted.
@@ -123,6 +124,7 @@ impl Datafs {
             holders_asked: HoldersAsked::default(),
             unflushed_bytes: AtomicUsize::new(0),
             collector: Collector::default(),
+            room_maker: RoomMaker::default(),
             watchers: Watchers::default(),
             compaction: Compaction::default(),
             expected_keys: RwLock::default(),

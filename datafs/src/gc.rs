@@ -8,6 +8,7 @@
 //!  - dead sessions: their objects that no extent points at.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -152,14 +153,43 @@ fn collect_and_compact(shared: &Arc<Shared>) {
     }
 }
 
+/// Collections for the sake of those who found no space.
+#[derive(Debug, Default)]
+pub(crate) struct RoomMaker {
+    /// Held by the one that is under way.
+    running: Mutex<()>,
+    /// How many have deleted something.
+    successes: AtomicU64,
+}
+
 impl Shared {
+    /// Deletes garbage for somebody who found no space, without the grace period: readers of other processes look
+    /// up once more where an object went. Returns whether there is more space since the call.
+    pub(crate) fn make_room(&self) -> bool {
+        let before = self.room_maker.successes.load(Ordering::Acquire);
+        let _running = self.room_maker.running.lock();
+        if self.room_maker.successes.load(Ordering::Acquire) > before {
+            return true;
+        }
+        let mut report = GcReport::default();
+        if let Err(error) = self.collect_objects(Duration::ZERO, &mut report) {
+            tracing::warn!(%error, "collecting garbage on a full disk");
+        }
+        // What takes longer: snapshots and volumes in deletion, what dead processes have left.
+        self.collector.wake();
+        if report.objects > 0 {
+            self.room_maker.successes.fetch_add(1, Ordering::AcqRel);
+        }
+        report.objects > 0
+    }
+
     pub(crate) fn collect(&self) -> Result<GcReport> {
         let mut report = GcReport::default();
         self.answer_round()?;
         self.collect_sessions(&mut report)?;
         self.collect_deletions(&mut report)?;
         report.inodes += self.tend_orphans()?;
-        self.collect_objects(&mut report)?;
+        self.collect_objects(Duration::from_millis(self.config.garbage_grace_ms), &mut report)?;
         Ok(report)
     }
 
@@ -352,7 +382,7 @@ impl Shared {
         self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
     }
 
-    fn collect_objects(&self, report: &mut GcReport) -> Result<()> {
+    fn collect_objects(&self, grace: Duration, report: &mut GcReport) -> Result<()> {
         let mut last: Option<Vec<u8>> = None;
         loop {
             let page = self.page(&keys::all_garbage(), last.as_deref())?;
@@ -360,7 +390,6 @@ impl Shared {
             for (key, value) in &page {
                 let mut from = Decoder::new("garbage record", value);
                 let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
-                let grace = Duration::from_millis(self.config.garbage_grace_ms);
                 if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
                     due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
                 }

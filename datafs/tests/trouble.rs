@@ -4,11 +4,12 @@
 use std::path::Path;
 
 use millrace_datafs::{
-    Compression, Config, Datafs, Error, FromFile, OpenFlags, Owner, Publish, Secret, View, VolumeOptions,
+    Compression, Config, Datafs, Error, FromFile, FsckOptions, OpenFlags, Owner, Publish, Secret, View,
+    VolumeOptions,
 };
 use nix::mount::{MntFlags, MsFlags};
 use rand::rngs::StdRng;
-use rand::{RngCore as _, SeedableRng as _};
+use rand::{Rng as _, RngCore as _, SeedableRng as _};
 
 #[test]
 fn a_home_that_cannot_be_written_says_so() {
@@ -221,4 +222,63 @@ fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
             ballast.write_all(&vec![1; 12 << 20]).unwrap();
         }
     }
+}
+
+/// Bytes of the files below a folder.
+fn stored(folder: &Path) -> u64 {
+    let bytes = |entry: std::fs::DirEntry| {
+        let metadata = entry.metadata().unwrap();
+        if metadata.is_dir() { stored(&entry.path()) } else { metadata.len() }
+    };
+    std::fs::read_dir(folder).unwrap().map(|entry| bytes(entry.unwrap())).sum()
+}
+
+#[test]
+fn overwriting_one_file_again_and_again_takes_bounded_space() {
+    const FILE: usize = 16 << 20;
+    let Some(disk) = SmallDisk::new(400) else { return };
+    let config = Config { gc_interval_ms: 0, write_buffer_bytes_max: 4 << 20, ..Config::default() };
+    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let owner = Owner { uid: 0, gid: 0 };
+    let (_, file) = view.create(view.root(), "f".as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap();
+    let mut content = vec![0; FILE];
+    let mut random = StdRng::seed_from_u64(2);
+    let mut largest = 0;
+    let mut write = |at: usize, piece: &[u8], content: &mut Vec<u8>| {
+        file.write_at(at as u64, piece).unwrap();
+        content[at..at + piece.len()].copy_from_slice(piece);
+    };
+    // From front to back, without a flush: more than the disk holds.
+    for round in 0..32 {
+        for at in (0..FILE).step_by(1 << 20) {
+            write(at, &[round; 1 << 20], &mut content);
+        }
+        largest = largest.max(stored(disk.0.path()));
+    }
+    assert!(largest < 180 << 20, "{largest} bytes");
+    // Anywhere: every object keeps something that is in use.
+    let mut piece = vec![0; 64 << 10];
+    for round in 0..9_000 {
+        let at = random.random_range(0..FILE - piece.len());
+        random.fill_bytes(&mut piece[..1_000]);
+        write(at, &piece, &mut content);
+        if round % 100 == 0 {
+            largest = largest.max(stored(disk.0.path()));
+        }
+    }
+    assert!(largest < 400 << 20, "{largest} bytes");
+    assert!(file.read_at(0, FILE).unwrap() == content);
+    // With a flush after each round the disk is full of garbage that is too young to go.
+    for round in 0..40 {
+        for at in (0..FILE).step_by(1 << 20) {
+            write(at, &[round; 1 << 20], &mut content);
+        }
+        file.flush().unwrap();
+    }
+    file.fsync().unwrap();
+    assert!(file.read_at(0, FILE).unwrap() == content);
+    let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:?}", report.found);
 }

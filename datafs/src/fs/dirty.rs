@@ -15,6 +15,9 @@ const RUN_BYTES_MAX: usize = 1 << 20;
 
 /// A writer that has written this much without a gap is streamed: its bytes no longer stay in memory.
 const STREAM_BYTES_MIN: u64 = 2 << 20;
+/// Overwritten bytes that the unflushed objects of one file may hold before the next object is begun. With four
+/// times as many, and as many again as are in use, what is in use is copied.
+const DEAD_BYTES_MAX: u64 = 64 << 20;
 /// Objects of this size are synced by who flushes them: others should not wait for that.
 const OWN_SYNC_BYTES_MIN: u64 = 8 << 20;
 
@@ -32,6 +35,8 @@ pub(crate) struct Dirty {
     /// The object that is being written.
     open: Option<ObjectWriter>,
     objects: Vec<FreshObject>,
+    /// Bytes that went to objects since overwritten ones were looked for.
+    unswept_bytes: u64,
     /// The last writes that followed each other.
     sequence: Sequence,
 }
@@ -157,8 +162,60 @@ impl Dirty {
         };
         let (object, object_offset) = (writer.id(), writer.len());
         writer.append(data)?;
+        self.unswept_bytes += data.len() as u64;
         let extent = Extent { file_offset, len: data.len() as u64, object, object_offset };
         self.sealed_bytes += lay_over(&mut self.sealed, extent);
+        Ok(())
+    }
+
+    /// Bytes in objects that were overwritten since.
+    fn dead_bytes(&self) -> u64 {
+        let written = self.objects.iter().map(|object| object.object().len).sum::<u64>();
+        (written + self.open.as_ref().map_or(0, ObjectWriter::len)).saturating_sub(self.sealed_bytes)
+    }
+
+    /// Bounds what overwritten bytes take in the store: deletes objects that are overwritten as a whole, begins
+    /// another object when the open one holds too much, and copies what is in use when even that is too little.
+    /// Cheap unless much was written since the last time.
+    pub(crate) fn sweep(&mut self, shared: &Arc<Shared>, volume: u64, codec: &Codec) -> Result<()> {
+        if self.unswept_bytes < DEAD_BYTES_MAX || self.dead_bytes() < DEAD_BYTES_MAX {
+            return Ok(());
+        }
+        let used: HashSet<ObjectId> = self.sealed.values().map(|extent| extent.object).collect();
+        self.objects.retain(|object| used.contains(&object.object().id));
+        if self.dead_bytes() >= DEAD_BYTES_MAX {
+            self.complete_unsynced(shared)?;
+        }
+        if self.dead_bytes() >= 4 * DEAD_BYTES_MAX + self.sealed_bytes
+            && let Err(error) = self.copy_used(shared, volume, codec)
+        {
+            tracing::debug!(%error, "copying what is in use of unflushed objects; it is tried again later");
+        }
+        self.unswept_bytes = 0;
+        Ok(())
+    }
+
+    /// Copies what is in use of the objects to a new one, and deletes them. None is being written.
+    fn copy_used(&mut self, shared: &Arc<Shared>, volume: u64, codec: &Codec) -> Result<()> {
+        let mut writer = shared.pool.writer(codec)?;
+        let id = writer.id();
+        let mut copied = BTreeMap::new();
+        let mut buffer = Vec::new();
+        for extent in self.sealed.values() {
+            let new = Extent { object: id, object_offset: writer.len(), ..*extent };
+            let mut done = 0;
+            while done < extent.len {
+                let len = (extent.len - done).min(RUN_BYTES_MAX as u64);
+                buffer.resize(len as usize, 0);
+                let at = extent.object_offset + done;
+                shared.read_part(volume, extent.object, extent.object_offset, at, &mut buffer)?;
+                writer.append(&buffer)?;
+                done += len;
+            }
+            lay_over(&mut copied, new);
+        }
+        self.objects = vec![shared.complete(&mut writer)?];
+        self.sealed = copied;
         Ok(())
     }
 
@@ -282,7 +339,8 @@ impl Dirty {
             }
             let object = shared.complete(&mut writer)?;
             let id = object.object().id;
-            self.take(object)?;
+            self.objects.push(object);
+            self.sync_if_large()?;
             for (file_offset, len, object_offset) in extents {
                 let extent = Extent { file_offset, len, object: id, object_offset };
                 self.sealed_bytes += lay_over(&mut self.sealed, extent);
@@ -295,20 +353,31 @@ impl Dirty {
         self.complete(shared)
     }
 
-    /// Completes the open object.
+    /// Completes the open object, and syncs it where it is large.
     fn complete(&mut self, shared: &Arc<Shared>) -> Result<()> {
+        if self.open.is_none() {
+            return Ok(());
+        }
+        self.complete_unsynced(shared)?;
+        self.sync_if_large()
+    }
+
+    /// Completes the open object.
+    fn complete_unsynced(&mut self, shared: &Arc<Shared>) -> Result<()> {
         let Some(writer) = &mut self.open else { return Ok(()) };
         let object = shared.complete(writer)?;
         self.open = None;
         self.sequence = Sequence::default();
-        self.take(object)
+        self.objects.push(object);
+        Ok(())
     }
 
-    fn take(&mut self, object: FreshObject) -> Result<()> {
-        let large = object.object().len >= OWN_SYNC_BYTES_MIN;
-        let synced = if large { object.sync() } else { Ok(()) };
-        self.objects.push(object);
-        synced
+    /// Syncs the newest object where it is large.
+    fn sync_if_large(&self) -> Result<()> {
+        match self.objects.last() {
+            Some(object) if object.object().len >= OWN_SYNC_BYTES_MIN => object.sync(),
+            _ => Ok(()),
+        }
     }
 
     /// What has to be durable before a commit points at the objects.
@@ -337,6 +406,7 @@ impl Dirty {
         }
         self.sealed.clear();
         self.sealed_bytes = 0;
+        self.unswept_bytes = 0;
         self.runs.clear();
         self.sequence = Sequence::default();
         std::mem::take(&mut self.bytes)

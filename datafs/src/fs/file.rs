@@ -281,9 +281,21 @@ impl OpenFile {
         privileged: bool,
         taken: &mut dyn FnMut(),
     ) -> Result<usize> {
+        // Of what failed nothing was taken.
+        with_room(&self.view.shared, || self.write_once(offset, data, privileged, &mut *taken))
+    }
+
+    fn write_once(
+        &self,
+        offset: u64,
+        data: &[u8],
+        privileged: bool,
+        taken: &mut dyn FnMut(),
+    ) -> Result<usize> {
         let open = self.live_for_writing()?;
         let shared = &self.view.shared;
         let mut dirty = open.dirty.lock();
+        dirty.sweep(shared, self.view.volume, self.view.codec())?;
         let (runs, extents) = dirty.pieces();
         if extents >= PIECES_MAX {
             flush_inode(&self.view, open, &mut dirty, Durability::Relaxed)?;
@@ -405,9 +417,26 @@ impl Drop for OpenFile {
     }
 }
 
+/// Runs what may find no space, and once more where a collection of garbage has made some.
+fn with_room<T>(shared: &Shared, mut run: impl FnMut() -> Result<T>) -> Result<T> {
+    match run() {
+        Err(Error::NoSpace { .. }) if shared.make_room() => run(),
+        done => done,
+    }
+}
+
 /// Commits what is unflushed of an inode, whose dirty state the caller has locked. Returns whether
 /// there was anything. On error everything stays as it was and may be tried again.
 pub(super) fn flush_inode(
+    view: &View,
+    open: &OpenInode,
+    dirty: &mut MutexGuard<'_, Dirty>,
+    durability: Durability,
+) -> Result<bool> {
+    with_room(&view.shared, || flush_once(view, open, dirty, durability))
+}
+
+fn flush_once(
     view: &View,
     open: &OpenInode,
     dirty: &mut MutexGuard<'_, Dirty>,
