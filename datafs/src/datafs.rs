@@ -27,6 +27,7 @@ use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::postgres::target::Target;
 use crate::meta::postgres::{self, Postgres};
+use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
@@ -139,10 +140,12 @@ impl Datafs {
 fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metadata, Session)> {
     let meta_path = config.meta_path(home);
     create_dir(meta_path.parent().unwrap_or(home))?;
+    Reserve::of(&meta_path).let_open();
     let engine = Sqlite::open(&meta_path, Duration::from_millis(config.lock_wait_ms))?;
     let meta = Metadata::grouped(engine)?;
     create_dir(sessions_dir)?;
     let session = Session::start(&meta, sessions_dir)?;
+    meta.restore_reserve();
     Ok((meta, session))
 }
 

@@ -185,6 +185,7 @@ impl Shared {
 
     pub(crate) fn collect(&self) -> Result<GcReport> {
         let mut report = GcReport::default();
+        self.meta.restore_reserve();
         self.answer_round()?;
         self.collect_sessions(&mut report)?;
         self.collect_deletions(&mut report)?;
@@ -261,7 +262,7 @@ impl Shared {
     }
 
     fn end_session(&self, id: u64) -> Result<()> {
-        self.meta.transact(Durability::Durable, |txn| {
+        self.meta.transact_making_room(Durability::Durable, |txn| {
             // Kept under its name until the rest is gone, so that a crash here loses nothing.
             txn.put(&keys::session_in_cleanup(id), &[])?;
             session::remove_row(txn, id)
@@ -290,7 +291,7 @@ impl Shared {
         let mut last: Option<Vec<u8>> = None;
         loop {
             let page = |txn: &mut dyn WriteTxn| lock::forget_session(txn, id, last.as_deref(), BATCH);
-            last = self.meta.transact(Durability::Relaxed, page)?;
+            last = self.meta.transact_making_room(Durability::Relaxed, page)?;
             if last.is_none() {
                 return Ok(());
             }
@@ -309,7 +310,7 @@ impl Shared {
                 report.objects += 1;
             }
         }
-        self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::session_in_cleanup(id)))
+        self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::session_in_cleanup(id)))
     }
 
     fn collect_deletions(&self, report: &mut GcReport) -> Result<()> {
@@ -338,8 +339,11 @@ impl Shared {
                 continue;
             }
             for number in self.meta.view(|txn| snapshot::deleting(txn, id))? {
-                let free =
-                    || self.meta.transact(Durability::Relaxed, |txn| snapshot::free_batch(txn, id, number));
+                let free = || {
+                    self.meta.transact_making_room(Durability::Relaxed, |txn| {
+                        snapshot::free_batch(txn, id, number)
+                    })
+                };
                 while !free()? {
                     failpoint::hit("gc-snapshot-batch");
                 }
@@ -364,7 +368,7 @@ impl Shared {
             let end = keys::after_prefix(&prefix);
             let history = prefix == keys::history(id, &[]);
             let batch = || {
-                self.meta.transact(Durability::Relaxed, |txn| {
+                self.meta.transact_making_room(Durability::Relaxed, |txn| {
                     let page = txn.scan(&prefix, &end, Order::Ascending, BATCH)?;
                     for (key, value) in &page {
                         if versioned {
@@ -379,7 +383,7 @@ impl Shared {
             while !batch()? {}
             failpoint::hit("gc-volume-part");
         }
-        self.meta.transact(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
+        self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
     }
 
     fn collect_objects(&self, grace: Duration, report: &mut GcReport) -> Result<()> {
@@ -412,7 +416,7 @@ impl Shared {
             self.pool.delete_all(few)?;
             failpoint::hit("gc-object-deleted");
         }
-        self.meta.transact(Durability::Relaxed, |txn| {
+        self.meta.transact_making_room(Durability::Relaxed, |txn| {
             due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
         })?;
         failpoint::hit("gc-garbage-forgotten");

@@ -97,7 +97,7 @@ impl Session {
             return;
         }
         let gone = meta
-            .transact(Durability::Relaxed, |txn| remove_row(txn, self.id))
+            .transact_making_room(Durability::Relaxed, |txn| remove_row(txn, self.id))
             .inspect(|()| failpoint::hit("session-ended"))
             .and_then(|()| self.directory.as_ref().map_or(Ok(()), |folder| remove_file(folder, self.id)));
         if let Err(error) = gone {
@@ -148,7 +148,8 @@ impl DeadSession {
 fn write_row(meta: &Metadata, id: u64) -> Result<()> {
     let (seconds, nanos) = Timestamp::now().parts();
     let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
-    meta.transact(Durability::Durable, |txn| {
+    // Whoever wants to make room begins with a session.
+    meta.transact_making_room(Durability::Durable, |txn| {
         let mut all = roster(txn.as_read())?;
         all.retain(|other| *other != id);
         all.push(id);

@@ -205,7 +205,7 @@ impl Datafs {
     /// Deletes a volume with its snapshots. It is out of sight, durably, when this returns; its
     /// records and objects are freed in the background.
     pub fn volume_delete(&self, name: &Name) -> Result<()> {
-        self.shared.meta.transact(Durability::Durable, |txn| {
+        self.shared.meta.transact_making_room(Durability::Durable, |txn| {
             let id = find(txn.as_read(), name)?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             row.deleting = true;
@@ -239,7 +239,7 @@ impl Datafs {
     /// Deletes a snapshot. It is out of sight, durably, when this returns; what only it held is freed
     /// in the background. Views of it answer [`Error::Stale`] from now on.
     pub fn snapshot_delete(&self, volume: &Name, snapshot: &Name) -> Result<()> {
-        self.shared.meta.transact(Durability::Durable, |txn| {
+        self.shared.meta.transact_making_room(Durability::Durable, |txn| {
             let id = find(txn.as_read(), volume)?;
             snapshot::begin_delete(txn, id, snapshot.as_str())
         })?;

@@ -295,6 +295,7 @@ impl OpenFile {
         let open = self.live_for_writing()?;
         let shared = &self.view.shared;
         let mut dirty = open.dirty.lock();
+        shared.meta.check_reserve()?;
         dirty.sweep(shared, self.view.volume, self.view.codec())?;
         let (runs, extents) = dirty.pieces();
         if extents >= PIECES_MAX {
@@ -443,6 +444,7 @@ fn flush_once(
     durability: Durability,
 ) -> Result<bool> {
     let Some(unflushed) = open.unflushed().filter(|_| !dirty.is_empty()) else { return Ok(false) };
+    view.shared.meta.check_reserve()?;
     let mut inline = true;
     let committed = loop {
         let placed = place(view, open, dirty, inline, durability)?;

@@ -159,7 +159,7 @@ impl Shared {
         let (volume, ino) = (open.volume, open.ino);
         let (key, own) = (keys::orphan(volume, ino), self.session.id());
         let was_named = open.naming() != Naming::Unnamed;
-        let freed = self.meta.transact(Durability::Relaxed, |txn| {
+        let freed = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             let Some(value) = txn.get(&key)? else { return Ok(true) };
             let mut orphan = Orphan::decode(&value)?;
             let mut holders = Vec::new();
@@ -194,7 +194,7 @@ impl Shared {
         self.hold_orphans()?;
         crate::failpoint::hit("orphans-held");
         let key = keys::answered(self.session.id());
-        self.meta.transact(Durability::Relaxed, |txn| txn.put(&key, &number.to_be_bytes()))?;
+        self.meta.transact_making_room(Durability::Relaxed, |txn| txn.put(&key, &number.to_be_bytes()))?;
         self.orphans.answered.store(number, Ordering::Release);
         Ok(())
     }
@@ -216,7 +216,7 @@ impl Shared {
                 continue;
             }
             let mut closing = Closing::default();
-            let held = self.meta.transact(Durability::Relaxed, |txn| {
+            let held = self.meta.transact_making_room(Durability::Relaxed, |txn| {
                 closing.undo();
                 for (inode, key) in inodes.iter().zip(&wanted) {
                     let Some(value) = txn.get(key)? else { continue };
@@ -304,7 +304,7 @@ impl Shared {
         if orphans.is_empty() {
             return Ok(None);
         }
-        let (number, everybody) = self.meta.transact(Durability::Relaxed, |txn| {
+        let (number, everybody) = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             let everybody = session::roster(txn.as_read())?;
             let number = round_number(txn.as_read())?;
             if everybody == [own] {
@@ -357,7 +357,7 @@ impl Shared {
         let mut freed = 0;
         let mut rest = orphans;
         while !rest.is_empty() {
-            let (done, now) = self.meta.transact(Durability::Relaxed, |txn| {
+            let (done, now) = self.meta.transact_making_room(Durability::Relaxed, |txn| {
                 let (mut done, mut now, mut room) = (0, 0, BATCH);
                 for (volume, ino) in rest {
                     let Some(value) = txn.get(&keys::orphan(*volume, *ino))? else {

@@ -167,6 +167,7 @@ pub(crate) fn drop_link<'a>(
     open: &'a OpenTable,
     closing: &mut Closing<'a>,
 ) -> Result<()> {
+    writer.txn().makes_room();
     inode.nlink = inode.nlink.saturating_sub(1);
     inode.ctime = now;
     inode.lost_name();
@@ -197,12 +198,14 @@ pub(crate) fn drop_link<'a>(
 
 /// Removes the records of an inode that has no entries.
 pub(crate) fn remove_empty(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
+    writer.txn().makes_room();
     records_of(writer, ino, inode, usize::MAX)?.iter().try_for_each(|record| writer.delete(record))
 }
 
 /// Removes at most `limit` records of an inode, its attributes among the first. Returns how many there
 /// were: fewer than `limit` when none is left.
 pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) -> Result<usize> {
+    writer.txn().makes_room();
     let records = node_records(writer, ino, limit)?;
     records.iter().try_for_each(|record| writer.delete(record))?;
     Ok(records.len())

@@ -76,10 +76,15 @@ pub(super) fn finish(shared: &Shared) {
     if shared.checkpoints.rest.swap(0, Ordering::AcqRel) == 0 {
         return;
     }
+    copy_all(shared);
+    failpoint::hit("checkpoint-finished");
+}
+
+/// Copies as much as readers allow, with idle snapshots out of the way.
+pub(super) fn copy_all(shared: &Shared) {
     let idle = std::mem::take(&mut shared.state.lock().idle);
     drop(idle);
     if let Err(error) = shared.engine.checkpoint() {
         tracing::debug!(%error, "copying the rest of the metadata log back; it is tried again");
     }
-    failpoint::hit("checkpoint-finished");
 }

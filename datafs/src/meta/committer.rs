@@ -32,6 +32,15 @@ const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
 /// First and longest pause before a commit that found no space is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
+/// What a commit that makes room, and finds none, tries in turn: to begin the log anew, so that it takes no more
+/// space, and to give up the space that is set aside. Each tells whether it may have helped.
+const RELIEFS: [fn(&Shared) -> bool; 2] = [
+    |shared| {
+        checkpoint::copy_all(shared);
+        true
+    },
+    |shared| shared.reserve.release(),
+];
 /// Records that are put into the cache in one go.
 const CACHE_CHUNK: usize = 256;
 
@@ -141,9 +150,13 @@ fn give_up_turn(shared: &Shared) {
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
     let mut pause = RETRY_PAUSE;
+    let mut reliefs = RELIEFS.iter();
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
+            Err(Error::NoSpace { .. }) if frozen.makes_room && reliefs.any(|relieve| relieve(shared)) => {
+                continue;
+            }
             Err(error) => error,
         };
         let mut state = shared.state.lock();

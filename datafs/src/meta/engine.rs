@@ -78,6 +78,10 @@ pub(crate) trait WriteTxn: ReadTxn {
     /// seen. A hint.
     fn begins(&mut self, _directory: (u64, u64)) {}
 
+    /// Says that the transaction makes room, so that its commit may take the space that is set aside for that. A
+    /// hint.
+    fn makes_room(&mut self) {}
+
     /// The transaction as a reader.
     fn as_read(&mut self) -> &mut dyn ReadTxn;
 }

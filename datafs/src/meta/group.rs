@@ -8,7 +8,8 @@
 //!
 //! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
 //! is committed. What was answered before the disk, or a quota, was used up stays in memory and is tried
-//! again until there is space; meanwhile everything can be read and changes are refused.
+//! again until there is space; meanwhile everything can be read and changes are refused. Changes that make
+//! room take space that is set aside for them (`reserve.rs`).
 //!
 //! While a store in the cloud is away, what points at objects in it stays in memory: it is tried again
 //! until the store is back, who wants to be durable is told, and what was answered is kept.
@@ -36,6 +37,7 @@ use super::layer::Layer;
 use super::overlay::{Changes, View, Write};
 use super::prerequisites::Prerequisites;
 use super::record_cache::RecordCache;
+use super::reserve::Reserve;
 use super::sqlite::{Snapshot, Sqlite};
 use super::turn::Turn;
 use crate::error::{Error, Result, in_full};
@@ -80,6 +82,7 @@ pub(super) struct Shared {
     /// Something that the committing thread waits for has happened.
     pub(super) work: Condvar,
     pub(super) cache: Mutex<RecordCache>,
+    pub(super) reserve: Reserve,
     pub(super) checkpoints: Checkpoints,
     /// The copying thread has something to do.
     pub(super) checkpoint: Condvar,
@@ -139,6 +142,8 @@ pub(super) struct Batch {
     pub(super) full: bool,
     /// Its one transaction is answered only when it is committed.
     pub(super) careful: bool,
+    /// It may take the space that is set aside.
+    pub(super) makes_room: bool,
     /// How long it may fill.
     pub(super) linger: Duration,
 }
@@ -183,6 +188,7 @@ pub(super) struct Frozen {
     pub(super) layer: Arc<RwLock<Layer>>,
     pub(super) prerequisites: Arc<Prerequisites>,
     pub(super) careful: bool,
+    pub(super) makes_room: bool,
 }
 
 impl Batch {
@@ -212,6 +218,8 @@ impl Group {
         let turn = Turn::open(engine.path(), lock_wait, &mut || Ok(Snapshot::take(&engine)?.batch()))?;
         let cursor = turn.log().end(turn.words());
         let base = Snapshot::take(&engine)?.batch();
+        let reserve = Reserve::of(engine.path());
+        reserve.restore();
         let shared = Arc::new(Shared {
             engine,
             turn,
@@ -241,6 +249,7 @@ impl Group {
             progress: Condvar::new(),
             work: Condvar::new(),
             cache: Mutex::new(RecordCache::new(CACHE_BYTES_MAX)),
+            reserve,
             checkpoints: Checkpoints::default(),
             checkpoint: Condvar::new(),
             syncing: Mutex::new(()),
@@ -281,9 +290,10 @@ impl Group {
                 changes: Changes::new(),
                 prerequisites: Prerequisites::default(),
                 directories: Vec::new(),
+                makes_room: false,
             };
             body(&mut write)?;
-            let Write { view, changes, prerequisites, directories } = write;
+            let Write { view, changes, prerequisites, directories, makes_room } = write;
             drop(view);
             if !directories.is_empty() {
                 // Their numbers are not used again, also where the transaction fails now.
@@ -292,7 +302,7 @@ impl Group {
             if changes.is_empty() && prerequisites.is_empty() {
                 None
             } else {
-                Some(shared.answer(changes, prerequisites, durability)?)
+                Some(shared.answer(changes, prerequisites, durability, makes_room)?)
             }
         };
         match (durability, batch) {
@@ -347,6 +357,11 @@ impl Group {
                 return Err(Error::Busy { place: shared.engine.place(), waited_ms });
             }
         }
+    }
+
+    /// The space that is set aside.
+    pub(crate) fn reserve(&self) -> &Reserve {
+        &self.shared.reserve
     }
 
     /// How often somebody asked for a sync of everything.
@@ -419,6 +434,8 @@ impl State {
             layer: batch.layer,
             prerequisites: Arc::new(batch.prerequisites),
             careful: batch.careful,
+            // What was answered is not given up for want of it.
+            makes_room: batch.makes_room || !batch.careful,
         };
         self.frozen = Some(frozen.clone());
         self.flush = false;
@@ -606,8 +623,14 @@ impl Shared {
         let committed = Snapshot::take(&self.engine)?.batch();
         if committed < started {
             // Its number is not used again: somebody may have waited for it.
-            self.engine
-                .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))?;
+            let write = || {
+                self.engine
+                    .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))
+            };
+            match write() {
+                Err(Error::NoSpace { .. }) if self.reserve.release() => write()?,
+                done => done?,
+            }
         }
         self.turn.finish(started.max(committed));
         Ok(())
@@ -615,19 +638,30 @@ impl Shared {
 
     /// Adds a transaction to the current batch: from now on it is seen. Returns the batch's number. The
     /// caller has `writing` locked.
-    fn answer(&self, changes: Changes, prerequisites: Prerequisites, durability: Durability) -> Result<u64> {
+    fn answer(
+        &self,
+        changes: Changes,
+        prerequisites: Prerequisites,
+        durability: Durability,
+        makes_room: bool,
+    ) -> Result<u64> {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         state.check(self)?;
         let number = state.next_batch();
         let opens = state.current.opened.is_none();
         if opens {
+            let careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
+            if careful && !makes_room && !self.reserve.restore() {
+                return Err(self.reserve.refusal());
+            }
             failpoint::hit("group-start");
             self.turn.start(number);
             state.current.opened = Some(Instant::now());
-            state.current.careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
+            state.current.careful = careful;
             state.careful = None;
         }
+        state.current.makes_room |= makes_room;
         state.version += 1;
         metrics::TRANSACTIONS.inc();
         {

@@ -84,6 +84,18 @@ impl Metadata {
         outcome.take()
     }
 
+    /// [`Metadata::transact`] of what makes room: on a full disk it takes the space that is set aside.
+    pub(crate) fn transact_making_room<T>(
+        &self,
+        durability: Durability,
+        mut body: impl FnMut(&mut dyn WriteTxn) -> Result<T>,
+    ) -> Result<T> {
+        self.transact(durability, |txn| {
+            txn.makes_room();
+            body(txn)
+        })
+    }
+
     /// Makes every commit that any process has finished before the call durable.
     pub(crate) fn sync(&self) -> Result<()> {
         match &self.0 {
@@ -99,6 +111,21 @@ impl Metadata {
             // Commits before it answers.
             Kind::Direct(_) => Ok(()),
             Kind::Group(group) => group.settle(),
+        }
+    }
+
+    /// Sees that space for changes that make room is set aside, where the metadata is on a disk of this machine.
+    pub(crate) fn restore_reserve(&self) {
+        if let Kind::Group(group) = &self.0 {
+            group.reserve().restore();
+        }
+    }
+
+    /// Fails while that space is given up. For what takes space and is not in the metadata.
+    pub(crate) fn check_reserve(&self) -> Result<()> {
+        match &self.0 {
+            Kind::Direct(_) => Ok(()),
+            Kind::Group(group) => group.reserve().check(),
         }
     }
 

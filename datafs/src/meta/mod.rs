@@ -25,6 +25,7 @@ pub(crate) mod postgres;
 mod prerequisites;
 mod record_cache;
 pub(crate) mod references;
+pub(crate) mod reserve;
 mod shared_page;
 pub(crate) mod snapshot;
 pub(crate) mod sqlite;

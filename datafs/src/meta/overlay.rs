@@ -197,6 +197,8 @@ pub(super) struct Write<'g> {
     pub(super) prerequisites: Prerequisites,
     /// Directories that it has made.
     pub(super) directories: Vec<DirectoryId>,
+    /// It may take the space that is set aside.
+    pub(super) makes_room: bool,
 }
 
 impl ReadTxn for Write<'_> {
@@ -231,6 +233,10 @@ impl WriteTxn for Write<'_> {
 
     fn begins(&mut self, directory: DirectoryId) {
         self.directories.push(directory);
+    }
+
+    fn makes_room(&mut self) {
+        self.makes_room = true;
     }
 
     fn as_read(&mut self) -> &mut dyn ReadTxn {

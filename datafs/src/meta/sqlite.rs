@@ -20,6 +20,7 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, pa
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
+use super::reserve::allocate;
 use crate::error::{Error, Result};
 
 /// Format version of the metadata that this build reads and writes.
@@ -32,6 +33,10 @@ const BUSY_SLICE: Duration = Duration::from_millis(2_000);
 const READ_WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Pages in the log before a commit copies them back: 16 MiB.
 const CHECKPOINT_PAGES: u32 = 4_096;
+/// Of SQLite's shared memory one region is for 4,096 pages of the log. It is allocated for a log of 128 MiB, eight
+/// times as long as it is before it is copied back.
+const SHARED_REGION_BYTES: u64 = 32 << 10;
+const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -79,7 +84,25 @@ impl Sqlite {
             log_named: AtomicBool::new(false),
         };
         engine.prepare()?;
+        engine.allocate_shared_memory()?;
         Ok(engine)
+    }
+
+    /// Gives SQLite's shared memory, which is a file, its blocks. SQLite itself makes it longer by a byte in each
+    /// 4 KiB, which leaves holes where blocks are smaller.
+    fn allocate_shared_memory(&self) -> Result<()> {
+        let mut path = self.path.clone().into_os_string();
+        path.push("-shm");
+        let file = match File::options().read(true).write(true).open(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            opened => opened.map_err(|e| Error::io("open", &path, e))?,
+        };
+        let fail = |e| Error::io("allocate", &path, e);
+        allocate(&file, file.metadata().map_err(fail)?.len().max(SHARED_REGION_BYTES)).map_err(fail)?;
+        if let Err(error) = allocate(&file, SHARED_BYTES) {
+            tracing::debug!(%error, "allocating shared memory for a long log");
+        }
+        Ok(())
     }
 
     /// Checks the format before anything is written, then creates what is missing.

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::change_log::ChangeLog;
+use super::reserve::allocate;
 use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
 use crate::error::{Error, Result};
 
@@ -55,11 +56,8 @@ impl Turn {
             .open(&path)
             .map_err(|e| Error::io("open", &path, e))?;
         let fail = |e| Error::io("prepare", &path, e);
-        // Two processes may both make it longer; nobody makes it shorter.
-        if file.metadata().map_err(fail)?.len() < PAGE_BYTES {
-            let end = PAGE_BYTES as libc::off_t;
-            nix::fcntl::posix_fallocate(&file, 0, end).map_err(|e| fail(e.into()))?;
-        }
+        // Two processes may both make it longer; nobody makes it shorter. A copy of it may have holes.
+        allocate(&file, PAGE_BYTES).map_err(fail)?;
         let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
         let log = ChangeLog::new(file.try_clone().map_err(fail)?);
         let turn = Turn {
