@@ -145,18 +145,18 @@ pub(crate) fn is_acl(name: &OsStr) -> bool {
     name == ACCESS || name == DEFAULT
 }
 
-/// Sets a list; one without entries removes it. `keeps_group` is whether whoever sets it may leave the
-/// set-group-ID bit on.
+/// Sets a list of a node that was read; one without entries removes it. `keeps_group` is whether the caller
+/// may leave the set-group-ID bit on.
 pub(crate) fn set(
     writer: &mut Writer<'_>,
     ino: u64,
+    mut inode: Inode,
     name: &OsStr,
     value: &[u8],
     keeps_group: bool,
 ) -> Result<()> {
     const SET_GROUP_ID: u32 = 0o2000;
     let record = keys::xattr(ino, name.as_bytes());
-    let mut inode = tree::inode(writer, ino)?;
     if inode.kind == FileKind::Symlink {
         return Err(Error::Unsupported("an access control list of a symbolic link"));
     }

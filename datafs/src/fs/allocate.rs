@@ -4,6 +4,7 @@ use super::content::{self, FILE_BYTES_MAX};
 use super::file::{check_file, flush_inode};
 use super::tree;
 use super::types::{Attr, Node};
+use super::xattr::drop_capabilities;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
@@ -52,13 +53,14 @@ impl View {
                 Allocate::Extend | Allocate::KeepSize => {}
                 Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
                     content::zero(writer, ino, &inode, offset, end)?;
-                    writer.settle(ino, &mut inode);
                 }
             }
+            drop_capabilities(writer, ino, &inode)?;
             if matches!(how, Allocate::Extend | Allocate::Zero) {
                 inode.size = inode.size.max(end);
             }
             if how != Allocate::KeepSize {
+                writer.settle(ino, &mut inode);
                 inode.written_by(writer.writer());
                 inode.mtime = Timestamp::now();
                 inode.ctime = inode.mtime;

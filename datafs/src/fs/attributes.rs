@@ -3,8 +3,9 @@
 use super::acl;
 use super::content;
 use super::file::{discard, flush_inode};
+use super::open_table::Unflushed;
 use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
-use super::xattr::{drop_capabilities, without_privileges};
+use super::xattr::{drop_capabilities, drop_pending, without_privileges};
 use super::{content::FILE_BYTES_MAX, tree};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -65,34 +66,34 @@ impl View {
     /// written to it.
     pub fn setattr(&self, node: Node, set: &SetAttr) -> Result<Attr> {
         let ino = self.writable(node)?;
-        let Some(size) = set.size else { return Ok(self.attr_of(node, &self.setattr_in(node, set)?)) };
-        if size > FILE_BYTES_MAX {
+        if set.size.is_some_and(|size| size > FILE_BYTES_MAX) {
             return Err(Error::TooLarge { what: "file in bytes", max: FILE_BYTES_MAX });
         }
-        match self.shared.open.get(self.volume, ino) {
-            None => Ok(self.attr_of(node, &self.setattr_in(node, set)?)),
-            Some(open) => {
-                // Held across the change, so that no write slips in between.
-                let mut dirty = open.dirty.lock();
-                // What is cut off needs no flush, and so no space.
-                let cut_off = dirty.start() >= size;
-                if !cut_off {
-                    flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
-                }
-                let inode = self.setattr_in(node, set)?;
-                if cut_off {
-                    discard(&self.shared, &open, &mut dirty);
-                }
-                Ok(self.attr_of(node, &inode))
-            }
+        let Some(open) = self.shared.open.get(self.volume, ino) else {
+            return Ok(self.attr_of(node, &self.setattr_in(node, set, None)?));
+        };
+        // Held across the change, so that no write and no flush slips in between.
+        let mut dirty = open.dirty.lock();
+        // What is cut off needs no flush, and so no space.
+        let cut_off = set.size.is_some_and(|size| dirty.start() >= size);
+        if set.size.is_some() && !cut_off {
+            flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
         }
+        let inode = self.setattr_in(node, set, open.unflushed())?;
+        if cut_off {
+            discard(&self.shared, &open, &mut dirty);
+        }
+        // An explicit time wins over that of writes that are not flushed yet.
+        open.attributes_set(set.mtime.map(|_| inode.mtime));
+        Ok(self.attr_of(node, &inode))
     }
 
-    fn setattr_in(&self, node: Node, set: &SetAttr) -> Result<Inode> {
+    fn setattr_in(&self, node: Node, set: &SetAttr, unflushed: Option<Unflushed>) -> Result<Inode> {
         let ino = node.ino;
-        let inode = self.write(Durability::Relaxed, |writer| {
+        self.write(Durability::Relaxed, |writer| {
             let mut inode = tree::inode(writer, ino)?;
             self.check_reachable(node, &inode)?;
+            drop_pending(writer, ino, &mut inode, unflushed)?;
             let now = Timestamp::now();
             if let Some(size) = set.size {
                 match inode.kind {
@@ -127,21 +128,12 @@ impl View {
             inode.mtime = set.mtime.map_or(inode.mtime, |time| resolve(time, now));
             if *set != SetAttr::default() {
                 inode.ctime = now;
+            }
+            if *set != SetAttr::default() || unflushed.is_some() {
                 tree::put_inode(writer, ino, &inode)?;
             }
             Ok(inode)
-        })?;
-        if set.mtime.is_some() {
-            self.mtime_was_set(ino, inode.mtime);
-        }
-        Ok(inode)
-    }
-
-    /// An explicit time wins over that of writes that are not flushed yet.
-    fn mtime_was_set(&self, ino: u64, mtime: Timestamp) {
-        if let Some(open) = self.shared.open.get(self.volume, ino) {
-            open.set_unflushed_mtime(mtime);
-        }
+        })
     }
 
     /// Space of the object store.

@@ -6,6 +6,7 @@ use super::content::{self, INLINE_BYTES_MAX};
 use super::file::{OpenFile, flush_inode};
 use super::tree;
 use super::types::Node;
+use super::xattr::drop_capabilities;
 use crate::data::Extent;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -102,6 +103,8 @@ fn share(target: &OpenFile, copy: Copy) -> Result<u64> {
             let file_offset = extent.file_offset - copy.offset + copy.target_offset;
             content::write_extent(writer, copy.to, &inode, &Extent { file_offset, ..extent })?;
         }
+        drop_capabilities(writer, copy.to, &inode)?;
+        writer.settle(copy.to, &mut inode);
         inode.size = inode.size.max(copy.target_offset + len);
         inode.written_by(writer.writer());
         inode.mtime = Timestamp::now();

@@ -12,7 +12,7 @@ use super::dirty::Dirty;
 use super::open_table::{Naming, OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
-use super::xattr::{drop_capabilities, without_privileges};
+use super::xattr::drop_pending;
 use crate::data::{Extent, ObjectError, ObjectId, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
@@ -338,7 +338,15 @@ impl OpenFile {
         let end = end.max(known_end);
         let note = |dirty: &Dirty| {
             let stored_bytes = dirty.stored_bytes();
-            let unflushed = Unflushed { end, stored_bytes, writer, mtime, drop_privileges, append_base };
+            let unflushed = Unflushed {
+                end,
+                stored_bytes,
+                writer,
+                mtime,
+                drop_privileges,
+                drop_capabilities: true,
+                append_base,
+            };
             open.set_unflushed(Some(unflushed));
         };
         if data.len() >= EARLY_BYTES_MIN && dirty.streams(offset, data.len()) {
@@ -577,10 +585,7 @@ fn commit(
             }
         }
         content::write_extents(writer, ino, &inode, &extents)?;
-        if unflushed.drop_privileges {
-            inode.mode = without_privileges(inode.mode);
-        }
-        drop_capabilities(writer, ino, &inode)?;
+        drop_pending(writer, ino, &mut inode, Some(unflushed))?;
         writer.settle(ino, &mut inode);
         inode.size = inode.size.max(end);
         // What was moved is not where whoever wrote it takes it to be.

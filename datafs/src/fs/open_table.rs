@@ -50,8 +50,10 @@ pub(crate) struct Unflushed {
     pub(crate) writer: u64,
     /// Time of the last write.
     pub(crate) mtime: Timestamp,
-    /// Somebody wrote who may not keep a program's privileges.
+    /// A process without privilege wrote: the set-user-ID and set-group-ID bits are gone.
     pub(crate) drop_privileges: bool,
+    /// The capabilities are gone, which the first write takes. They may have been set again since.
+    pub(crate) drop_capabilities: bool,
     /// Nothing but appends, from this end of the file on: they go to where it ends when they are
     /// committed.
     pub(crate) append_base: Option<u64>,
@@ -66,10 +68,13 @@ impl OpenInode {
         *self.unflushed.lock() = unflushed;
     }
 
-    /// Replaces the time of the last write that is not flushed, if there is one.
-    pub(crate) fn set_unflushed_mtime(&self, mtime: Timestamp) {
+    /// Notes a committed change of the attributes, which did first what unflushed writes do to them (see
+    /// `drop_pending`): the flush leaves the new ones alone. `mtime` is set when the change was of it.
+    pub(crate) fn attributes_set(&self, mtime: Option<Timestamp>) {
         if let Some(unflushed) = &mut *self.unflushed.lock() {
-            unflushed.mtime = mtime;
+            unflushed.drop_privileges = false;
+            unflushed.drop_capabilities = false;
+            unflushed.mtime = mtime.unwrap_or(unflushed.mtime);
         }
     }
 

@@ -5,6 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
 use super::acl;
+use super::open_table::Unflushed;
 use super::tree;
 use super::types::{FileKind, Node};
 use crate::error::{Error, Result};
@@ -63,8 +64,9 @@ impl View {
             return Err(Error::TooLarge { what: "extended attribute in bytes", max });
         }
         let record = keys::xattr(ino, name.as_bytes());
-        self.write(Durability::Relaxed, |writer| {
+        self.write_attributes(ino, |writer, unflushed| {
             let mut inode = tree::inode(writer, ino)?;
+            drop_pending(writer, ino, &mut inode, unflushed)?;
             let user = name.as_bytes().starts_with(b"user.");
             if user && !matches!(inode.kind, FileKind::File | FileKind::Directory) {
                 return Err(Error::NotPermitted {
@@ -97,13 +99,45 @@ impl View {
     /// leave the set-group-ID bit on.
     pub(crate) fn acl_set(&self, node: Node, name: &OsStr, value: &[u8], keeps_group: bool) -> Result<()> {
         let ino = self.writable(node)?;
-        self.write(Durability::Relaxed, |writer| acl::set(writer, ino, name, value, keeps_group))
+        self.write_attributes(ino, |writer, unflushed| {
+            let mut inode = tree::inode(writer, ino)?;
+            drop_pending(writer, ino, &mut inode, unflushed)?;
+            acl::set(writer, ino, inode, name, value, keeps_group)
+        })
+    }
+
+    /// Commits a change of the attributes of a node. `body` gets what the writes that are not flushed do to
+    /// them, and does that first ([`drop_pending`]). No flush runs meanwhile.
+    fn write_attributes<T>(
+        &self,
+        ino: u64,
+        mut body: impl FnMut(&mut Writer<'_>, Option<Unflushed>) -> Result<T>,
+    ) -> Result<T> {
+        let open = self.shared.open.get(self.volume, ino);
+        let _dirty = open.as_ref().map(|open| open.dirty.lock());
+        let unflushed = open.as_ref().and_then(|open| open.unflushed());
+        let changed = self.write(Durability::Relaxed, |writer| body(writer, unflushed))?;
+        if let Some(open) = &open {
+            open.attributes_set(None);
+        }
+        Ok(changed)
+    }
+
+    /// Whether a write that is not flushed has taken this attribute.
+    fn is_taken(&self, node: Node, name: &OsStr) -> bool {
+        name == CAPABILITY
+            && node.is_live()
+            && self
+                .shared
+                .open
+                .get(self.volume, node.ino)
+                .is_some_and(|open| open.unflushed().is_some_and(|unflushed| unflushed.drop_capabilities))
     }
 
     /// The value of an extended attribute; [`Error::NoAttribute`] when there is none of that name.
     pub fn xattr_get(&self, node: Node, name: &OsStr) -> Result<Vec<u8>> {
         check_name(name)?;
-        if self.is_snapshots_dir(node) {
+        if self.is_snapshots_dir(node) || self.is_taken(node, name) {
             return Err(missing(name));
         }
         self.read(node, |reader| {
@@ -120,10 +154,12 @@ impl View {
         if self.is_snapshots_dir(node) {
             return Ok(Vec::new());
         }
-        self.read(node, |reader| match tree::inode(reader, node.ino)?.xattrs {
+        let mut names = self.read(node, |reader| match tree::inode(reader, node.ino)?.xattrs {
             0 => Ok(Vec::new()),
             _ => names(reader, node.ino),
-        })
+        })?;
+        names.retain(|name| !self.is_taken(node, name));
+        Ok(names)
     }
 
     /// Removes an extended attribute; [`Error::NoAttribute`] when there is none of that name.
@@ -131,8 +167,9 @@ impl View {
         let ino = self.writable(node)?;
         check_name(name)?;
         let record = keys::xattr(ino, name.as_bytes());
-        self.write(Durability::Relaxed, |writer| {
+        self.write_attributes(ino, |writer, unflushed| {
             let mut inode = tree::inode(writer, ino)?;
+            drop_pending(writer, ino, &mut inode, unflushed)?;
             if writer.get(&record)?.is_none() {
                 // No list is what ext4 leaves, too.
                 return if acl::is_acl(name) { Ok(()) } else { Err(missing(name)) };
@@ -158,6 +195,25 @@ pub(crate) fn drop_capabilities(writer: &mut Writer<'_>, ino: u64, inode: &Inode
     } else {
         Ok(())
     }
+}
+
+/// Takes from a program what writes take from it that are not flushed: a local file system does that with
+/// the write, so what is set after the write stays.
+pub(crate) fn drop_pending(
+    writer: &mut Writer<'_>,
+    ino: u64,
+    inode: &mut Inode,
+    unflushed: Option<Unflushed>,
+) -> Result<()> {
+    let Some(unflushed) = unflushed else { return Ok(()) };
+    if unflushed.drop_privileges {
+        inode.mode = without_privileges(inode.mode);
+    }
+    if unflushed.drop_capabilities {
+        drop_capabilities(writer, ino, inode)?;
+        writer.settle(ino, inode);
+    }
+    Ok(())
 }
 
 fn missing(name: &OsStr) -> Error {

@@ -1,0 +1,256 @@
+//! Semantics that programs rely on: the same program runs on a folder of the local file system and on a
+//! mount, and has to see the same.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+use std::ffi::{CStr, CString};
+use std::fmt::Debug;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use millrace_datafs::mount::Mount;
+
+use super::Home;
+
+/// A user and a group without privileges.
+const USER: u32 = 65_534;
+const OTHER_GROUP: u32 = 4_322;
+/// CAP_NET_BIND_SERVICE, permitted and effective, as `setcap` writes it.
+const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+const CAPABILITY_NAME: &CStr = c"security.capability";
+const ACL_NAME: &CStr = c"system.posix_acl_access";
+
+/// A folder of the local file system beside one of a mount.
+struct Both {
+    local: PathBuf,
+    mount: Mount,
+    /// Goes last.
+    _home: Home,
+}
+
+impl Both {
+    /// `None`, and the reason on standard error, where mounting or changing the user is not permitted.
+    fn new() -> Option<Both> {
+        let home = Home::new()?;
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: only root can become another user");
+            return None;
+        }
+        open_up(home.dir.path(), 0o755);
+        let local = home.dir.path().join("local");
+        fs::create_dir(&local).unwrap();
+        let mount = home.mount("data");
+        open_up(&local, 0o777);
+        open_up(mount.path(), 0o777);
+        Some(Both { local, mount, _home: home })
+    }
+
+    /// Runs a program in both folders. Returns what it saw.
+    fn same<T: Debug + PartialEq>(&self, program: impl Fn(&Path) -> T) -> T {
+        let expected = program(&self.local);
+        assert_eq!(program(self.mount.path()), expected);
+        expected
+    }
+}
+
+fn open_up(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// Runs something on a thread that has the file-system identity of a user.
+fn by_user<T: Send>(groups: &[u32], work: impl FnOnce() -> T + Send) -> T {
+    let become_user = || {
+        // SAFETY: system calls that change this thread alone; the list of groups lives during the call.
+        unsafe {
+            assert_eq!(libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()), 0);
+            libc::syscall(libc::SYS_setfsgid, USER);
+            libc::syscall(libc::SYS_setfsuid, USER);
+        }
+    };
+    let on_thread = || {
+        become_user();
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(on_thread).join().unwrap())
+}
+
+fn c(path: &Path) -> CString {
+    CString::new(path.as_os_str().as_bytes()).unwrap()
+}
+
+fn done(returned: i64) -> io::Result<usize> {
+    usize::try_from(returned).map_err(|_| io::Error::last_os_error())
+}
+
+fn set(path: &Path, name: &CStr, value: &[u8], flags: i32) -> io::Result<usize> {
+    let path = c(path);
+    // SAFETY: the strings are terminated and the value has the stated length.
+    done(i64::from(unsafe {
+        libc::lsetxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
+    }))
+}
+
+/// Length of an attribute, or the error.
+fn length(path: &Path, name: &CStr) -> Result<usize, i32> {
+    let path = c(path);
+    let mut value = [0u8; 256];
+    // SAFETY: the strings are terminated and the buffer has the stated length.
+    let len =
+        unsafe { libc::lgetxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
+    done(len as i64).map_err(|error| error.raw_os_error().unwrap())
+}
+
+/// Whether a file has capabilities, both by its list of attributes and by the attribute.
+fn is_capable(path: &Path) -> (bool, Result<usize, i32>) {
+    let terminated = c(path);
+    let mut names = [0u8; 256];
+    // SAFETY: the path is terminated and the buffer has the stated length.
+    let len = unsafe { libc::llistxattr(terminated.as_ptr(), names.as_mut_ptr().cast(), names.len()) };
+    let listed = names[..done(len as i64).unwrap()].split(|byte| *byte == 0);
+    (listed.into_iter().any(|name| name == CAPABILITY_NAME.to_bytes()), length(path, CAPABILITY_NAME))
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::symlink_metadata(path).unwrap().mode() & 0o7777
+}
+
+fn chmod(file: &File, mode: u32) {
+    file.set_permissions(fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// An access control list: what its owner, one more group, the mask and all others may do.
+fn acl(owner: u16, group: u16, mask: u16) -> Vec<u8> {
+    let mut value = 2u32.to_le_bytes().to_vec();
+    let none = u32::MAX;
+    for (tag, perm, id) in
+        [(1, owner, none), (4, group, none), (8, 4, OTHER_GROUP), (16, mask, none), (32, 4, none)]
+    {
+        value.extend_from_slice(&u16::to_le_bytes(tag));
+        value.extend_from_slice(&u16::to_le_bytes(perm));
+        value.extend_from_slice(&u32::to_le_bytes(id));
+    }
+    value
+}
+
+fn append(path: &Path) -> File {
+    OpenOptions::new().append(true).create(true).open(path).unwrap()
+}
+
+#[test]
+fn capabilities_that_are_set_after_a_write_stay() {
+    let Some(both) = Both::new() else { return };
+    let seen = both.same(|dir| {
+        let path = dir.join("program");
+        let mut seen = Vec::new();
+        let mut file = File::create(&path).unwrap();
+        file.write_all(b"new").unwrap();
+        set(&path, CAPABILITY_NAME, &CAPABILITY, 0).unwrap();
+        seen.push(is_capable(&path));
+        drop(file);
+        seen.push(is_capable(&path));
+        let mut file = append(&path);
+        file.write_all(b"changed").unwrap();
+        seen.push(is_capable(&path));
+        set(&path, CAPABILITY_NAME, &CAPABILITY, libc::XATTR_CREATE).unwrap();
+        file.set_times(fs::FileTimes::new().set_modified(std::time::UNIX_EPOCH)).unwrap();
+        drop(file);
+        seen.push(is_capable(&path));
+        let mut file = append(&path);
+        set(&path, CAPABILITY_NAME, &CAPABILITY, 0).unwrap();
+        file.write_all(b"changed").unwrap();
+        set(&path, c"user.other", b"x", 0).unwrap();
+        seen.push(is_capable(&path));
+        drop(file);
+        seen.push(is_capable(&path));
+        set(&path, CAPABILITY_NAME, &CAPABILITY, 0).unwrap();
+        // SAFETY: the descriptor is open.
+        let allocated = unsafe { libc::fallocate(append(&path).as_raw_fd(), 0, 0, 100_000) };
+        assert_eq!(allocated, 0);
+        seen.push(is_capable(&path));
+        seen
+    });
+    let (none, some) = ((false, Err(libc::ENODATA)), (true, Ok(20)));
+    assert_eq!(seen, [some, some, none, some, none, none, none]);
+}
+
+#[test]
+fn copies_and_archives_keep_capabilities() {
+    let Some(both) = Both::new() else { return };
+    let seen = both.same(|dir| {
+        let (from, to) = (dir.join("from"), dir.join("to"));
+        fs::create_dir(&from).unwrap();
+        fs::create_dir(&to).unwrap();
+        for (name, len) in [("small", 10), ("large", 3_000_000)] {
+            fs::write(from.join(name), super::pattern(len, 1)).unwrap();
+            open_up(&from.join(name), 0o6755);
+            set(&from.join(name), CAPABILITY_NAME, &CAPABILITY, 0).unwrap();
+        }
+        let script = "set -e; cp --preserve=all from/small from/large to/
+            cp --preserve=all --reflink=never --sparse=always from/large to/sparse
+            tar --xattrs --xattrs-include='*' -C from -cf archive .
+            mkdir out; tar --xattrs --xattrs-include='*' -C out -xpf archive";
+        assert!(Command::new("sh").args(["-c", script]).current_dir(dir).status().unwrap().success());
+        ["to/small", "to/large", "to/sparse", "out/small", "out/large"].map(|name| {
+            let path = dir.join(name);
+            (mode(&path), is_capable(&path))
+        })
+    });
+    assert!(seen.iter().all(|seen| *seen == (0o6755, (true, Ok(20)))), "{seen:?}");
+}
+
+#[test]
+fn modes_that_are_set_after_a_write_stay() {
+    let Some(both) = Both::new() else { return };
+    let seen = both.same(|dir| {
+        let path = dir.join("program");
+        let mut seen = by_user(&[], || {
+            let mut seen = Vec::new();
+            let mut file = append(&path);
+            file.write_all(b"new").unwrap();
+            chmod(&file, 0o4755);
+            drop(file);
+            seen.push(mode(&path));
+            let mut file = append(&path);
+            file.write_all(b"changed").unwrap();
+            seen.push(mode(&path));
+            chmod(&file, 0o6755);
+            file.write_all(b"changed").unwrap();
+            seen.push(mode(&path));
+            drop(file);
+            seen.push(mode(&path));
+            // Where the group may not execute, the set-group-ID bit is no privilege.
+            let mut file = append(&path);
+            chmod(&file, 0o6745);
+            file.write_all(b"changed").unwrap();
+            chmod(&file, mode(&path) | 0o010);
+            drop(file);
+            seen.push(mode(&path));
+            seen
+        });
+        // The bit goes with the write, whatever the list allows afterwards.
+        let mut file = append(&path);
+        chmod(&file, 0o2775);
+        by_user(&[], || append(&path).write_all(b"changed").unwrap());
+        seen.push(mode(&path));
+        chmod(&file, 0o2775);
+        let other = append(&path);
+        by_user(&[], || (&other).write_all(b"changed").unwrap());
+        set(&path, ACL_NAME, &acl(7, 4, 4), 0).unwrap();
+        seen.push(mode(&path));
+        drop(other);
+        seen.push(mode(&path));
+        // What a user has written root does not give back by cutting it off.
+        chmod(&file, 0o4755);
+        by_user(&[], || File::options().write(true).open(&path).unwrap().write_all(b"x").unwrap());
+        file.set_len(0).unwrap();
+        file.write_all(b"x").unwrap();
+        drop(file);
+        seen.push(mode(&path));
+        seen
+    });
+    assert_eq!(seen[..4], [0o4755, 0o755, 0o755, 0o755]);
+}
