@@ -1,6 +1,7 @@
 //! The kernel's less common requests: extended attributes, allocation, holes, copies, privileges.
 
 use std::ffi::OsStr;
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,18 @@ pub(super) fn is_privileged(request: &Request) -> bool {
     request.uid() == 0
 }
 
+/// Whether the caller is in a group. The kernel sends the first group only; the others of a thread that
+/// cannot be seen from here count as not its own.
+fn is_in_group(request: &Request, group: u32) -> bool {
+    request.gid() == group || has_group(request.pid(), group)
+}
+
+fn has_group(thread: u32, group: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
+    groups.split_whitespace().any(|own| own.parse() == Ok(group))
+}
+
 impl Adapter {
     pub(super) fn set_xattr(
         &self,
@@ -35,9 +48,8 @@ impl Adapter {
         reply: ReplyEmpty,
     ) {
         if is_acl(name) {
-            // Other groups of his than the first are not known here: then the bit goes.
             let keeps_group = is_privileged(request)
-                || self.handles.view.getattr(node).is_ok_and(|attr| attr.gid == request.gid());
+                || self.handles.view.getattr(node).is_ok_and(|attr| is_in_group(request, attr.gid));
             let set = self.handles.view.acl_set(node, name, value, keeps_group);
             return self.empty("setxattr", node, set, reply);
         }

@@ -16,8 +16,9 @@ use millrace_datafs::mount::Mount;
 
 use super::Home;
 
-/// A user and a group without privileges.
+/// A user and two groups without privileges.
 const USER: u32 = 65_534;
+const GROUP: u32 = 4_321;
 const OTHER_GROUP: u32 = 4_322;
 /// CAP_NET_BIND_SERVICE, permitted and effective, as `setcap` writes it.
 const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -253,4 +254,24 @@ fn modes_that_are_set_after_a_write_stay() {
         seen
     });
     assert_eq!(seen[..4], [0o4755, 0o755, 0o755, 0o755]);
+}
+
+#[test]
+fn a_list_keeps_set_group_id_for_members_of_the_group() {
+    let Some(both) = Both::new() else { return };
+    let seen = both.same(|dir| {
+        let path = dir.join("file");
+        let folder = dir.join("folder");
+        File::create(&path).unwrap();
+        fs::create_dir(&folder).unwrap();
+        [&[][..], &[7, GROUP], &[GROUP]].map(|groups| {
+            [&path, &folder].map(|path| {
+                std::os::unix::fs::chown(path, Some(USER), Some(GROUP)).unwrap();
+                open_up(path, 0o2755);
+                by_user(groups, || set(path, ACL_NAME, &acl(7, 5, 5), 0).unwrap());
+                mode(path)
+            })
+        })
+    });
+    assert_eq!(seen[1], [0o2754; 2]);
 }
