@@ -1,5 +1,7 @@
 //! The kernel's words for the view's types.
 
+use std::time::{Duration, SystemTime};
+
 use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
 
 use crate::fs::{Attr, FileKind, Node, OpenFlags, SetTime};
@@ -76,8 +78,17 @@ pub(super) fn kind_of_mode(mode: u32) -> Option<FileKind> {
 pub(super) fn set_time(time: TimeOrNow) -> SetTime {
     match time {
         TimeOrNow::Now => SetTime::Now,
-        TimeOrNow::SpecificTime(time) => SetTime::At(time),
+        TimeOrNow::SpecificTime(time) => SetTime::At(as_sent(time)),
     }
+}
+
+/// A time as the kernel sends it. Before 1970 the FUSE library (0.18) subtracts the fraction of a second,
+/// which has to be added to the whole seconds there, too.
+fn as_sent(time: SystemTime) -> SystemTime {
+    let Err(before) = time.duration_since(SystemTime::UNIX_EPOCH) else { return time };
+    let before = before.duration();
+    let fraction = Duration::from_nanos(before.subsec_nanos().into());
+    SystemTime::UNIX_EPOCH.checked_sub(before - fraction).map_or(time, |second| second + fraction)
 }
 
 pub(super) fn open_flags(flags: i32) -> OpenFlags {

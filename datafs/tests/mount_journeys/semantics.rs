@@ -275,3 +275,33 @@ fn a_list_keeps_set_group_id_for_members_of_the_group() {
     });
     assert_eq!(seen[1], [0o2754; 2]);
 }
+
+#[test]
+fn dates_before_1970_are_exact() {
+    let Some(both) = Both::new() else { return };
+    let times = [
+        (-1, 500_000_000),
+        (-1, 0),
+        (-1, 1),
+        (-2, 999_999_999),
+        (-86_400, 123_456_789),
+        (i64::from(i32::MIN) + 1, 250_000_000),
+        (0, 0),
+        (0, 1),
+        (1, 999_999_999),
+    ];
+    let seen = both.same(|dir| {
+        times.map(|(seconds, nanos)| {
+            let path = dir.join(format!("{seconds}.{nanos}"));
+            File::create(&path).unwrap();
+            let time = libc::timespec { tv_sec: seconds, tv_nsec: nanos };
+            // SAFETY: the path is terminated and there are two times.
+            let set = unsafe { libc::utimensat(libc::AT_FDCWD, c(&path).as_ptr(), [time; 2].as_ptr(), 0) };
+            assert_eq!(set, 0);
+            let told = fs::metadata(&path).unwrap();
+            assert_eq!((told.atime(), told.atime_nsec()), (told.mtime(), told.mtime_nsec()));
+            (told.mtime(), told.mtime_nsec())
+        })
+    });
+    assert_eq!(seen, times);
+}
