@@ -405,6 +405,14 @@ impl ObjectPool {
         self.shared.store.root()
     }
 
+    /// The folder of the files that [`ObjectPool::image`] returns, unless there is none.
+    pub(crate) fn image_root(&self) -> Option<&Path> {
+        match self.is_local() {
+            true => Some(self.local_root()),
+            false => self.cache().map(|cache| cache.root()),
+        }
+    }
+
     /// The store in the cloud.
     pub(super) fn remote(&self) -> Result<Arc<RemoteStore>> {
         match &self.shared.store {

@@ -22,6 +22,7 @@ use super::handles::{Handle, Registered};
 use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
+use super::passthrough::stack_depth;
 use super::retry::{Found, Refused};
 use crate::error::Error;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
@@ -72,7 +73,7 @@ impl Filesystem for Adapter {
         }
         if self.asks_for_passthrough {
             let granted = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
-                && config.set_max_stack_depth(2).is_ok();
+                && config.set_max_stack_depth(stack_depth(&self.handles.view)).is_ok();
             self.handles.set_passthrough(granted);
         }
         self.direct = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP).is_ok();

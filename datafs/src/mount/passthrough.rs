@@ -6,6 +6,9 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 
 use nix::errno::Errno;
+use nix::sys::statfs::{ECRYPTFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, statfs};
+
+use crate::view::View;
 
 /// `struct fuse_backing_map`.
 #[repr(C)]
@@ -21,6 +24,16 @@ mod ioctl {
     const MAGIC: u8 = 229;
     nix::ioctl_write_ptr!(backing_open, MAGIC, 1, Map);
     nix::ioctl_write_ptr!(backing_close, MAGIC, 2, u32);
+}
+
+/// How many file systems a file that the kernel is handed may be on, one above the other, plus one for the
+/// mount. The kernel allows 2; with 1 an overlay above the mount is possible.
+pub(super) fn stack_depth(view: &View) -> u32 {
+    // The folder of a cache may not be there yet.
+    let at = view.shared.pool.image_root().and_then(|root| root.ancestors().find_map(|at| statfs(at).ok()));
+    let is_stacked =
+        at.is_some_and(|at| [OVERLAYFS_SUPER_MAGIC, ECRYPTFS_SUPER_MAGIC].contains(&at.filesystem_type()));
+    if is_stacked { 2 } else { 1 }
 }
 
 /// Whether the kernel takes files over the device of a mount that has begun. Tried with a file that is

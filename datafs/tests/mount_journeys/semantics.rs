@@ -29,8 +29,7 @@ const ACL_NAME: &CStr = c"system.posix_acl_access";
 struct Both {
     local: PathBuf,
     mount: Mount,
-    /// Goes last.
-    _home: Home,
+    home: Home,
 }
 
 impl Both {
@@ -304,4 +303,55 @@ fn dates_before_1970_are_exact() {
         })
     });
     assert_eq!(seen, times);
+}
+
+/// Takes an overlay off.
+struct Overlay(PathBuf);
+
+impl Drop for Overlay {
+    fn drop(&mut self) {
+        nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH).unwrap();
+    }
+}
+
+#[test]
+fn an_overlay_lies_above_a_mount() {
+    let Some(both) = Both::new() else { return };
+    let stacked = nix::sys::statfs::statfs(both.home.dir.path()).unwrap().filesystem_type();
+    if stacked == nix::sys::statfs::OVERLAYFS_SUPER_MAGIC {
+        return eprintln!("skipped: the folder for temporary files is on an overlay itself");
+    }
+    let large = super::pattern(3_000_000, 4);
+    for dir in [&both.local, both.mount.path()] {
+        fs::create_dir(dir.join("folder")).unwrap();
+        fs::write(dir.join("folder/small"), b"small").unwrap();
+        fs::write(dir.join("large"), &large).unwrap();
+    }
+    both.home.snapshot("s");
+    let kept = both.home.mount("data@s");
+    let run = |lower: &Path, name: &str| {
+        let at = |part: &str| both.home.dir.path().join(format!("{name}-{part}"));
+        for part in ["upper", "work", "merged"] {
+            fs::create_dir(at(part)).unwrap();
+        }
+        let options = format!(
+            "lowerdir={},upperdir={},workdir={}",
+            lower.display(),
+            at("upper").display(),
+            at("work").display()
+        );
+        let merged = at("merged");
+        let flags = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("overlay"), &merged, Some("overlay"), flags, Some(options.as_str())).unwrap();
+        let _overlay = Overlay(merged.clone());
+        assert!(fs::read(merged.join("large")).unwrap() == large);
+        append(&merged.join("folder/small")).write_all(b" and changed").unwrap();
+        fs::remove_file(merged.join("large")).unwrap();
+        fs::write(merged.join("new"), b"new").unwrap();
+        (super::names(&merged), fs::read(merged.join("folder/small")).unwrap())
+    };
+    let expected = run(&both.local, "local");
+    assert_eq!(run(both.mount.path(), "live"), expected);
+    assert_eq!(run(kept.path(), "snapshot"), expected);
+    assert!(fs::read(kept.path().join("large")).unwrap() == large);
 }
