@@ -329,12 +329,13 @@ fn answer(reply: ReplyEmpty, errno: Option<Errno>) {
     }
 }
 
-/// Refuses one of those that wait for each other in a circle (EDEADLK, as for `fcntl` on a local disk).
-/// Nobody in a circle can give anything up, so what was found one after the other holds at once.
+/// Refuses those that close a circle of requests that wait for each other (EDEADLK, as for `fcntl` on a
+/// local disk). `waiting` is in the order of arrival, and the last to arrive closes a circle. No request in
+/// a circle can give anything up, so what was found one after the other holds at once.
 fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
     let fcntl = |waiting: &Waiting| waiting.wanted.owner.family == LockFamily::Fcntl;
     let mut refused = Vec::new();
-    for i in 0..waiting.len() {
+    for i in (0..waiting.len()).rev() {
         let owner = waiting[i].0.wanted.owner;
         let mut seen = HashSet::new();
         let mut open = waiting[i].1.clone();

@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Stdio};
 
 use super::{Home, errno, eventually, mount_of};
 use crate::child;
@@ -126,7 +126,7 @@ pub(super) fn a_database_is_written_alternately_from_two_mounts() {
     }
 }
 
-/// In a process of its own: takes the lock that its number says, says so, and then wants the other's.
+/// In a process of its own: takes the lock that its number says, says so, and wants the other's when it is told to.
 #[test]
 fn crossing() {
     let Some((path, first)) = child::task() else { return };
@@ -134,24 +134,54 @@ fn crossing() {
     fcntl(&file, libc::F_WRLCK, first as i64, 1, true).unwrap();
     println!("locked 1");
     io::stdout().flush().unwrap();
-    match fcntl(&file, libc::F_WRLCK, 1 - first as i64, 1, true) {
-        Ok(()) => {}
-        Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EDEADLK)),
-    }
+    io::stdin().read_line(&mut String::new()).unwrap();
+    let error = match fcntl(&file, libc::F_WRLCK, 1 - first as i64, 1, true) {
+        Ok(()) => 0,
+        Err(error) => error.raw_os_error().unwrap(),
+    };
+    println!("got {error}");
+}
+
+/// Whether a process is inside of a call that waits for a lock.
+fn waits_for_lock(child: &Child) -> bool {
+    let threads = fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+    let calls = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("syscall")));
+    let waits = format!("{} ", libc::SYS_fcntl);
+    calls.filter_map(Result::ok).any(|call| {
+        call.starts_with(&waits) && call.split(' ').nth(2) == Some(&format!("0x{:x}", libc::F_SETLKW))
+    })
 }
 
 #[test]
-fn a_circle_of_waiting_processes_is_broken() {
+fn who_closes_a_circle_of_waiting_processes_is_told() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
-    let path = mount.path().join("file");
-    let mut first = child::spawn("mount_journeys::locking::crossing", &path, 0);
-    let mut reports = child::reports(&mut first);
-    assert!(reports.any(|(word, _)| word == "locked"));
-    // Ends only if one of the two is told so; the other one then gets its lock.
-    let second = child::spawn("mount_journeys::locking::crossing", &path, 1);
-    finish(second);
-    finish(first);
+    let local = home.dir.path().join("local");
+    // Requests for locks that the mount has taken note of: those that wait are among them.
+    let asked = || {
+        let stats = mount.stats();
+        stats.operations.iter().find(|of| of.op == "setlk").map_or(0, |of| of.latency.count())
+    };
+    for path in [local, mount.path().join("file")] {
+        let on_mount = path.starts_with(mount.path());
+        let mut both = [0, 1].map(|first| {
+            let mut command = child::command("mount_journeys::locking::crossing", &path, first);
+            let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+            let mut reports = child::reports(&mut child);
+            assert!(reports.any(|(word, _)| word == "locked"));
+            (child, reports)
+        });
+        writeln!(both[0].0.stdin.as_mut().unwrap(), "go on").unwrap();
+        eventually("the first one waits", || waits_for_lock(&both[0].0) && (!on_mount || asked() == 3));
+        writeln!(both[1].0.stdin.as_mut().unwrap(), "go on").unwrap();
+        let got = both.map(|(child, mut reports)| {
+            let got = reports.find(|(word, _)| word == "got").map(|(_, error)| error as i32);
+            reports.for_each(drop);
+            finish(child);
+            got
+        });
+        assert_eq!(got, [Some(0), Some(libc::EDEADLK)], "{}", path.display());
+    }
 }
 
 /// In a process of its own: waits for a lock until it is killed.
