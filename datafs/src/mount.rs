@@ -35,6 +35,7 @@ mod outcome;
 mod pace;
 mod passthrough;
 mod point;
+mod removed;
 mod retry;
 mod session;
 mod stateless;

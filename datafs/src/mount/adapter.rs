@@ -23,7 +23,7 @@ use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
-use super::retry::{Found, Refused};
+use super::retry::Refused;
 use crate::error::Error;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
@@ -124,13 +124,17 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
             Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
-            Err(error) => match self.coherence.retries.found(request.pid(), node) {
-                Some(found) => reply.attr(&NOT_AT_ALL, &self.inodes.attr(&found.attr)),
-                None => {
-                    let wanted = (request.pid(), Refused::Node, node);
-                    reply.error(self.failed_for("getattr", wanted, &error));
+            Err(error) => {
+                let removed = || self.coherence.removed(node).map(|removed| removed.attr);
+                let found = self.coherence.retries.found(request.pid(), node).map(|found| found.attr);
+                match found.or_else(removed) {
+                    Some(attr) => reply.attr(&NOT_AT_ALL, &self.inodes.attr(&attr)),
+                    None => {
+                        let wanted = (request.pid(), Refused::Node, node);
+                        reply.error(self.failed_for("getattr", wanted, &error));
+                    }
                 }
-            },
+            }
         }
     }
 
@@ -176,10 +180,14 @@ impl Filesystem for Adapter {
         let wanted = (request.pid(), Refused::Node, node);
         match self.handles.view.readlink(node) {
             Ok(target) => reply.data(target.as_bytes()),
-            Err(error) => match self.coherence.retries.found(request.pid(), node).as_deref() {
-                Some(Found { target: Some(target), .. }) => reply.data(target.as_bytes()),
-                _ => reply.error(self.failed_for("readlink", wanted, &error)),
-            },
+            Err(error) => {
+                let removed = || self.coherence.removed(node)?.target;
+                let found = self.coherence.retries.found(request.pid(), node);
+                match found.and_then(|found| found.target.clone()).or_else(removed) {
+                    Some(target) => reply.data(target.as_bytes()),
+                    None => reply.error(self.failed_for("readlink", wanted, &error)),
+                }
+            }
         }
     }
 
@@ -222,12 +230,18 @@ impl Filesystem for Adapter {
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
-        self.empty("unlink", parent, self.handles.view.unlink(parent, name), reply);
+        let held = self.held(parent, name);
+        let removed = self.handles.view.unlink(parent, name);
+        self.note_removed(held, &removed);
+        self.empty("unlink", parent, removed, reply);
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
-        self.empty("rmdir", parent, self.handles.view.rmdir(parent, name), reply);
+        let held = self.held(parent, name);
+        let removed = self.handles.view.rmdir(parent, name);
+        self.note_removed(held, &removed);
+        self.empty("rmdir", parent, removed, reply);
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
@@ -250,7 +264,10 @@ impl Filesystem for Adapter {
         let (parent, new_parent) = (self.node(parent), self.node(new_parent));
         let view = &self.handles.view;
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
-            view.rename(parent, name, new_parent, new_name, !flags.is_empty())
+            let held = self.held(new_parent, new_name);
+            let renamed = view.rename(parent, name, new_parent, new_name, !flags.is_empty());
+            self.note_removed(held, &renamed);
+            renamed
         } else if flags == RenameFlags::RENAME_EXCHANGE {
             view.exchange(parent, name, new_parent, new_name)
         } else {

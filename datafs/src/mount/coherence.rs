@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
 use super::known::{KnownNodes, stamp};
+use super::removed::Removed;
 use super::retry::Retries;
 use crate::error::Result;
 use crate::fs::{Attr, Node};
@@ -184,6 +185,16 @@ impl Coherence {
     /// The kernel has dropped looks-up of a node.
     pub(super) fn forget(&self, node: Node, lookups: u64) {
         self.known.lock().forget(node.ino, lookups);
+    }
+
+    /// Notes a node whose last name this mount has removed.
+    pub(super) fn removes(&self, removed: Removed) {
+        self.known.lock().remove(removed);
+    }
+
+    /// What a node was that this mount has removed, while the kernel knows it.
+    pub(super) fn removed(&self, node: Node) -> Option<Removed> {
+        self.known.lock().removed(node.ino).filter(|_| node.is_live())
     }
 
     /// What the kernel has of a file that is opened now by a thread, with these attributes; `found` tells

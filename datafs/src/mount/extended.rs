@@ -67,6 +67,9 @@ impl Adapter {
             Ok(value) => answer_xattr(&value, size, reply),
             Err(Error::NoAttribute { .. }) => reply.error(outcome::refusal(Errno::ENODATA)),
             Err(Error::Unsupported(_)) => reply.error(outcome::refusal(Errno::EOPNOTSUPP)),
+            Err(_) if self.coherence.removed(node).is_some() => {
+                reply.error(outcome::refusal(Errno::ENODATA));
+            }
             Err(error) => reply.error(self.failed("getxattr", node, &error)),
         }
     }
@@ -84,6 +87,7 @@ impl Adapter {
                 }
                 answer_xattr(&list, size, reply);
             }
+            Err(_) if self.coherence.removed(node).is_some() => answer_xattr(&[], size, reply),
             Err(error) => reply.error(self.failed("listxattr", node, &error)),
         }
     }

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::time::{Duration, SystemTime};
 
+use super::removed::Removed;
 use crate::fs::Attr;
 
 /// Tables, by the last bits of the inode number: one of them is made anew at a time, which takes little
@@ -44,12 +45,17 @@ pub(super) struct Known {
 #[derive(Debug)]
 pub(super) struct KnownNodes {
     tables: [HashMap<u64, Known>; TABLES],
+    removed: HashMap<u64, Removed>,
     was_crowded: bool,
 }
 
 impl Default for KnownNodes {
     fn default() -> KnownNodes {
-        KnownNodes { tables: std::array::from_fn(|_| HashMap::new()), was_crowded: false }
+        KnownNodes {
+            tables: std::array::from_fn(|_| HashMap::new()),
+            removed: HashMap::new(),
+            was_crowded: false,
+        }
     }
 }
 
@@ -98,10 +104,24 @@ impl KnownNodes {
             return;
         }
         table.remove(&ino);
+        self.removed.remove(&ino);
         let room = table.capacity();
         if room > SPARE_MAX && table.len() < room / 4 {
             table.shrink_to(room / 2);
         }
+    }
+
+    /// Notes a node without names, until the kernel forgets it.
+    pub(super) fn remove(&mut self, removed: Removed) {
+        let ino = removed.attr.node.ino;
+        if self.get(ino).is_some_and(|known| known.lookups > 0) {
+            self.removed.insert(ino, removed);
+        }
+    }
+
+    /// A node that was removed and is still known.
+    pub(super) fn removed(&self, ino: u64) -> Option<Removed> {
+        self.removed.get(&ino).cloned()
     }
 
     pub(super) fn get(&self, ino: u64) -> Option<&Known> {
@@ -197,6 +217,18 @@ mod tests {
             known = KnownNodes::default();
         }
         assert!(!known.was_crowded());
+    }
+
+    #[test]
+    fn removed_nodes_are_kept_until_the_kernel_forgets_them() {
+        let mut known = KnownNodes::default();
+        let removed = |ino| Removed { attr: attr(ino), target: None };
+        known.note(&attr(7), true, 1);
+        known.note(&attr(8), false, 1);
+        [7, 8, 9].map(|ino| known.remove(removed(ino)));
+        assert_eq!([7, 8, 9].map(|ino| known.removed(ino).is_some()), [true, false, false]);
+        known.forget(7, 1);
+        assert!(known.removed(7).is_none() && known.removed.is_empty());
     }
 
     #[test]

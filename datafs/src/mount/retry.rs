@@ -218,8 +218,10 @@ impl Adapter {
         let has_another_way = self.coherence.retries.refuse(thread, refused, node);
         // It is going to forget this.
         self.coherence.wake();
-        // As in a directory that was removed, by whoever is in it.
-        let none = refused == Refused::Name && !has_another_way;
+        // A thread that comes back with the same holds it: as a directory that another mount has removed. On a
+        // local disk, too, there is nothing in it. What comes from a thread that cannot be told from others is
+        // not known to come back.
+        let none = !has_another_way && (refused == Refused::Name || thread != 0);
         outcome::refusal(if none { Errno::ENOENT } else { Errno::ESTALE })
     }
 }

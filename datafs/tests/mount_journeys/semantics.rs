@@ -6,15 +6,17 @@ use std::ffi::{CStr, CString};
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, FromRawFd as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use millrace_datafs::mount::Mount;
 
-use super::Home;
+use super::{Home, errno};
 
 /// A user and two groups without privileges.
 const USER: u32 = 65_534;
@@ -46,7 +48,7 @@ impl Both {
         let mount = home.mount("data");
         open_up(&local, 0o777);
         open_up(mount.path(), 0o777);
-        Some(Both { local, mount, _home: home })
+        Some(Both { local, mount, home })
     }
 
     /// Runs a program in both folders. Returns what it saw.
@@ -273,6 +275,104 @@ fn a_list_keeps_set_group_id_for_members_of_the_group() {
         })
     });
     assert_eq!(seen[1], [0o2754; 2]);
+}
+
+fn open_path(path: &Path) -> File {
+    let path = c(path);
+    // SAFETY: the path is terminated, and the descriptor is nobody else's.
+    unsafe {
+        let fd = libc::open(path.as_ptr(), libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC);
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        File::from_raw_fd(fd)
+    }
+}
+
+fn target(link: &File) -> Result<Vec<u8>, i32> {
+    let mut buffer = [0u8; 64];
+    // SAFETY: the descriptor is open, the empty path is terminated, the buffer has the stated length.
+    let len =
+        unsafe { libc::readlinkat(link.as_raw_fd(), c"".as_ptr(), buffer.as_mut_ptr().cast(), buffer.len()) };
+    let len = done(len as i64).map_err(|error| error.raw_os_error().unwrap())?;
+    Ok(buffer[..len].to_vec())
+}
+
+#[test]
+fn what_was_removed_tells_what_it_was_while_it_is_held() {
+    let Some(both) = Both::new() else { return };
+    both.same(|dir| {
+        let make = |path: &Path, kind: u32, number: u64| {
+            // SAFETY: the path is terminated.
+            assert_eq!(unsafe { libc::mknod(c(path).as_ptr(), kind | 0o640, number) }, 0);
+        };
+        let paths = ["pipe", "device", "link", "file", "socket", "over", "folder"].map(|name| dir.join(name));
+        let [pipe, device, link, file, socket, over, folder] = &paths;
+        make(pipe, libc::S_IFIFO, 0);
+        make(over, libc::S_IFIFO, 0);
+        make(device, libc::S_IFCHR, libc::makedev(1, 3));
+        symlink("leads nowhere", link).unwrap();
+        fs::write(file, b"x").unwrap();
+        drop(UnixListener::bind(socket).unwrap());
+        fs::create_dir(folder).unwrap();
+        let held = paths.each_ref().map(|path| open_path(path));
+        for path in [pipe, device, link, socket] {
+            fs::remove_file(path).unwrap();
+        }
+        fs::rename(file, over).unwrap();
+        fs::remove_file(over).unwrap();
+        fs::remove_dir(folder).unwrap();
+        let seen: Vec<_> = (held.iter())
+            .map(|held| {
+                let told = held.metadata().map_err(|error| error.raw_os_error());
+                // Of folders, sizes differ between file systems.
+                told.map(|told| {
+                    (told.mode(), told.nlink(), told.uid(), told.rdev(), told.is_dir() || told.len() < 20)
+                })
+            })
+            .collect();
+        (seen, target(&held[2]))
+    });
+}
+
+#[test]
+fn a_removed_working_directory_is_empty() {
+    let Some(both) = Both::new() else { return };
+    for user in [0, USER] {
+        both.same(|dir| {
+            let script =
+                "mkdir sub && cd sub && rmdir ../sub && ls -a && ls -la . && stat -c '%F %h' . && test -d .
+                echo $?; ls missing; echo $?; : > new; echo $?; mkdir new; echo $?; cd ..; echo $?";
+            let mut sh = Command::new("sh");
+            let output = sh.args(["-c", script]).current_dir(dir).uid(user).gid(user).output().unwrap();
+            let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+            (text(output.stdout), text(output.stderr))
+        });
+    }
+}
+
+#[test]
+fn one_tree_is_removed_twice_at_once() {
+    let Some(both) = Both::new() else { return };
+    let other = both.home.again();
+    let second = super::mount_of(&other, "data", &both.home.at("second"));
+    for (round, at) in (0..8).flat_map(|round| [(round, both.mount.path()), (round, second.path())]) {
+        let tree = both.mount.path().join(format!("tree-{round}"));
+        for (i, j) in (0..8).flat_map(|i| (0..8).map(move |j| (i, j))) {
+            let folder = tree.join(format!("{i}/{j}"));
+            fs::create_dir_all(&folder).unwrap();
+            for name in 0..8 {
+                fs::write(folder.join(name.to_string()), b"x").unwrap();
+            }
+        }
+        let remove =
+            |tree: PathBuf| Command::new("rm").arg("-rf").arg(tree).stderr(Stdio::piped()).spawn().unwrap();
+        let removers = [remove(tree.clone()), remove(at.join(tree.file_name().unwrap()))];
+        for remover in removers {
+            let output = remover.wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "round {round}, {}: {said}", at.display());
+        }
+        assert_eq!(errno(fs::metadata(&tree)), libc::ENOENT);
+    }
 }
 
 #[test]
