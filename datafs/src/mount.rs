@@ -8,7 +8,8 @@
 //! Consistency: close-to-open. What a process wrote and closed (or fsynced) through one mount is
 //! seen by every `open` that follows, through any mount of the volume. The kernel keeps entries and
 //! attributes for as long as it likes; of the live tree it is told soon what others have changed, and what
-//! it has of a file is checked at `open`. `close` makes changes visible, `fsync` makes them durable.
+//! it has of a file is checked at `open`. `close` makes changes visible, `fsync` makes them durable;
+//! both happen by time to what is written to a file that stays open.
 //!
 //! Locks (`flock`, `fcntl`) hold between all mounts of a volume and end with their holder. Taking one
 //! makes the kernel forget what others have changed since, giving one up commits what was written: whoever
@@ -42,6 +43,7 @@ mod stateless;
 mod stats;
 mod trace;
 mod watched;
+mod write_back;
 
 use std::path::Path;
 

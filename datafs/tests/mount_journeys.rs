@@ -18,6 +18,7 @@ mod unlinked;
 mod unprivileged;
 mod watching;
 mod writers;
+mod written_back;
 
 use std::fs;
 use std::io;

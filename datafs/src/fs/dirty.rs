@@ -310,6 +310,12 @@ impl Dirty {
         Ok(())
     }
 
+    /// Whether all of it is in one piece of an object, as a sequential writer leaves it: written on, it stays
+    /// one object.
+    pub(crate) fn is_sequential(&self) -> bool {
+        self.runs.is_empty() && self.sealed.len() == 1
+    }
+
     /// Whether all of it is near the start of the file and in memory, so that it can be committed
     /// into the metadata.
     pub(crate) fn fits_inline(&self) -> bool {

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::MutexGuard;
@@ -34,6 +35,16 @@ const SEAL_BYTES_MIN: usize = 1 << 20;
 /// Writes of a sequential writer from this size on are answered before their bytes are written to the
 /// object: the next one is prepared meanwhile.
 const EARLY_BYTES_MIN: usize = 64 << 10;
+
+/// Ages at which data that was written to an open file is committed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WriteAges {
+    /// Of data in memory or in several pieces.
+    pub(crate) scattered: Duration,
+    /// Of data that is written from front to back. A commit ends its object, and only a file in one object
+    /// is handed to the kernel.
+    pub(crate) sequential: Duration,
+}
 
 /// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
 ///
@@ -332,6 +343,7 @@ impl OpenFile {
             counted(shared, &mut dirty, |dirty| dirty.spill(shared, self.view.codec()))?;
         }
         let mtime = Timestamp::now();
+        let since = unflushed.map_or_else(Instant::now, |unflushed| unflushed.since);
         let drop_privileges = !privileged || unflushed.is_some_and(|unflushed| unflushed.drop_privileges);
         let own = self.view.writer();
         let writer = if unflushed.is_none_or(|unflushed| unflushed.writer == own) { own } else { 0 };
@@ -342,6 +354,7 @@ impl OpenFile {
                 end,
                 stored_bytes,
                 writer,
+                since,
                 mtime,
                 drop_privileges,
                 drop_capabilities: true,
@@ -373,6 +386,21 @@ impl OpenFile {
             return Ok(());
         }
         self.view.shared.meta.sync()
+    }
+
+    /// [`OpenFile::flush`] of what was written longer ago than `ages` says, unless the file has lost its
+    /// last name. Returns whether there was any.
+    pub(crate) fn write_back(&self, ages: WriteAges) -> Result<bool> {
+        let Some(open) = self.live.as_ref().filter(|open| !open.is_orphan()) else { return Ok(false) };
+        let Some(age) = open.unflushed().map(|unflushed| unflushed.since.elapsed()) else { return Ok(false) };
+        if age < ages.scattered {
+            return Ok(false);
+        }
+        let mut dirty = open.dirty.lock();
+        if age < ages.sequential && dirty.is_sequential() {
+            return Ok(false);
+        }
+        flush_inode(&self.view, open, &mut dirty, Durability::Relaxed)
     }
 
     /// Returns whether there was something to commit.

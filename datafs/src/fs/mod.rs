@@ -37,7 +37,7 @@ pub(crate) mod xattr;
 pub use allocate::Allocate;
 pub(crate) use directory::Page;
 pub use file::OpenFile;
-pub(crate) use file::ReadBuffer;
+pub(crate) use file::{ReadBuffer, WriteAges};
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub(crate) use whole_directory::Found;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -48,6 +49,8 @@ pub(crate) struct Unflushed {
     pub(crate) stored_bytes: u64,
     /// Who wrote, 0 when it was more than one: see [`crate::watch`].
     pub(crate) writer: u64,
+    /// When the first write was taken.
+    pub(crate) since: Instant,
     /// Time of the last write.
     pub(crate) mtime: Timestamp,
     /// A process without privilege wrote: the set-user-ID and set-group-ID bits are gone.

@@ -165,6 +165,11 @@ impl Handles {
         self.open.read().values().any(|handle| handle.executes && handle.node == node)
     }
 
+    /// The files that are open for writing.
+    pub(super) fn writers(&self) -> Vec<Arc<Handle>> {
+        self.open.read().values().filter(|handle| handle.writes).cloned().collect()
+    }
+
     /// Makes what was written through a handle visible.
     pub(super) fn flush(&self, handle: &Handle) -> Result<()> {
         if handle.writes { handle.file.flush() } else { Ok(()) }

@@ -23,6 +23,7 @@ use super::passthrough;
 use super::point::{self, Attach};
 use super::stats::{self, MountStats};
 use super::watched::{Watch, Watched};
+use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::view::View;
 
@@ -39,6 +40,7 @@ pub struct Mount {
     handles: Arc<Handles>,
     locks: Arc<Locks>,
     coherence: Arc<Coherence>,
+    write_back: WriteBack,
     watch: Arc<Watch>,
     /// Others may ask; None where the home does not allow for it.
     control: Option<Control>,
@@ -128,8 +130,26 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         )
         .ok();
     let trace = options.trace.as_ref().map(|trace| watch.trace.start(trace, watch.device()));
-    let mount =
-        Mount { at, device, handles, locks, coherence, watch, control, opening, ended, thread: Some(thread) };
+    let mount = Mount {
+        at,
+        device,
+        handles,
+        locks,
+        coherence,
+        write_back: WriteBack::default(),
+        watch,
+        control,
+        opening,
+        ended,
+        thread: Some(thread),
+    };
+    if !mount.handles.view.is_snapshot() {
+        // Dropping the mount takes it off.
+        mount
+            .write_back
+            .start(&mount.handles)
+            .map_err(|e| point::refused("serve the mount at", &mount.at, e))?;
+    }
     match trace {
         // Dropping the mount takes it off.
         Some(Err(error)) => Err(error),
@@ -282,6 +302,7 @@ impl Mount {
         let served = thread.join();
         self.control = None;
         self.watch.trace.stop();
+        self.write_back.stop();
         self.locks.stop();
         self.coherence.stop();
         let flushed = self.handles.flush_all();
