@@ -50,7 +50,11 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
 /// `s3://BUCKET/PATH` and the like, `VOLUME[@SNAPSHOT]:/PATH`, else a path of this machine.
 fn endpoint(datafs: &Datafs, text: &str) -> Result<Endpoint> {
     if text.contains("://") {
-        let url = text.parse().map_err(|error| usage(format!("{text}: {error}")))?;
+        let url: reqwest::Url = text.parse().map_err(|error| usage(format!("{text}: {error}")))?;
+        if url.scheme() == "file" {
+            let path = url.to_file_path();
+            return path.map(Endpoint::Local).map_err(|()| usage(format!("{text}: write file:///PATH")));
+        }
         // Credentials and endpoints come from the environment, as for other tools of these stores.
         let known = ["AWS_", "GOOGLE_", "AZURE_"];
         let options = std::env::vars().filter(|(name, _)| known.iter().any(|k| name.starts_with(k)));

@@ -79,6 +79,7 @@ fn entry(meta: &ObjectMeta) -> Entry {
         size: meta.size,
         mtime: meta.last_modified.into(),
         mode: None,
+        owner: None,
         identity: None,
         node: None,
         version: meta.e_tag.clone(),
@@ -92,6 +93,7 @@ fn folder(name: &str) -> Entry {
         size: 0,
         mtime: SystemTime::UNIX_EPOCH,
         mode: None,
+        owner: None,
         identity: None,
         node: None,
         version: None,
@@ -240,7 +242,7 @@ impl Target for BucketTree {
         Ok(meta.as_ref().map(entry))
     }
 
-    fn make_folder(&self, _: &Path) -> Result<bool> {
+    fn make_folder(&self, _: &Path, _: &Entry) -> Result<bool> {
         Ok(false)
     }
 

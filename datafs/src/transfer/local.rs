@@ -1,32 +1,108 @@
 //! A folder of this machine.
+//!
+//! The path that the caller gave is followed. Everything below it is reached by handles of folders, one name at a
+//! time, and never through a symbolic link: other users may change the tree while it is copied.
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use bytes::Bytes;
-use nix::unistd::{Whence, lseek};
+use nix::unistd::{Whence, geteuid, lseek};
+use rustix::fs::{
+    AtFlags, CWD, Dir, Mode, OFlags, linkat, mkdirat, openat, readlinkat, renameat, symlinkat, unlinkat,
+};
+use rustix::io::Errno;
 
-use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, partial_name};
+use super::tree::{
+    Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, is_partial, partial_name,
+};
 use super::xattr;
 use crate::error::{Error, Result};
 
+/// A handle of a folder: names below it can be looked up.
+const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+/// A handle of whatever a name stands for, a symbolic link too, that only tells what it is.
+const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// For reading; opening a pipe or a device neither waits nor follows.
+const READ: OFlags = OFlags::RDONLY
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NONBLOCK)
+    .union(OFlags::NOCTTY)
+    .union(OFlags::CLOEXEC);
+/// A new file.
+const NEW: OFlags =
+    OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::EXCL).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
 pub(super) struct LocalTree {
     root: PathBuf,
+    /// The root, once it was opened.
+    top: OnceLock<OwnedFd>,
 }
 
 impl LocalTree {
     pub(super) fn new(root: &Path) -> LocalTree {
-        LocalTree { root: root.to_owned() }
+        LocalTree { root: root.to_owned(), top: OnceLock::new() }
     }
 
-    fn at(&self, path: &Path) -> PathBuf {
-        // `join("")` would append a slash, and so follow a link.
+    /// For messages.
+    fn shown(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() { self.root.clone() } else { self.root.join(path) }
     }
+
+    /// A folder below the root.
+    fn folder(&self, path: &Path) -> io::Result<OwnedFd> {
+        let top = match self.top.get() {
+            Some(top) => top,
+            None => {
+                let opened = openat(CWD, &self.root, FOLDER, Mode::empty())?;
+                self.top.get_or_init(|| opened)
+            }
+        };
+        let mut folder = openat(top, ".", FOLDER, Mode::empty())?;
+        for name in path {
+            folder = openat(&folder, name, FOLDER | OFlags::NOFOLLOW, Mode::empty())?;
+        }
+        Ok(folder)
+    }
+
+    /// The folder of a path and its name there. The root itself is in a folder that the caller named.
+    fn place<'p>(&'p self, path: &'p Path) -> io::Result<(OwnedFd, &'p OsStr)> {
+        if path.as_os_str().is_empty() {
+            let parent = self.root.parent().filter(|parent| !parent.as_os_str().is_empty());
+            let folder = openat(CWD, parent.unwrap_or(Path::new(".")), FOLDER, Mode::empty())?;
+            return Ok((folder, self.root.file_name().ok_or(Errno::ISDIR)?));
+        }
+        let folder = self.folder(path.parent().unwrap_or(Path::new("")))?;
+        Ok((folder, path.file_name().ok_or(Errno::INVAL)?))
+    }
+
+    fn metadata(&self, path: &Path) -> io::Result<fs::Metadata> {
+        if path.as_os_str().is_empty() {
+            return fs::metadata(&self.root);
+        }
+        let (folder, name) = self.place(path)?;
+        metadata_at(&folder, name)
+    }
+
+    /// A file or folder for reading.
+    fn open_to_read(&self, path: &Path) -> io::Result<File> {
+        if path.as_os_str().is_empty() {
+            return Ok(openat(CWD, &self.root, READ - OFlags::NOFOLLOW, Mode::empty())?.into());
+        }
+        let (folder, name) = self.place(path)?;
+        Ok(openat(&folder, name, READ, Mode::empty())?.into())
+    }
+}
+
+fn metadata_at(folder: &impl AsFd, name: &OsStr) -> io::Result<fs::Metadata> {
+    File::from(openat(folder, name, LOOK, Mode::empty())?).metadata()
 }
 
 fn fail(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
@@ -38,13 +114,32 @@ fn fail(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error
 
 /// Removes what has not become a file. What cannot be removed takes room until the copy is run again, so
 /// it is said.
-fn remove_partial(path: &Path) {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(%error, path = %path.display(), "an unfinished copy is left behind");
+fn remove_partial(folder: &OwnedFd, partial: &OsStr, path: &Path) {
+    match unlinkat(folder, partial, AtFlags::empty()) {
+        Err(error) if error != Errno::NOENT => {
+            tracing::warn!(%error, path = %path.display(), ?partial, "an unfinished copy is left behind");
         }
         _ => {}
     }
+}
+
+/// Removes what killed copies of this user left in a folder. A copy that runs holds a lock on its files.
+fn remove_leftovers(folder: &OwnedFd, path: &Path) -> io::Result<()> {
+    for entry in Dir::new(openat(folder, ".", OFlags::DIRECTORY | READ, Mode::empty())?)? {
+        let entry = entry?;
+        let name = OsStr::from_bytes(entry.file_name().to_bytes());
+        if !is_partial(name) {
+            continue;
+        }
+        let Ok(metadata) = metadata_at(folder, name) else { continue };
+        let is_in_use = metadata.is_file()
+            && openat(folder, name, READ, Mode::empty())
+                .is_ok_and(|file| matches!(File::from(file).try_lock(), Err(fs::TryLockError::WouldBlock)));
+        if metadata.uid() == geteuid().as_raw() && !metadata.is_dir() && !is_in_use {
+            remove_partial(folder, name, path);
+        }
+    }
+    Ok(())
 }
 
 fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
@@ -60,6 +155,7 @@ fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
         size: metadata.len(),
         mtime: metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH),
         mode: Some(metadata.mode() & 0o7777),
+        owner: Some((metadata.uid(), metadata.gid())),
         identity: (metadata.nlink() > 1).then(|| (metadata.dev(), metadata.ino())),
         node: None,
         version: None,
@@ -69,18 +165,30 @@ fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
 impl Source for LocalTree {
     fn root(&self) -> Result<Entry> {
         // What is named on the command line is followed, as cp -r does for links to folders.
-        let metadata = fs::metadata(&self.root).map_err(fail("look at", &self.root))?;
+        let metadata = self.metadata(Path::new("")).map_err(fail("look at", &self.root))?;
         Ok(entry(self.root.as_os_str().to_owned(), &metadata))
     }
 
     fn list(&self, path: &Path, _: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()> {
-        let path = self.at(path);
-        let mut found = fs::read_dir(&path).map_err(fail("list folder", &path))?;
+        let shown = self.shown(path);
+        let open = || -> io::Result<(OwnedFd, Dir)> {
+            let folder = self.folder(path)?;
+            let listed = Dir::new(openat(&folder, ".", OFlags::DIRECTORY | READ, Mode::empty())?)?;
+            Ok((folder, listed))
+        };
+        let (folder, listed) = open().map_err(fail("list folder", &shown))?;
+        let mut names = listed
+            .map(|entry| -> io::Result<OsString> {
+                Ok(OsStr::from_bytes(entry?.file_name().to_bytes()).to_owned())
+            })
+            .filter(|name| !name.as_ref().is_ok_and(|name| name == "." || name == ".."));
         loop {
-            let some = found.by_ref().take(PAGE);
-            let page: io::Result<Vec<Entry>> =
-                some.map(|e| e.and_then(|e| Ok(entry(e.file_name(), &e.metadata()?)))).collect();
-            let page = page.map_err(fail("list folder", &path))?;
+            let page: io::Result<Vec<Entry>> = names
+                .by_ref()
+                .take(PAGE)
+                .map(|name| name.and_then(|name| Ok(entry(name.clone(), &metadata_at(&folder, &name)?))))
+                .collect();
+            let page = page.map_err(fail("list folder", &shown))?;
             if page.is_empty() || !visit(page) {
                 return Ok(());
             }
@@ -88,26 +196,36 @@ impl Source for LocalTree {
     }
 
     fn look(&self, path: &Path) -> Result<Entry> {
-        // The root is followed, as in `root`.
-        let look = if path.as_os_str().is_empty() { fs::metadata } else { fs::symlink_metadata };
-        let path = self.at(path);
-        Ok(entry(OsString::new(), &look(&path).map_err(fail("look at", &path))?))
+        let metadata = self.metadata(path).map_err(fail("look at", &self.shown(path)))?;
+        Ok(entry(OsString::new(), &metadata))
     }
 
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {
-        let path = self.at(path);
-        let opened = File::open(&path).map_err(fail("open", &path))?;
-        Ok(Box::new(LocalFile { file: opened, path, at: 0, data_end: 0, size: file.size }))
+        let shown = self.shown(path);
+        let opened = self.open_to_read(path);
+        // It was a file when it was looked at.
+        let replaced = match &opened {
+            Ok(file) => !file.metadata().map_err(fail("look at", &shown))?.is_file(),
+            Err(error) => error.raw_os_error() == Some(Errno::LOOP.raw_os_error()),
+        };
+        if replaced {
+            return Err(Error::Stale { what: format!("the file {} that was found", shown.display()) });
+        }
+        let opened = opened.map_err(fail("open", &shown))?;
+        Ok(Box::new(LocalFile { file: opened, path: shown, at: 0, data_end: 0, size: file.size }))
     }
 
     fn target(&self, path: &Path, _: &Entry) -> Result<OsString> {
-        let path = self.at(path);
-        Ok(fs::read_link(&path).map_err(fail("read link", &path))?.into_os_string())
+        let read = || -> io::Result<OsString> {
+            let (folder, name) = self.place(path)?;
+            Ok(OsString::from_vec(readlinkat(&folder, name, Vec::new())?.into_bytes()))
+        };
+        read().map_err(fail("read link", &self.shown(path)))
     }
 
     fn attributes(&self, path: &Path, _: &Entry) -> Result<Attributes> {
-        let path = self.at(path);
-        xattr::read(&path).map_err(fail("read extended attributes of", &path))
+        let read = || xattr::read(&self.open_to_read(path)?);
+        read().map_err(fail("read extended attributes of", &self.shown(path)))
     }
 }
 
@@ -167,74 +285,112 @@ impl Target for LocalTree {
     }
 
     fn find(&self, path: &Path) -> Result<Option<Entry>> {
-        let path = self.at(path);
-        match fs::symlink_metadata(&path) {
+        let mut found = self.metadata(path);
+        if path.as_os_str().is_empty() && !found.as_ref().is_ok_and(fs::Metadata::is_dir) {
+            // A link to a folder is that folder; any other link is replaced itself.
+            found = fs::symlink_metadata(&self.root);
+        }
+        match found {
             Ok(metadata) => Ok(Some(entry(OsString::new(), &metadata))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Error::io("look at", path, e)),
+            Err(e) => Err(Error::io("look at", self.shown(path), e)),
         }
     }
 
-    fn make_folder(&self, path: &Path) -> Result<bool> {
-        let path = self.at(path);
-        if path.is_dir() {
-            return Ok(false);
-        }
-        fs::create_dir_all(&path).map_err(fail("create folder", &path))?;
-        Ok(true)
+    fn make_folder(&self, path: &Path, like: &Entry) -> Result<bool> {
+        let mode = if like.mode.is_some() { 0o700 } else { 0o777 };
+        let make = || -> io::Result<bool> {
+            if path.as_os_str().is_empty() {
+                if let Some(parent) = self.root.parent() {
+                    fs::create_dir_all(parent)?;
+                }
+                match DirBuilder::new().mode(mode).create(&self.root) {
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                    other => return other.map(|()| true),
+                }
+            } else {
+                let (folder, name) = self.place(path)?;
+                match mkdirat(&folder, name, Mode::from_raw_mode(mode)) {
+                    Err(Errno::EXIST) => {}
+                    other => return Ok(other.map(|()| true)?),
+                }
+            }
+            // Fails where something else is there, a symbolic link too.
+            remove_leftovers(&self.folder(path)?, path)?;
+            Ok(false)
+        };
+        make().map_err(fail("create folder", &self.shown(path)))
     }
 
     fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()> {
-        let path = self.at(path);
         let set = || -> io::Result<()> {
-            xattr::write(&path, attributes)?;
-            if let Some(mode) = like.mode {
-                fs::set_permissions(&path, Permissions::from_mode(mode))?;
-                File::open(&path)?.set_modified(like.mtime)?;
+            let folder = openat(&self.folder(path)?, ".", OFlags::DIRECTORY | READ, Mode::empty())?;
+            let folder = File::from(folder);
+            xattr::write(&folder, attributes)?;
+            let metadata = folder.metadata()?;
+            if let Some(mode) = like.mode_of_copy(metadata.uid(), metadata.gid()) {
+                folder.set_permissions(Permissions::from_mode(mode))?;
+                folder.set_modified(like.mtime)?;
             }
             Ok(())
         };
-        set().map_err(fail("set mode and time of", &path))
+        set().map_err(fail("set mode and time of", &self.shown(path)))
     }
 
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
-        let path = self.at(path);
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        if let Some(parent) = parent {
-            fs::create_dir_all(parent).map_err(fail("create folder", parent))?;
-        }
-        let partial = path.with_file_name(partial_name(&path));
-        let mut options = OpenOptions::new();
-        let file = options.write(true).create(true).truncate(true).open(&partial);
-        let file = file.map_err(fail("create", &partial))?;
-        Ok(Box::new(NewFile { file, partial: Some(partial), path, like: like.clone() }))
+        // Where the source has no modes, those of any new file.
+        let mode = Mode::from_raw_mode(if like.mode.is_some() { 0o600 } else { 0o666 });
+        let shown = self.shown(path);
+        let create = || -> io::Result<NewFile> {
+            if path.as_os_str().is_empty() {
+                if let Some(parent) = self.root.parent() {
+                    fs::create_dir_all(parent)?;
+                }
+                remove_leftovers(&self.place(path)?.0, path)?;
+            }
+            let (folder, name) = self.place(path)?;
+            loop {
+                let partial = partial_name();
+                let file = File::from(openat(&folder, &partial, NEW, mode)?);
+                // Tells other copies that this one runs; where there are no locks, they remove what it has begun.
+                file.lock().ok();
+                if file.metadata()?.nlink() > 0 {
+                    let (name, path, like) = (name.to_owned(), shown.clone(), like.clone());
+                    return Ok(NewFile { file, folder, partial: Some(partial), name, path, like });
+                }
+            }
+        };
+        Ok(Box::new(create().map_err(fail("create", &shown))?))
     }
 
     fn make_symlink(&self, path: &Path, target: OsString) -> Result<()> {
-        let path = self.at(path);
-        if fs::read_link(&path).is_ok_and(|there| there == target) {
-            return Ok(());
-        }
-        let partial = path.with_file_name(partial_name(&path));
-        remove_partial(&partial);
-        std::os::unix::fs::symlink(target, &partial)
-            .and_then(|()| fs::rename(&partial, &path))
-            .map_err(fail("make symbolic link", &path))
+        let make = || -> io::Result<()> {
+            let (folder, name) = self.place(path)?;
+            if readlinkat(&folder, name, Vec::new()).is_ok_and(|there| there.to_bytes() == target.as_bytes())
+            {
+                return Ok(());
+            }
+            let partial = partial_name();
+            symlinkat(&target, &folder, &partial)?;
+            settle(&folder, &partial, name, path)
+        };
+        make().map_err(fail("make symbolic link", &self.shown(path)))
     }
 
     fn make_link(&self, existing: &Path, path: &Path) -> Result<()> {
-        let (existing, path) = (self.at(existing), self.at(path));
-        let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
-        if let (Ok(a), Ok(b)) = (fs::symlink_metadata(&existing), fs::symlink_metadata(&path))
-            && same(a, b)
-        {
-            return Ok(());
-        }
-        let partial = path.with_file_name(partial_name(&path));
-        remove_partial(&partial);
-        fs::hard_link(existing, &partial)
-            .and_then(|()| fs::rename(&partial, &path))
-            .map_err(fail("make link", &path))
+        let make = || -> io::Result<()> {
+            let ((from, existing), (folder, name)) = (self.place(existing)?, self.place(path)?);
+            let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+            if let (Ok(a), Ok(b)) = (metadata_at(&from, existing), metadata_at(&folder, name))
+                && identity(a) == identity(b)
+            {
+                return Ok(());
+            }
+            let partial = partial_name();
+            linkat(&from, existing, &folder, &partial, AtFlags::empty())?;
+            settle(&folder, &partial, name, path)
+        };
+        make().map_err(fail("make link", &self.shown(path)))
     }
 
     fn finish(&self) -> Result<()> {
@@ -242,10 +398,21 @@ impl Target for LocalTree {
     }
 }
 
+/// Puts what is at the partial name under its final one.
+fn settle(folder: &OwnedFd, partial: &OsStr, name: &OsStr, path: &Path) -> io::Result<()> {
+    let settled = renameat(folder, partial, folder, name);
+    if settled.is_err() {
+        remove_partial(folder, partial, path);
+    }
+    Ok(settled?)
+}
+
 struct NewFile {
     file: File,
+    folder: OwnedFd,
     /// Until it has its final name.
-    partial: Option<PathBuf>,
+    partial: Option<OsString>,
+    name: OsString,
     path: PathBuf,
     like: Entry,
 }
@@ -256,28 +423,25 @@ impl WriteFile for NewFile {
     }
 
     fn finish(mut self: Box<Self>, attributes: &Attributes) -> Result<()> {
-        let Some(partial) = self.partial.take() else { return Ok(()) };
         let complete = || -> io::Result<()> {
             self.file.set_len(self.like.size)?;
-            xattr::write(&partial, attributes)?;
-            if let Some(mode) = self.like.mode {
+            xattr::write(&self.file, attributes)?;
+            let metadata = self.file.metadata()?;
+            if let Some(mode) = self.like.mode_of_copy(metadata.uid(), metadata.gid()) {
                 self.file.set_permissions(Permissions::from_mode(mode))?;
             }
-            self.file.set_modified(self.like.mtime)?;
-            fs::rename(&partial, &self.path)
+            self.file.set_modified(self.like.mtime)
         };
-        let completed = complete().map_err(fail("complete", &self.path));
-        if completed.is_err() {
-            remove_partial(&partial);
-        }
-        completed
+        complete().map_err(fail("complete", &self.path))?;
+        let Some(partial) = self.partial.take() else { return Ok(()) };
+        settle(&self.folder, &partial, &self.name, &self.path).map_err(fail("complete", &self.path))
     }
 }
 
 impl Drop for NewFile {
     fn drop(&mut self) {
         if let Some(partial) = &self.partial {
-            remove_partial(partial);
+            remove_partial(&self.folder, partial, &self.path);
         }
     }
 }

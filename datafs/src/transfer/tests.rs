@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use object_store::memory::InMemory;
+use parking_lot::Mutex;
 use tempfile::TempDir;
 
 use super::*;
@@ -47,6 +48,14 @@ impl Home {
         assert_eq!(report.failed, []);
         report
     }
+}
+
+fn open(path: &Path) -> File {
+    File::open(path).unwrap()
+}
+
+fn mode_of(path: &Path) -> u32 {
+    fs::symlink_metadata(path).unwrap().mode() & 0o7777
 }
 
 /// Files of all kinds of sizes, a hole, links, modes, times, a name that is no UTF-8.
@@ -103,8 +112,8 @@ fn a_tree_goes_into_a_volume_and_comes_back() {
     let source = home.path("source");
     plant(&source);
     let has_attributes =
-        xattr::write(&source.join("a/file-1"), &vec![("user.note".into(), b"kept".to_vec())]).is_ok()
-            && !xattr::read(&source.join("a/file-1")).unwrap().is_empty();
+        xattr::write(&open(&source.join("a/file-1")), &vec![("user.note".into(), b"kept".to_vec())]).is_ok()
+            && !xattr::read(&open(&source.join("a/file-1"))).unwrap().is_empty();
     let report = home.copy(&home.local("source"), &home.volume("deep/copy"));
     assert_eq!((report.files, report.links, report.unchanged), (8, 3, 0));
     assert!(report.bytes < 12 << 20, "holes are not copied: {report:?}");
@@ -113,7 +122,7 @@ fn a_tree_goes_into_a_volume_and_comes_back() {
     assert_eq!(all_of(&home.path("back")), all_of(&source));
     assert!(fs::metadata(home.path("back/a/b/holes")).unwrap().blocks() < 4_096);
     if has_attributes {
-        let attributes = xattr::read(&home.path("back/a/file-1")).unwrap();
+        let attributes = xattr::read(&open(&home.path("back/a/file-1"))).unwrap();
         assert_eq!(attributes, [("user.note".into(), b"kept".to_vec())]);
     }
     // Between volumes, from a snapshot.
@@ -271,6 +280,249 @@ fn what_is_cut_while_it_is_copied_is_not_filled_with_zeros() {
         assert_eq!((report.files, report.failures), (0, 1), "{:?}", report.failed);
         assert!(!home.path("copy").exists());
     }
+}
+
+#[test]
+fn rights_of_an_owner_stay_behind_when_the_copy_belongs_to_another() {
+    let home = Home::new();
+    let us = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+    let root = home.view.root();
+    // Set-user-ID and set-group-ID: of both, of the user alone, of the group alone, of neither.
+    for (name, uid, gid, kept) in [
+        ("both", us.0, us.1, 0o6755),
+        ("user", us.0, us.1 + 1, 0o4755),
+        ("group", us.0 + 1, us.1, 0o2755),
+        ("neither", us.0 + 1, us.1 + 1, 0o755),
+    ] {
+        let owner = crate::fs::Owner { uid, gid };
+        let flags = crate::fs::OpenFlags::READ_WRITE;
+        let (attr, file) = home.view.create(root, OsStr::new(name), 0o600, owner, flags).unwrap();
+        file.write_at(0, b"#!/bin/sh").unwrap();
+        file.flush().unwrap();
+        let mode = crate::fs::SetAttr { mode: Some(0o6755), ..Default::default() };
+        home.view.setattr(attr.node, &mode).unwrap();
+        home.copy(&home.volume(name), &home.local(name));
+        assert_eq!(mode_of(&home.path(name)), kept, "{name}");
+        home.copy(&home.volume(name), &home.volume(&format!("copies/{name}")));
+        let folder = home.view.lookup(root, OsStr::new("copies")).unwrap().node;
+        assert_eq!(home.view.lookup(folder, OsStr::new(name)).unwrap().mode, kept, "{name}");
+    }
+    if nix::unistd::geteuid().is_root() {
+        std::os::unix::fs::chown(home.path("both"), Some(12_345), Some(12_345)).unwrap();
+        fs::set_permissions(home.path("both"), fs::Permissions::from_mode(0o6755)).unwrap();
+        home.copy(&home.local("both"), &home.volume("from-local"));
+        assert_eq!(home.view.lookup(root, OsStr::new("from-local")).unwrap().mode, 0o755);
+    }
+}
+
+#[test]
+fn links_in_the_target_are_not_followed() {
+    let home = Home::new();
+    let (source, outside) = (home.path("source"), home.path("outside"));
+    fs::create_dir_all(source.join("sub/deep")).unwrap();
+    fs::set_permissions(source.join("sub"), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::write(source.join("sub/deep/file"), "from the source").unwrap();
+    fs::write(source.join("top"), "from the source").unwrap();
+    fs::create_dir(&outside).unwrap();
+    fs::set_permissions(&outside, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::write(outside.join("victim"), "of somebody else").unwrap();
+    let target = home.path("target");
+    fs::create_dir(&target).unwrap();
+    symlink(&outside, target.join("sub")).unwrap();
+    symlink(outside.join("victim"), target.join("top")).unwrap();
+    let report =
+        home.datafs.copy(&home.local("source"), &home.local("target"), &RECURSIVE, &|_| true).unwrap();
+    assert_eq!((report.files, report.failures), (1, 1), "{report:?}");
+    assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+    assert_eq!(mode_of(&outside), 0o700);
+    assert_eq!(fs::read(outside.join("victim")).unwrap(), b"of somebody else");
+    // The link itself was replaced.
+    assert!(fs::symlink_metadata(target.join("top")).unwrap().is_file());
+
+    // One that takes the place of a folder when everything was copied.
+    home.copy(&home.local("source"), &home.local("second"));
+    fs::remove_dir_all(home.path("second/sub")).unwrap();
+    symlink(&outside, home.path("second/sub")).unwrap();
+    let tree = local::LocalTree::new(&home.path("second"));
+    let like = tree::Source::look(&local::LocalTree::new(&source), Path::new("sub")).unwrap();
+    tree::Target::finish_folder(&tree, Path::new("sub"), &like, &Vec::new()).unwrap_err();
+    assert_eq!(mode_of(&outside), 0o700);
+    // The target that the caller named is followed.
+    fs::create_dir(home.path("real")).unwrap();
+    symlink(home.path("real"), home.path("named")).unwrap();
+    home.copy(&home.local("source"), &home.local("named"));
+    assert_eq!(fs::read(home.path("real/top")).unwrap(), b"from the source");
+}
+
+#[test]
+fn a_file_that_became_a_link_or_a_pipe_is_not_read() {
+    let home = Home::new();
+    let source = home.path("source");
+    fs::create_dir(&source).unwrap();
+    fs::write(source.join("file"), "harmless").unwrap();
+    fs::write(home.path("secret"), "of somebody else").unwrap();
+    let tree = local::LocalTree::new(&source);
+    let found = tree::Source::look(&tree, Path::new("file")).unwrap();
+    fs::remove_file(source.join("file")).unwrap();
+    symlink(home.path("secret"), source.join("file")).unwrap();
+    let opened = tree::Source::open(&tree, Path::new("file"), &found);
+    assert!(matches!(opened.err(), Some(Error::Stale { .. })));
+    fs::remove_file(source.join("file")).unwrap();
+    nix::unistd::mkfifo(&source.join("file"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    // Does not wait for a writer, either.
+    assert!(matches!(tree::Source::open(&tree, Path::new("file"), &found).err(), Some(Error::Stale { .. })));
+}
+
+/// The name that was used for the partial file of `file` before names were random.
+fn former_partial_name(file: &str) -> String {
+    use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+    let mut hasher = DefaultHasher::new();
+    Some(OsStr::new(file)).hash(&mut hasher);
+    format!(".millrace-copy-{:016x}", hasher.finish())
+}
+
+#[test]
+fn what_is_being_copied_is_its_owners_alone_and_has_a_name_of_its_own() {
+    let home = Home::new();
+    let source = home.path("source");
+    fs::create_dir(&source).unwrap();
+    fs::write(source.join("secret"), vec![7; 3 * tree::CHUNK]).unwrap();
+    fs::set_permissions(source.join("secret"), fs::Permissions::from_mode(0o600)).unwrap();
+    fs::set_permissions(&source, fs::Permissions::from_mode(0o755)).unwrap();
+    let names = Mutex::new(std::collections::BTreeSet::new());
+    for to in ["one", "two"] {
+        let target = home.path(to);
+        let seen = Mutex::new(Vec::new());
+        let look = |progress: CopyProgress| {
+            if progress.bytes > 0 && progress.done == 0 {
+                seen.lock().push(mode_of(&target));
+                for entry in fs::read_dir(&target).unwrap() {
+                    let path = entry.unwrap().path();
+                    seen.lock().push(mode_of(&path));
+                    names.lock().insert(path.file_name().unwrap().to_owned());
+                }
+            }
+            true
+        };
+        home.datafs.copy(&home.local("source"), &home.local(to), &RECURSIVE, &look).unwrap();
+        let seen = seen.into_inner();
+        assert!(seen.len() >= 6 && seen.iter().all(|mode| mode & 0o077 == 0), "{seen:?}");
+        assert_eq!(mode_of(&target), 0o755);
+    }
+    assert_eq!(names.lock().len(), 2, "{names:?}");
+}
+
+#[test]
+fn leftovers_of_killed_copies_go_and_links_at_their_names_are_not_followed() {
+    let home = Home::new();
+    let (source, target) = (home.path("source"), home.path("target"));
+    fs::create_dir(&source).unwrap();
+    fs::write(source.join("file"), "from the source").unwrap();
+    fs::create_dir(&target).unwrap();
+    fs::write(home.path("victim"), "of somebody else").unwrap();
+    symlink(home.path("victim"), target.join(former_partial_name("file"))).unwrap();
+    fs::write(target.join(".millrace-copy-00000000000000000000000000000001"), "killed").unwrap();
+    let running = target.join(".millrace-copy-00000000000000000000000000000002");
+    fs::write(&running, "of a copy that runs").unwrap();
+    let lock = open(&running);
+    lock.lock().unwrap();
+    home.copy(&home.local("source"), &home.local("target"));
+    assert_eq!(fs::read(home.path("victim")).unwrap(), b"of somebody else");
+    let mut there: Vec<_> = fs::read_dir(&target).unwrap().map(|entry| entry.unwrap().path()).collect();
+    there.sort();
+    assert_eq!(there, [running, target.join("file")]);
+    drop(lock);
+    // Of a single file.
+    home.copy(&home.local("source/file"), &home.local("target/other"));
+    assert_eq!(fs::read_dir(&target).unwrap().count(), 2);
+}
+
+/// A folder whose listing holds names that no folder can hold.
+struct Hostile;
+
+impl tree::Source for Hostile {
+    fn root(&self) -> Result<tree::Entry> {
+        Ok(self.entry("root", tree::Kind::Folder))
+    }
+
+    fn list(
+        &self,
+        path: &Path,
+        _: &tree::Entry,
+        visit: &mut dyn FnMut(Vec<tree::Entry>) -> bool,
+    ) -> Result<()> {
+        if path.as_os_str().is_empty() {
+            let names = ["../evil", "/tmp/millrace-test-evil", "a\0b", "..", ".", "", "a/b"];
+            visit(names.iter().map(|name| self.entry(name, tree::Kind::File)).collect());
+            visit(vec![self.entry("..", tree::Kind::Folder), self.entry("good", tree::Kind::File)]);
+        }
+        Ok(())
+    }
+
+    fn look(&self, _: &Path) -> Result<tree::Entry> {
+        self.root()
+    }
+
+    fn open<'s>(&'s self, _: &Path, _: &tree::Entry) -> Result<Box<dyn tree::ReadFile + 's>> {
+        Ok(Box::new(Nothing))
+    }
+
+    fn target(&self, _: &Path, _: &tree::Entry) -> Result<OsString> {
+        Ok(OsString::new())
+    }
+
+    fn attributes(&self, _: &Path, _: &tree::Entry) -> Result<tree::Attributes> {
+        Ok(Vec::new())
+    }
+}
+
+impl Hostile {
+    fn entry(&self, name: &str, kind: tree::Kind) -> tree::Entry {
+        tree::Entry {
+            name: name.into(),
+            kind,
+            size: 0,
+            mtime: SystemTime::UNIX_EPOCH,
+            mode: Some(0o755),
+            owner: None,
+            identity: None,
+            node: None,
+            version: None,
+        }
+    }
+}
+
+struct Nothing;
+
+impl tree::ReadFile for Nothing {
+    fn next(&mut self) -> Result<Option<(u64, bytes::Bytes)>> {
+        Ok(None)
+    }
+
+    fn size(&self) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+#[test]
+fn names_that_lead_elsewhere_are_refused() {
+    let home = Home::new();
+    let (folder, volume) = (home.path("a/target"), home.volume("target"));
+    fs::create_dir(home.path("a")).unwrap();
+    let volume = match &volume {
+        Endpoint::Volume(view, path) => volume::VolumeTree::new(view, path),
+        _ => unreachable!(),
+    };
+    let local = local::LocalTree::new(&folder);
+    for target in [&local as &dyn tree::Target, &volume] {
+        let report = walk::run(&Hostile, target, &RECURSIVE, &|_| true).unwrap();
+        assert_eq!((report.files, report.failures), (1, 8), "{report:?}");
+    }
+    assert_eq!(fs::read_dir(home.path("a")).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    assert!(!Path::new("/tmp/millrace-test-evil").exists());
+    assert_eq!(home.view.list("").unwrap().len(), 1);
+    assert_eq!(home.view.list("target").unwrap().len(), 1);
 }
 
 /// Of several ranges each, more than are asked for at a time.

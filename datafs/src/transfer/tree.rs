@@ -1,7 +1,6 @@
 //! What the two sides of a copy can do.
 
-use std::ffi::OsString;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::time::SystemTime;
 
@@ -35,12 +34,29 @@ pub(super) struct Entry {
     pub(super) mtime: SystemTime,
     /// Permission bits; `None` in buckets.
     pub(super) mode: Option<u32>,
+    /// User and group; `None` in buckets.
+    pub(super) owner: Option<(u32, u32)>,
     /// Of a file with several names: what all of them have in common.
     pub(super) identity: Option<(u64, u64)>,
     /// In a volume.
     pub(super) node: Option<Node>,
     /// In a bucket, what tells this version of an object from others, if the store says so.
     pub(super) version: Option<String>,
+}
+
+impl Entry {
+    /// Permission bits of a copy that belongs to this user and group. The bits that lend the rights of an owner
+    /// (set-user-ID, set-group-ID) go where the owner is another.
+    pub(super) fn mode_of_copy(&self, uid: u32, gid: u32) -> Option<u32> {
+        let mut mode = self.mode?;
+        if self.owner.is_none_or(|(user, _)| user != uid) {
+            mode &= !0o4000;
+        }
+        if self.owner.is_none_or(|(_, group)| group != gid) {
+            mode &= !0o2000;
+        }
+        Some(mode)
+    }
 }
 
 /// Extended attributes.
@@ -90,8 +106,9 @@ pub(super) trait Target: Sync {
     /// What is there.
     fn find(&self, path: &Path) -> Result<Option<Entry>>;
 
-    /// Makes a folder unless it is there; true when it made one.
-    fn make_folder(&self, path: &Path) -> Result<bool>;
+    /// Makes a folder unless it is there; true when it made one. Until it is finished, a new folder with modes
+    /// is its owner's alone.
+    fn make_folder(&self, path: &Path, like: &Entry) -> Result<bool>;
 
     /// Gives a folder its mode, times and attributes, after its content.
     fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()>;
@@ -118,15 +135,20 @@ pub(super) trait WriteFile {
     fn finish(self: Box<Self>, attributes: &Attributes) -> Result<()>;
 }
 
-/// The name under which a file is written before it is complete. The same for each attempt, so that
-/// what a killed copy left is overwritten by the next.
-pub(super) fn partial_name(path: &Path) -> OsString {
-    let mut hasher = DefaultHasher::new();
-    path.file_name().hash(&mut hasher);
-    format!(".millrace-copy-{:016x}", hasher.finish()).into()
+/// A name for what is not complete yet, which nobody can guess.
+pub(super) fn partial_name() -> OsString {
+    format!("{PARTIAL}{:032x}", rand::random::<u128>()).into()
 }
 
+const PARTIAL: &str = ".millrace-copy-";
+
 /// Whether a name is one of [`partial_name`].
-pub(super) fn is_partial(name: &std::ffi::OsStr) -> bool {
-    name.to_str().is_some_and(|name| name.starts_with(".millrace-copy-"))
+pub(super) fn is_partial(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(PARTIAL.as_bytes())
+}
+
+/// Whether a name that metadata or a listing gave is the name of one thing in a folder.
+pub(super) fn is_plain(name: &OsStr) -> bool {
+    let bytes = name.as_encoded_bytes();
+    !matches!(bytes, b"" | b"." | b"..") && !bytes.iter().any(|byte| matches!(byte, b'/' | 0))
 }

@@ -29,24 +29,24 @@ impl VolumeTree {
         self.root.join(path)
     }
 
-    /// A folder by its path from the root of the volume; made where it is missing if `make`.
-    fn folder(&self, path: &Path, make: bool) -> Result<Node> {
+    /// A folder by its path from the root of the volume; made with this mode where it is missing.
+    fn folder(&self, path: &Path, make: Option<u32>) -> Result<Node> {
         let Some(name) = path.file_name() else { return Ok(self.view.root()) };
         if let Some(node) = self.folders.lock().get(path) {
             return Ok(*node);
         }
-        let parent = self.folder(path.parent().unwrap_or(Path::new("")), make)?;
+        let parent = self.folder(path.parent().unwrap_or(Path::new("")), make.map(|_| PARENT_MODE))?;
         let node = match self.view.lookup(parent, name) {
             Ok(attr) if attr.kind == FileKind::Directory => attr.node,
             Ok(_) => return Err(Error::NotADirectory { what: path.display().to_string() }),
-            Err(error) if error.is_not_found() && make => {
-                match self.view.mkdir(parent, name, 0o755, owner()) {
+            Err(error) => match make.filter(|_| error.is_not_found()) {
+                None => return Err(error),
+                Some(mode) => match self.view.mkdir(parent, name, mode, owner()) {
                     Ok(attr) => attr.node,
-                    Err(Error::Exists { .. }) => self.view.lookup(parent, name)?.node,
+                    Err(Error::Exists { .. }) => return self.folder(path, make),
                     Err(error) => return Err(error),
-                }
-            }
-            Err(error) => return Err(error),
+                },
+            },
         };
         self.folders.lock().insert(path.to_owned(), node);
         Ok(node)
@@ -56,6 +56,7 @@ impl VolumeTree {
     fn place(&self, path: &Path, make: bool) -> Result<(Node, OsString)> {
         let path = self.at(path);
         let name = path.file_name().ok_or_else(|| Error::IsADirectory { what: "the root".into() })?;
+        let make = make.then_some(PARENT_MODE);
         Ok((self.folder(path.parent().unwrap_or(Path::new("")), make)?, name.to_owned()))
     }
 
@@ -67,8 +68,7 @@ impl VolumeTree {
         self.view.lookup(parent, &name)
     }
 
-    /// Removes what has not become a file. What cannot be removed takes room until the copy is run again,
-    /// so it is said.
+    /// Removes what has not become a file. What cannot be removed takes room, so it is said.
     fn remove_partial(&self, parent: Node, partial: &OsStr) {
         match self.view.unlink(parent, partial) {
             Err(error) if !error.is_not_found() => {
@@ -79,11 +79,29 @@ impl VolumeTree {
         }
     }
 
+    /// Makes a link, in place of what is at the name.
+    fn replace(&self, link: impl Fn(&OsStr) -> Result<Attr>, parent: Node, name: &OsStr) -> Result<()> {
+        match link(name) {
+            Err(Error::Exists { .. }) => {}
+            other => return other.map(drop),
+        }
+        let partial = partial_name();
+        link(&partial)?;
+        self.settle(parent, &partial, name)
+    }
+
     /// Puts what is at the partial name under its final one.
     fn settle(&self, parent: Node, partial: &OsStr, name: &OsStr) -> Result<()> {
-        self.view.rename(parent, partial, parent, name, false)
+        let settled = self.view.rename(parent, partial, parent, name, false);
+        if settled.is_err() {
+            self.remove_partial(parent, partial);
+        }
+        settled
     }
 }
+
+/// Of folders on the way to the copy.
+const PARENT_MODE: u32 = 0o755;
 
 fn owner() -> Owner {
     Owner { uid: nix::unistd::geteuid().as_raw(), gid: nix::unistd::getegid().as_raw() }
@@ -102,6 +120,7 @@ fn entry(name: OsString, attr: &Attr) -> Entry {
         size: attr.size,
         mtime: attr.mtime,
         mode: Some(attr.mode),
+        owner: Some((attr.uid, attr.gid)),
         identity: (attr.nlink > 1).then_some((attr.node.snapshot, attr.node.ino)),
         node: Some(attr.node),
         version: None,
@@ -211,28 +230,22 @@ impl Target for VolumeTree {
         }
     }
 
-    fn make_folder(&self, path: &Path) -> Result<bool> {
+    fn make_folder(&self, path: &Path, like: &Entry) -> Result<bool> {
         let there = self.find(path)?.is_some();
-        self.folder(&self.at(path), true)?;
+        self.folder(&self.at(path), Some(if like.mode.is_some() { 0o700 } else { PARENT_MODE }))?;
         Ok(!there)
     }
 
     fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()> {
-        let node = self.folder(&self.at(path), false)?;
+        let node = self.folder(&self.at(path), None)?;
         dress(&self.view, node, like, attributes)
     }
 
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
         let (parent, name) = self.place(path, true)?;
-        let partial = partial_name(path);
-        let flags = OpenFlags { truncate: true, ..OpenFlags::READ_WRITE };
-        let (attr, file) = self.view.create(parent, &partial, 0o600, owner(), flags)?;
-        if attr.size > 0 {
-            // What a killed copy left.
-            file.set_len(0)?;
-        }
-        let like = like.clone();
-        Ok(Box::new(NewFile { tree: self, file, parent, partial, name, like, settled: false }))
+        // What a killed copy has begun goes with its process.
+        let (_, file) = self.view.create_unnamed(parent, 0o600, owner(), OpenFlags::READ_WRITE)?;
+        Ok(Box::new(NewFile { tree: self, file, parent, name, like: like.clone() }))
     }
 
     fn make_symlink(&self, path: &Path, target: OsString) -> Result<()> {
@@ -243,8 +256,7 @@ impl Target for VolumeTree {
         {
             return Ok(());
         }
-        let partial = partial_name(path);
-        self.remove_partial(parent, &partial);
+        let partial = partial_name();
         self.view.symlink(parent, &partial, &target, owner())?;
         self.settle(parent, &partial, &name)
     }
@@ -255,10 +267,7 @@ impl Target for VolumeTree {
         if self.view.lookup(parent, &name).is_ok_and(|there| there.node == node) {
             return Ok(());
         }
-        let partial = partial_name(path);
-        self.remove_partial(parent, &partial);
-        self.view.link(node, parent, &partial)?;
-        self.settle(parent, &partial, &name)
+        self.replace(|name| self.view.link(node, parent, name), parent, &name)
     }
 
     fn finish(&self) -> Result<()> {
@@ -271,8 +280,9 @@ fn dress(view: &View, node: Node, like: &Entry, attributes: &Attributes) -> Resu
     for (name, value) in attributes {
         view.xattr_set(node, name, value, SetXattr::Any)?;
     }
-    let mtime = Some(SetTime::At(like.mtime));
-    view.setattr(node, &SetAttr { mode: like.mode, mtime, ..SetAttr::default() })?;
+    let owned = view.getattr(node)?;
+    let (mode, mtime) = (like.mode_of_copy(owned.uid, owned.gid), Some(SetTime::At(like.mtime)));
+    view.setattr(node, &SetAttr { mode, mtime, ..SetAttr::default() })?;
     Ok(())
 }
 
@@ -280,10 +290,8 @@ struct NewFile<'s> {
     tree: &'s VolumeTree,
     file: OpenFile,
     parent: Node,
-    partial: OsString,
     name: OsString,
     like: Entry,
-    settled: bool,
 }
 
 impl WriteFile for NewFile<'_> {
@@ -291,7 +299,7 @@ impl WriteFile for NewFile<'_> {
         self.file.write_at(offset, &bytes).map(drop)
     }
 
-    fn finish(mut self: Box<Self>, attributes: &Attributes) -> Result<()> {
+    fn finish(self: Box<Self>, attributes: &Attributes) -> Result<()> {
         let size = self.like.size;
         self.file.flush()?;
         if self.file.attr()?.size != size {
@@ -299,16 +307,6 @@ impl WriteFile for NewFile<'_> {
         }
         let like = Entry { mode: Some(self.like.mode.unwrap_or(0o644)), ..self.like.clone() };
         dress(&self.tree.view, self.file.node(), &like, attributes)?;
-        self.tree.settle(self.parent, &self.partial, &self.name)?;
-        self.settled = true;
-        Ok(())
-    }
-}
-
-impl Drop for NewFile<'_> {
-    fn drop(&mut self) {
-        if !self.settled {
-            self.tree.remove_partial(self.parent, &self.partial);
-        }
+        self.tree.replace(|name| self.file.link(self.parent, name), self.parent, &self.name)
     }
 }

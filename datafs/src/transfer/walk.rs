@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use parking_lot::Mutex;
 
-use super::tree::{Attributes, Entry, Kind, Source, Target, is_partial};
+use super::tree::{Attributes, Entry, Kind, Source, Target, is_partial, is_plain};
 use super::{CopyOptions, CopyProgress, CopyReport};
 use crate::error::{Error, Result, in_full};
 
@@ -112,7 +112,14 @@ impl Copy<'_> {
             }
             let entered = self.enter(&path, &entry, &mut |page| {
                 for mut entry in page.into_iter().filter(|entry| !is_partial(&entry.name)) {
-                    let path = path.join(std::mem::take(&mut entry.name));
+                    let name = std::mem::take(&mut entry.name);
+                    if !is_plain(&name) {
+                        let name = name.to_string_lossy().into_owned();
+                        let reason = "it is not the name of one file in this folder";
+                        self.outcome::<()>(&path, Err(Error::InvalidName { name, reason }));
+                        continue;
+                    }
+                    let path = path.join(name);
                     match entry.kind {
                         Kind::Folder => pending.push((path, entry)),
                         _ => self.meet(path, entry, &mut met),
@@ -158,7 +165,7 @@ impl Copy<'_> {
         folder: &Entry,
         visit: &mut dyn FnMut(Vec<Entry>) -> bool,
     ) -> Result<Attributes> {
-        if self.target.make_folder(path)? {
+        if self.target.make_folder(path, folder)? {
             self.report.lock().folders += 1;
         }
         self.source.list(path, folder, visit)?;
