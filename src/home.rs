@@ -4,8 +4,9 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -15,10 +16,24 @@ use crate::failure::{Exit, fail};
 /// Version of the folder's layout. A newer one is refused, an older one would be migrated here.
 const FORMAT: u32 = 1;
 
-/// An opened home folder.
+/// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
 pub(crate) struct Home {
     root: PathBuf,
+    /// Absent when the folder cannot be written.
+    in_use: Option<Arc<File>>,
+}
+
+/// The only use of a home: no mount, service or other command has it open. The use is shared again
+/// when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Alone(Arc<File>);
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        // Nothing waits for the exclusive lock, so the change to a shared one does not block.
+        self.0.lock_shared().ok();
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -130,7 +145,33 @@ impl Home {
                 );
             }
         }
-        Ok(Home { root })
+        let in_use = share(&root)?;
+        Ok(Home { root, in_use })
+    }
+
+    /// The only use of this home, for work that removes what others may be reading. Fails while
+    /// another process has the home open.
+    pub(crate) fn alone(&self, purpose: &str) -> Result<Alone> {
+        let root = self.root.display();
+        let Some(in_use) = &self.in_use else {
+            return fail(
+                Exit::Unavailable,
+                format!("cannot {purpose} of home folder {root}: it is read-only"),
+            );
+        };
+        match in_use.try_lock() {
+            Ok(()) => Ok(Alone(Arc::clone(in_use))),
+            Err(TryLockError::WouldBlock) => fail(
+                Exit::Conflict,
+                format!(
+                    "cannot {purpose} of home folder {root}: a mount, a service or another command uses it; \
+                     stop it first (millrace umount PATH ends a mount)"
+                ),
+            ),
+            Err(TryLockError::Error(error)) => {
+                Err(error).with_context(|| format!("cannot lock home folder {root}"))
+            }
+        }
     }
 
     /// The folder itself.
@@ -219,6 +260,34 @@ impl HomeLock {
         self.file.set_len(0)?;
         self.file.write_all(&text)?;
         Ok(())
+    }
+}
+
+/// Takes the shared lock of all processes that have the home open. None where the folder is
+/// read-only: such a process has nothing in it to lose.
+fn share(root: &Path) -> Result<Option<Arc<File>>> {
+    let path = root.join("in-use.lock");
+    let file = match OpenOptions::new().append(true).create(true).mode(0o600).open(&path) {
+        Ok(file) => file,
+        Err(error)
+            if matches!(
+                error.kind(),
+                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            return Ok(None);
+        }
+        Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
+    };
+    match file.try_lock_shared() {
+        Ok(()) => Ok(Some(Arc::new(file))),
+        Err(TryLockError::WouldBlock) => fail(
+            Exit::Conflict,
+            format!("home folder {} is being emptied by another command: try again", root.display()),
+        ),
+        Err(TryLockError::Error(error)) => {
+            Err(error).with_context(|| format!("cannot lock {}", path.display()))
+        }
     }
 }
 

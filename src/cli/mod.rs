@@ -194,7 +194,7 @@ pub(crate) struct QuickstartArgs {
     /// Leave everything running and say what to try
     #[arg(long)]
     pub(crate) keep: bool,
-    /// Delete what an earlier run left in this home and start anew
+    /// Delete the volume and the topics of earlier quickstart runs in this home and start anew
     #[arg(long)]
     pub(crate) clean: bool,
     /// Listen on free ports instead of the usual ones of Kafka (9092) and Triton (8000 to 8002)

@@ -13,7 +13,6 @@ use anyhow::{Context as _, Result};
 use crate::cli::QuickstartArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::home::Home;
 use crate::service::Service;
 use crate::settings;
 use memory::PeakMemory;
@@ -24,18 +23,29 @@ use steps::Steps;
 pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     let started = Instant::now();
     let memory = PeakMemory::start().context("cannot start the memory sampler")?;
-    let start = prepare(context, &args)?;
+    // Before anything is said or written: another run's files are its own.
+    let lock = context.home.lock("quickstart")?;
+    let mut start = scaffold::start(&context.home)?;
+    let alone = match args.clean {
+        true => Some(context.home.alone("clear quickstart's data out")?),
+        false => None,
+    };
     let scaffold = scaffold::write(&context.home, &args)?;
+    // The scaffold alone decides, so that a millrace.toml in the current folder changes nothing.
+    let context =
+        Context { loaded: settings::load(Some(&scaffold.config), context.home.root())?, ..context.clone() };
+    context.loaded.settings.ingest.validate()?;
+    if args.clean && start == Start::Continued {
+        steps::clear(&context).await?;
+        start = Start::Clean;
+    }
+    drop((alone, lock));
     context.out.note(match start {
         Start::Clean => "quickstart: starting clean",
         Start::Continued => {
             "quickstart: continuing where the last run of this home ended (--clean starts anew)"
         }
     });
-    // The scaffold alone decides, so that a millrace.toml in the current folder changes nothing.
-    let context =
-        Context { loaded: settings::load(Some(&scaffold.config), context.home.root())?, ..context.clone() };
-    context.loaded.settings.ingest.validate()?;
     let service = start_service(&context).await?;
     let mut steps = Steps::new(context.clone(), service, args.seed);
     let outcome = tokio::select! {
@@ -61,40 +71,6 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     };
     let stopped = steps.into_service().stop().await;
     finished.and(stopped)
-}
-
-/// Decides whether the run starts clean, and empties the home where it was asked to.
-fn prepare(context: &Context, args: &QuickstartArgs) -> Result<Start> {
-    // Before anything is said or written: another run's files are its own.
-    let lock = context.home.lock("quickstart")?;
-    let root = context.home.root();
-    let left_over = root.join("millrace.toml").exists();
-    if !left_over {
-        return Ok(Start::Clean);
-    }
-    if !args.clean {
-        return Ok(Start::Continued);
-    }
-    // Only what quickstart and the engines made goes; a stranger's file stops the scaffold later.
-    for name in ["mount", "trainer", "broker", "datafs", "data"] {
-        remove(&context.home, name)?;
-    }
-    drop(lock);
-    Ok(Start::Clean)
-}
-
-fn remove(home: &Home, name: &str) -> Result<()> {
-    let path = home.root().join(name);
-    if name == "mount" {
-        // A killed run leaves a dead mount that would not be removed as a folder.
-        millrace_datafs::mount::umount(&path).ok();
-    }
-    match std::fs::remove_dir_all(&path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot delete {}", path.display()))
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Starts the service; where a usual port is taken, on a free one instead, and says so.

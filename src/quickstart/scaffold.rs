@@ -2,18 +2,22 @@
 //! a user would write them by hand.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
 use crate::cli::QuickstartArgs;
 use crate::failure::{Exit, fail};
 use crate::home::{Home, write_atomically};
+use crate::quickstart::report::Start;
 
 /// The records to train on, one JSON object per line.
 pub(crate) const TRAIN: &str = include_str!("../../examples/digits/digits.jsonl");
 /// The held-out records.
 pub(crate) const TEST: &str = include_str!("../../examples/digits/digits-test.jsonl");
+
+/// The data files, by their paths in the home.
+const DATA: [(&str, &str); 2] = [("data/digits.jsonl", TRAIN), ("data/digits-test.jsonl", TEST)];
 
 /// First line of a configuration that quickstart may overwrite.
 const MARK: &str = "# Written by `millrace quickstart`; a later run writes it again.";
@@ -26,32 +30,64 @@ pub(crate) struct Scaffold {
     pub(crate) job: PathBuf,
 }
 
-/// Writes the files. Refuses to touch a configuration that somebody else wrote.
-pub(crate) fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
-    let config = home.root().join("millrace.toml");
-    let job = home.root().join("train.toml");
-    for path in [&config, &job] {
-        if let Ok(text) = fs::read_to_string(path)
-            && !text.starts_with(MARK)
-        {
-            return fail(
-                Exit::Conflict,
-                format!(
-                    "{} was not written by quickstart: choose another home with --home DIR",
-                    path.display()
-                ),
-            );
+/// How a run on this home starts. Refuses a home that quickstart did not make, and changes nothing.
+pub(crate) fn start(home: &Home) -> Result<Start> {
+    let (config, job) = paths(home);
+    let (config_is_ours, _) = (is_marked(&config)?, is_marked(&job)?);
+    if config_is_ours {
+        return Ok(Start::Continued);
+    }
+    // A run writes its configuration before it makes any of these.
+    for name in ["datafs", "broker"] {
+        let path = home.root().join(name);
+        if path.symlink_metadata().is_ok() {
+            return not_made_here(&path);
         }
     }
+    for (name, text) in DATA {
+        let path = home.root().join(name);
+        if path.symlink_metadata().is_ok() && fs::read(&path).ok().as_deref() != Some(text.as_bytes()) {
+            return not_made_here(&path);
+        }
+    }
+    Ok(Start::Clean)
+}
+
+fn paths(home: &Home) -> (PathBuf, PathBuf) {
+    (home.root().join("millrace.toml"), home.root().join("train.toml"))
+}
+
+/// False when there is no such file; an error when quickstart did not write it.
+fn is_marked(path: &Path) -> Result<bool> {
+    match fs::read(path) {
+        Ok(text) if text.starts_with(MARK.as_bytes()) => Ok(true),
+        Ok(_) => not_made_here(path),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
+}
+
+fn not_made_here<T>(path: &Path) -> Result<T> {
+    fail(
+        Exit::Conflict,
+        format!("{} was not written by quickstart: choose another home with --home DIR", path.display()),
+    )
+}
+
+/// Writes the files.
+pub(crate) fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
+    let (config, job) = paths(home);
     let data = home.root().join("data");
     fs::create_dir_all(&data).with_context(|| format!("cannot create {}", data.display()))?;
     let put = |path: &PathBuf, text: &str| {
         write_atomically(path, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
     };
-    put(&data.join("digits.jsonl"), TRAIN)?;
-    put(&data.join("digits-test.jsonl"), TEST)?;
+    // First: it marks the home as quickstart's.
     put(&config, &config_text(args))?;
     put(&job, &job_text(args))?;
+    for (name, text) in DATA {
+        put(&home.root().join(name), text)?;
+    }
     Ok(Scaffold { config, job })
 }
 

@@ -45,6 +45,26 @@ struct HeldOut {
     label: i64,
 }
 
+/// Deletes what earlier runs have stored in this home: their volume, which holds landed files, checkpoints and
+/// models, and their topics. Everything else of the home stays.
+pub(crate) async fn clear(context: &Context) -> Result<()> {
+    let work = context.clone();
+    // The volume first: without it, a run lands what the topics hold once more.
+    let deleted = context.blocking(move || match work.datafs()?.volume_delete(&VOLUME.parse()?) {
+        Ok(()) | Err(millrace_datafs::Error::NotFound { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    });
+    deleted.await.context("cannot delete the volume of earlier runs")?;
+    let session = context.topics().await?;
+    let mut deleted = Ok(false);
+    for name in [TRAIN_TOPIC, TEST_TOPIC, PREDICTIONS_TOPIC] {
+        deleted = deleted.and(topic::delete_topic(&session.kafka, name).await);
+    }
+    session.close().await?;
+    deleted.context("cannot delete the topics of earlier runs")?;
+    Ok(())
+}
+
 /// A running quickstart.
 pub(crate) struct Steps {
     context: Context,

@@ -1,5 +1,10 @@
 //! `millrace quickstart`: the whole way, once, again, and kept running.
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
 use serde_json::Value;
 
 use crate::support::{Home, fuse_permitted};
@@ -98,4 +103,87 @@ fn keep_leaves_everything_running_for_other_commands() {
         rows["rows"] == 361
     });
     assert_eq!(service.stop(), 0);
+}
+
+/// Everything below a folder with the bytes of its files, but for what each command writes anew.
+fn contents(root: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path.clone());
+                found.insert(path, None);
+            } else if path.extension().is_none_or(|extension| extension != "lock") {
+                found.insert(path.clone(), Some(std::fs::read(&path).unwrap()));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn clean_refuses_a_home_that_quickstart_did_not_make_and_changes_nothing() {
+    let home = Home::new();
+    home.ok(["volume", "create", "mine"]);
+    let records = home.file("r.jsonl", "{\"id\":1}\n");
+    home.ok(["produce", "orders", records.to_str().unwrap()]);
+    // Without a configuration, then with one that a person wrote.
+    for config in [None, Some("[up]\nvolumes = [\"mine\"]\n")] {
+        if let Some(config) = config {
+            std::fs::write(home.path().join("millrace.toml"), config).unwrap();
+        }
+        std::fs::create_dir_all(home.path().join("data")).unwrap();
+        std::fs::write(home.path().join("data/precious"), "kept").unwrap();
+        let before = contents(&home.path());
+        for args in [&["quickstart", "--free-ports", "--clean"][..], &["quickstart", "--free-ports"]] {
+            let (code, line) = home.fails(args);
+            assert_eq!(code, 4, "{line}");
+            assert!(line.contains("was not written by quickstart"), "{line}");
+            assert_eq!(contents(&home.path()), before, "{args:?}");
+        }
+    }
+}
+
+#[test]
+fn clean_refuses_a_home_in_use_and_keeps_what_others_stored() {
+    let home = Home::new();
+    check(&home.json(["quickstart", "--free-ports", "--workers", "1"]));
+    home.ok(["volume", "create", "mine"]);
+    let records = home.file("r.jsonl", "{\"id\":1}\n");
+    home.ok(["produce", "orders", records.to_str().unwrap()]);
+    home.ok(["cp", records.to_str().unwrap(), "mine:/r.jsonl"]);
+    std::fs::write(home.path().join("data/precious"), "kept").unwrap();
+
+    let config = std::fs::read(home.path().join("millrace.toml")).unwrap();
+    let in_use = || File::open(home.path().join("in-use.lock")).unwrap().try_lock().is_err();
+    let mut produce = home.command().args(["produce", "orders"]).stdin(Stdio::piped()).spawn().unwrap();
+    crate::support::until("the command has opened the home", in_use);
+    let (code, line) = home.fails(["quickstart", "--free-ports", "--clean", "--seed", "5"]);
+    assert_eq!(code, 4, "{line}");
+    assert!(line.contains("another command uses it"), "{line}");
+    assert_eq!(std::fs::read(home.path().join("millrace.toml")).unwrap(), config);
+    drop(produce.stdin.take());
+    assert!(produce.wait().unwrap().success());
+    if fuse_permitted() {
+        let at = home.dir.path().join("mnt");
+        home.ok(["mount", "--detach", "mine", at.to_str().unwrap()]);
+        let (code, line) = home.fails(["quickstart", "--free-ports", "--clean"]);
+        assert_eq!(code, 4, "{line}");
+        assert!(line.contains("a mount"), "{line}");
+        assert_eq!(std::fs::read_to_string(at.join("r.jsonl")).unwrap(), "{\"id\":1}\n");
+        home.ok(["umount", at.to_str().unwrap()]);
+        crate::support::until("the daemon of the mount has ended", || !in_use());
+    }
+
+    let anew = home.json(["quickstart", "--free-ports", "--clean", "--workers", "1"]);
+    check(&anew);
+    assert_eq!(anew["start"], "clean");
+    assert_eq!(anew["version"], 1);
+    assert_eq!(std::fs::read_to_string(home.path().join("data/precious")).unwrap(), "kept");
+    let back = home.dir.path().join("back");
+    home.ok(["cp", "mine:/r.jsonl", back.to_str().unwrap()]);
+    assert_eq!(std::fs::read_to_string(back).unwrap(), "{\"id\":1}\n");
+    assert_eq!(home.json(["ingest", "--topic", "orders", "--volume", "mine"])["report"]["records"], 1);
 }
