@@ -4,6 +4,7 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 ORT_DYLIB_PATH ?= $(CURDIR)/.local/onnxruntime/libonnxruntime.so
 export ORT_DYLIB_PATH
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
 .PHONY: help quickstart test check conformance bench bench-% install clean
@@ -42,8 +43,9 @@ bench-serving: setup-test ## The model server against servers that do less (ARGS
 bench-%: setup-test ## One area: feed, ingest, trainer
 	cargo bench --locked --bench pipeline -- $*
 
-install: setup-test ## Install the release binary
+install: setup-test ## Install the release binary, and ONNX Runtime beside it
 	cargo install --locked --path .
+	install -D -m 644 "$(ORT_DYLIB_PATH)" "$(CARGO_BIN)/onnxruntime/libonnxruntime.so"
 
 clean: ## Remove build products and what setup fetched
 	cargo clean

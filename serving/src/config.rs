@@ -39,6 +39,9 @@ pub struct Config {
     /// Directory of the local file system that is served. Excludes `volume`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directory: Option<PathBuf>,
+    /// ONNX Runtime's shared library, unless `ORT_DYLIB_PATH` names one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub onnxruntime: Option<PathBuf>,
     /// Where models run: `cpu`, `cuda`, `cuda:1`, or `cuda:0,1` for sessions on both.
     pub device: Devices,
     /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
@@ -117,6 +120,7 @@ impl Default for Config {
             metrics: local(8002),
             volume: None,
             directory: None,
+            onnxruntime: None,
             device: Devices::CPU,
             allow_fallback: false,
             threads_max: 0,
@@ -177,7 +181,8 @@ impl Config {
         let pem =
             tls.flat_map(|tls| [Some(&mut tls.certificate), Some(&mut tls.key), tls.client_ca.as_mut()]);
         let collector = self.telemetry.iter_mut().filter_map(|telemetry| telemetry.ca.as_mut());
-        for path in pem.flatten().chain(&mut self.tokens).chain(&mut self.trace_directory).chain(collector) {
+        let folders = self.trace_directory.iter_mut().chain(&mut self.onnxruntime);
+        for path in pem.flatten().chain(&mut self.tokens).chain(folders).chain(collector) {
             *path = resolve(path);
         }
     }

@@ -1,6 +1,7 @@
 //! ONNX Runtime: finding the shared library, loading it once per process, saying in one line what is
 //! wrong when it cannot be used.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -13,7 +14,8 @@ use crate::error::{Error, Result};
 /// Environment variable that names the library and wins over every other place.
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
 
-const PROJECT_FOLDER: &str = ".local/onnxruntime";
+/// Folder beside the program in which an installation may keep the library.
+const INSTALLED_FOLDER: &str = "onnxruntime";
 const SYSTEM_FOLDERS: [&str; 5] =
     ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
 
@@ -28,14 +30,23 @@ static LOADED: OnceLock<Runtime> = OnceLock::new();
 static LOADING: Mutex<()> = Mutex::new(());
 
 impl Runtime {
-    /// The library of this process, loaded on the first call. Blocks for some ten milliseconds then.
-    ///
-    /// Places, in this order: `ORT_DYLIB_PATH`; `.local/onnxruntime/` in the folder of the executable
-    /// and the folders above it, then in the working directory; the system's library folders.
+    /// The library of this process, without a configuration: see [`Runtime::load_from`].
     ///
     /// # Errors
     /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be repeated.
     pub fn load() -> Result<&'static Runtime> {
+        Runtime::load_from(None)
+    }
+
+    /// The library of this process, loaded on the first call. Blocks for some ten milliseconds then.
+    ///
+    /// Places, in this order: `ORT_DYLIB_PATH`; `configured`; `onnxruntime/` beside the program; the folders
+    /// of the system's loader: `LD_LIBRARY_PATH`, `/etc/ld.so.conf`, the usual library folders. A library
+    /// that other users could have written is refused wherever it lies.
+    ///
+    /// # Errors
+    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be repeated.
+    pub fn load_from(configured: Option<&Path>) -> Result<&'static Runtime> {
         if let Some(runtime) = LOADED.get() {
             return Ok(runtime);
         }
@@ -44,7 +55,7 @@ impl Runtime {
         if let Some(runtime) = LOADED.get() {
             return Ok(runtime);
         }
-        let library = find()?;
+        let library = find(configured)?;
         let runtime = open(&library)?;
         Ok(LOADED.get_or_init(|| runtime))
     }
@@ -60,29 +71,73 @@ impl Runtime {
     }
 }
 
-fn find() -> Result<PathBuf> {
-    match std::env::var_os(LIBRARY_VARIABLE) {
-        Some(path) if !path.is_empty() => {
-            let path = PathBuf::from(path);
-            return match std::fs::metadata(&path) {
-                Ok(_) => Ok(path),
-                Err(error) => Err(Error::RuntimeMissing {
-                    searched: format!("{LIBRARY_VARIABLE}={}: {error}", path.display()),
-                }),
-            };
-        }
-        _ => {}
+fn find(configured: Option<&Path>) -> Result<PathBuf> {
+    let variable = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let named = [(LIBRARY_VARIABLE, variable), ("[serving] onnxruntime", configured.map(Path::to_path_buf))];
+    for (setting, path) in named {
+        let Some(path) = path else { continue };
+        return match std::fs::metadata(&path) {
+            Ok(_) => Ok(path),
+            Err(error) => {
+                Err(Error::RuntimeMissing { searched: format!("{setting}={}: {error}", path.display()) })
+            }
+        };
     }
-    let executable = std::env::current_exe().ok();
-    let above = executable.iter().flat_map(|path| path.ancestors().skip(1));
-    let working = std::env::current_dir().ok();
-    let project = above.map(Path::to_path_buf).chain(working).map(|folder| folder.join(PROJECT_FOLDER));
-    let folders: Vec<PathBuf> = project.chain(SYSTEM_FOLDERS.iter().map(PathBuf::from)).collect();
-    folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::RuntimeMissing {
-        searched: format!(
-            "{LIBRARY_VARIABLE} is not set, and neither {PROJECT_FOLDER} above the executable and in the working directory nor the system's library folders have it"
-        ),
+    let program = std::env::current_exe().ok();
+    let installed = program.iter().filter_map(|path| Some(path.parent()?.join(INSTALLED_FOLDER)));
+    installed.chain(loader_folders()).find_map(|folder| library_in(&folder)).ok_or_else(|| {
+        Error::RuntimeMissing {
+            searched: format!(
+                "{LIBRARY_VARIABLE} and [serving] onnxruntime are not set, and neither the folder {INSTALLED_FOLDER} beside the program nor the system's library folders have it"
+            ),
+        }
     })
+}
+
+/// Where the system's loader looks for libraries. A relative folder of `LD_LIBRARY_PATH` is left out: it
+/// would be one of the working directory.
+fn loader_folders() -> Vec<PathBuf> {
+    let variable = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> =
+        std::env::split_paths(&variable).filter(|path| path.is_absolute()).collect();
+    let below = std::fs::read_dir("/etc/ld.so.conf.d").into_iter().flatten().flatten();
+    let mut configured: Vec<PathBuf> = below.map(|entry| entry.path()).collect();
+    configured.sort();
+    for file in [PathBuf::from("/etc/ld.so.conf")].into_iter().chain(configured) {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        folders.extend(text.lines().map(str::trim).filter(|line| line.starts_with('/')).map(PathBuf::from));
+    }
+    folders.extend(SYSTEM_FOLDERS.iter().map(PathBuf::from));
+    folders
+}
+
+/// Fails when a user other than root and the one of this process can write the library, what lies beside
+/// it and is loaded with it, or a folder on the way. `library` is free of symbolic links.
+fn check_trust(library: &Path) -> Result<(), String> {
+    let beside = library.parent().and_then(|folder| std::fs::read_dir(folder).ok());
+    let loaded_with_it = beside
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("libonnxruntime"))
+        .map(|entry| entry.path());
+    for path in library.ancestors().map(Path::to_path_buf).chain(loaded_with_it) {
+        let found = std::fs::metadata(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        // In a folder such as /tmp, other users cannot replace what is not theirs.
+        let is_sticky = found.is_dir() && found.mode() & 0o1000 != 0;
+        // The group of a user alone has the user's number.
+        let group_is_owner = found.gid() == 0 || found.gid() == found.uid();
+        let writable = found.mode() & if group_is_owner { 0o002 } else { 0o022 } != 0;
+        let reason = if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
+            format!("belongs to user {}", found.uid())
+        } else if writable && !is_sticky {
+            format!("can be written by other users (mode {:o})", found.mode() & 0o7777)
+        } else {
+            continue;
+        };
+        return Err(format!("{} {reason}, whose code this process would run", path.display()));
+    }
+    Ok(())
 }
 
 /// `libonnxruntime.so` in a folder, or the highest of `libonnxruntime.so.*`.
@@ -114,7 +169,9 @@ fn open(library: &Path) -> Result<Runtime> {
     if !is_file.map_err(|error| unusable(error.to_string()))? {
         return Err(unusable("it is not a regular file".into()));
     }
-    let library = std::path::absolute(library).unwrap_or_else(|_| library.to_path_buf());
+    // No symbolic link can lead elsewhere after the check.
+    let library = library.canonicalize().map_err(|error| unusable(error.to_string()))?;
+    check_trust(&library).map_err(unusable)?;
     // Everything else of `ort` panics while no library is loaded; this call alone reports errors.
     let builder = ort::init_from(&library).map_err(|error| unusable(load_reason(error)))?;
     let environment = builder

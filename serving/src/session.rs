@@ -168,7 +168,8 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         sessions => sessions,
     };
     let intra_threads = intra_threads(threads, count);
-    let mut builder = options::builder(Runtime::load()?, device, intra_threads, config.allow_fallback)?;
+    let runtime = Runtime::load_from(config.onnxruntime.as_deref())?;
+    let mut builder = options::builder(runtime, device, intra_threads, config.allow_fallback)?;
     if count > 1 && device == Device::Cpu && onnx.len() >= SHARED_BYTES_MIN {
         match weights::sessions(&builder, onnx, count) {
             Ok(sessions) => return Ok(sessions),

@@ -167,9 +167,6 @@ async fn child_has_sessions() {
 }
 
 fn sessions_share(mib: usize) {
-    if !have_runtime() {
-        return;
-    }
     let taken = |sessions| {
         let values = measured("child_has_sessions", &[("SESSIONS", sessions), ("MIB", mib)]);
         println!("{mib} MiB, {sessions} sessions: {values:?}");
@@ -220,9 +217,6 @@ async fn child_loads_and_unloads() {
 
 /// Memory after so many cycles is at most so many percent more than after the first three.
 fn loading_leaves_little(cycles: usize, mib: usize, percent: usize) {
-    if !have_runtime() {
-        return;
-    }
     let variables = [("CYCLES", cycles), ("MIB", mib), ("PERCENT", percent)];
     let values = measured("child_loads_and_unloads", &variables);
     println!("{cycles} times {mib} MiB: {values:?}");
@@ -272,9 +266,6 @@ const WITHIN: f64 = 1.2;
 
 #[test]
 fn after_a_peak_memory_is_within_a_fifth_of_before() {
-    if !have_runtime() {
-        return;
-    }
     let values = measured("child_has_a_peak", &[("ROWS", 2_000)]);
     println!("before, at and after the peak: {values:?}");
     let [before, peak, after] = values[..] else { panic!("{values:?}") };

@@ -126,10 +126,7 @@ mod tests {
 
     #[test]
     fn weights_are_the_same_in_a_file_and_their_memory_is_the_allocators_again() {
-        if let Err(error) = Runtime::load() {
-            eprintln!("skipped: {error}");
-            return;
-        }
+        Runtime::load().unwrap();
         let count = (3 << 20) + 5;
         let element = |index: usize| (index % 251) as f32;
         for round in 0..4 {

@@ -68,7 +68,7 @@ fn with_gpu(_builder: SessionBuilder, device: Device) -> Result<SessionBuilder> 
 
 /// Fails when a device of all models cannot be used, before any is loaded.
 pub(crate) fn check_device(config: &Config) -> Result<()> {
-    let runtime = Runtime::load()?;
+    let runtime = Runtime::load_from(config.onnxruntime.as_deref())?;
     if config.allow_fallback {
         return Ok(());
     }

@@ -56,9 +56,6 @@ async fn ask_all(server: &Server, model: &'static str, inputs: &[Tensor]) -> Vec
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_wait_run_together_and_each_gets_its_own_rows() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(one_session(), &[("slow", 1, slow(20))]).await;
     let inputs: Vec<Tensor> = (0..24).map(|seed| slow_rows(1 + seed % 3, seed)).collect();
     let answers = ask_all(&server, "slow", &inputs).await;
@@ -88,9 +85,6 @@ async fn requests_that_wait_run_together_and_each_gets_its_own_rows() {
 async fn many_clients_of_a_short_run_share_runs() {
     const CLIENTS: usize = 16;
     const REQUESTS: usize = 200;
-    if !have_runtime() {
-        return;
-    }
     // As many sessions as threads: nobody has to wait for another one's.
     let server = Server::start(config(), &[("sum", 1, sum())]).await;
     let mut clients = tokio::task::JoinSet::new();
@@ -117,9 +111,6 @@ async fn many_clients_of_a_short_run_share_runs() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_run_has_no_more_rows_than_it_may() {
-    if !have_runtime() {
-        return;
-    }
     for (rows_max, largest) in [(4, 4), (0, 1), (1, 1)] {
         let mut config = one_session();
         config.batching.rows_max = rows_max;
@@ -143,9 +134,6 @@ async fn a_run_has_no_more_rows_than_it_may() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
-    if !have_runtime() {
-        return;
-    }
     // Both take any number of rows, but what comes out of one depends on the others.
     let server = Server::start(one_session(), &[("steps", 1, steps()), ("reversed", 1, reversed())]).await;
     for model in ["steps", "reversed"] {
@@ -176,9 +164,6 @@ async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
-    if !have_runtime() {
-        return;
-    }
     // Texts go through ONNX Runtime as such, which refuses what is no UTF-8.
     let echo = echo(&[millrace_bundle::Datatype::Bytes]);
     let server = Server::start(one_session(), &[("echo", 1, echo)]).await;
@@ -209,9 +194,6 @@ async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_goes_while_he_waits_is_not_served() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = one_session();
     config.batching.rows_max = 0;
     let server = Server::start(config, &[("slow", 1, slow(60))]).await;
@@ -249,9 +231,6 @@ async fn who_goes_while_he_waits_is_not_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_may_wait_for_others_to_run_with() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = one_session();
     config.batching.rows_max = 8;
     // Longer than the test may take: only a full run ends the wait.
@@ -283,9 +262,6 @@ async fn requests_may_wait_for_others_to_run_with() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn extents_that_do_not_belong_together_are_the_clients_fault() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("sum", 1, sum())]).await;
     let input = |name: &str, rows: i64| {
         Tensor::fp32(name, vec![rows, FEATURES as i64], vec![1.0; rows as usize * FEATURES]).unwrap()

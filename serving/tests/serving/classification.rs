@@ -59,9 +59,6 @@ fn strings(raw: &Bytes) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn grpc_gives_the_best_classes_of_each_row() {
-    if !have_runtime() {
-        return;
-    }
     let types = [Datatype::Bool, Datatype::Fp32];
     let server = Server::start(config(), &[("both", 1, echo(&types))]).await;
     let mut client = grpc(&server).await;
@@ -114,9 +111,6 @@ async fn grpc_gives_the_best_classes_of_each_row() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rest_gives_the_best_classes_of_each_row() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let body = |parameters: serde_json::Value| {
         json!({

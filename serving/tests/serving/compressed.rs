@@ -53,9 +53,6 @@ fn large() -> (pb::ModelInferRequest, Vec<u8>) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rest_takes_and_gives_what_the_headers_say() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let (message, raw) = large();
     let mut request = as_rest(&message);
@@ -102,9 +99,6 @@ async fn rest_takes_and_gives_what_the_headers_say() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn grpc_clients_that_compress_are_answered_compressed() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let (message, raw) = large();
     for encoding in [CompressionEncoding::Gzip, CompressionEncoding::Deflate] {
@@ -174,9 +168,6 @@ pub(crate) async fn bare_call(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn broken_messages_of_grpc_are_the_senders_fault() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let good = good().encode_to_vec();
     let whole = frame(0, &good);

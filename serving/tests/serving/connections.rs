@@ -70,9 +70,6 @@ async fn call(channel: &mut Channel, request: http::Request<Body>) -> http::Resp
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rest_speaks_both_versions_of_http_on_one_port() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let address = server.serving.addresses().http;
     let mut channel = http2(address).await;
@@ -102,9 +99,6 @@ async fn rest_speaks_both_versions_of_http_on_one_port() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_stall_lose_their_connection() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(impatient(), &[]).await;
     let addresses = server.serving.addresses();
     let body = b"POST /v2/models/mlp/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{\"inputs\":";
@@ -140,9 +134,6 @@ async fn clients_that_stall_lose_their_connection() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_grpc_client_that_stops_within_a_message_is_told() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(impatient(), &[]).await;
     let address = server.serving.addresses().grpc;
     let mut channel = http2(address).await;
@@ -167,9 +158,6 @@ async fn a_grpc_client_that_stops_within_a_message_is_told() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_never_reads_its_answer_is_cut_off() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = impatient();
     config.limits.connections_max = 1;
     let server = Server::start(config, &[("echo", 1, echo(&[millrace_bundle::Datatype::Uint8]))]).await;
@@ -198,9 +186,6 @@ async fn a_client_that_never_reads_its_answer_is_cut_off() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn endless_and_too_many_headers_are_refused() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let address = server.serving.addresses().http;
     let long = format!("GET /v2 HTTP/1.1\r\nhost: x\r\nx-long: {}", "a".repeat(1 << 20));
@@ -233,9 +218,6 @@ async fn endless_and_too_many_headers_are_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_beyond_the_limit_are_told_so() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.limits.connections_max = 3;
     let server = Server::start(config, &[]).await;

@@ -59,9 +59,6 @@ fn entry(name: &str, state: &str, reason: &str) -> (String, String, String) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn explicit_control_serves_what_calls_load() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = explicit(&["mlp", "missing"]);
     config.poll_ms = 1;
     let server = Server::start(config, &[("other", 4, mlp())]).await;
@@ -106,9 +103,6 @@ async fn explicit_control_serves_what_calls_load() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(explicit(&["mlp"]), &[]).await;
     let mut client = server.triton().await;
     let damage = |version: u64| {
@@ -158,9 +152,6 @@ async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unloading_waits_for_requests_that_hold_the_model() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = explicit(&["mlp"]);
     config.drain_ms_max = 60_000;
     let server = Server::start(config, &[]).await;
@@ -187,9 +178,6 @@ async fn unloading_waits_for_requests_that_hold_the_model() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn polling_refuses_to_load_and_unload() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let mut client = server.triton().await;
     assert_eq!(index(&mut client, false).await, [entry("mlp/1", "READY", "")]);
@@ -210,9 +198,6 @@ async fn polling_refuses_to_load_and_unload() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hostile_control_calls_are_refused_by_name() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(explicit(&["mlp"]), &[]).await;
     let mut client = server.triton().await;
     let long = "m".repeat(10_000);
@@ -289,9 +274,6 @@ async fn hostile_control_calls_are_refused_by_name() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settings_that_contradict_each_other_are_refused_at_the_start() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     for (config, part) in [
         (Config { control: Control::Poll, ..explicit(&["mlp"]) }, "control is \"poll\""),
@@ -305,9 +287,6 @@ async fn settings_that_contradict_each_other_are_refused_at_the_start() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draining_refuses_to_load_and_still_tells() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(explicit(&["mlp"]), &[]).await;
     let mut client = server.triton().await;
     server.serving.inference().drain();

@@ -12,9 +12,6 @@ const PREFLIGHT: [(&str, &str); 2] = [
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pages_of_listed_origins_may_call() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.cors_origins = vec!["https://example.org".into(), "http://localhost:3000".into()];
     let server = Server::start(config, &[]).await;
@@ -43,9 +40,6 @@ async fn pages_of_listed_origins_may_call() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_origins_no_page_may_call() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let headers = [("origin", "https://example.org"), PREFLIGHT[0], PREFLIGHT[1]];
     let preflight = server.http("OPTIONS", "/v2/models/mlp/infer", &headers, b"").await;

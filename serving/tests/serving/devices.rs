@@ -32,9 +32,6 @@ async fn described(server: &Server, model: &str) -> pb::ModelConfig {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_runs_on_the_processor_instead_only_where_that_is_allowed() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     // No machine has so many devices.
     config.models.insert("falls".into(), settings(Some("cuda:99"), Some(true), Some(2)));
@@ -81,9 +78,6 @@ async fn a_model_runs_on_the_processor_instead_only_where_that_is_allowed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_whole_server_falls_back_where_it_may() {
-    if !have_runtime() {
-        return;
-    }
     let fallback = Config { device: Device::Cuda(99).into(), allow_fallback: true, ..config() };
     let server = Server::start(fallback, &[]).await;
     server.client().await.infer("mlp", None, row(), Form::Raw).await.unwrap();
@@ -93,9 +87,6 @@ async fn a_whole_server_falls_back_where_it_may() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settings_that_no_model_can_have_are_refused() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let with = |name: &str, sessions| {
         let mut config = config();

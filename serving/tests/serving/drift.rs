@@ -67,9 +67,6 @@ const ALL: Drift = Drift { rows_per_second_max: u32::MAX, window_rows: 1_000 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
     publish_with(&dir, "plain", |bundle| bundle).await;
@@ -111,9 +108,6 @@ async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_watched_is_served_all_the_same() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     let file = |content: &'static str| {
         move |bundle: Bundle| bundle.with_file("statistics.json", content.into()).unwrap()
@@ -136,9 +130,6 @@ async fn what_cannot_be_watched_is_served_all_the_same() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drift_is_switched_off_by_looking_at_no_rows() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
     let server = Server::over(watching(Drift { rows_per_second_max: 0, ..ALL }), dir).await;

@@ -126,9 +126,6 @@ async fn diamond() -> Server {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_ensemble_gives_what_its_models_give_one_by_one() {
-    if !have_runtime() {
-        return;
-    }
     let server = diamond().await;
     let mut client = server.client().await;
     for form in [Form::Raw, Form::Typed] {
@@ -175,9 +172,6 @@ async fn an_ensemble_gives_what_its_models_give_one_by_one() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_ensemble_is_a_model_to_its_clients() {
-    if !have_runtime() {
-        return;
-    }
     let server = diamond().await;
     let mut client = server.client().await;
     let metadata = server.http("GET", "/v2/models/diamond", &[], b"").await.json();

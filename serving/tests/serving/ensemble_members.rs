@@ -86,9 +86,6 @@ async fn answered(server: &Server, model: &str, version: u64) -> u64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_are_replaced_while_an_ensemble_runs_on_them() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     let server = Server::over(config(), dir).await;
@@ -153,9 +150,6 @@ fn explicit(names: &[&str]) -> Config {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     let two = r#"
@@ -218,9 +212,6 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_is_unloaded_while_an_ensemble_runs_on_it() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     let server = Server::over(explicit(&["diamond"]), dir).await;
@@ -249,9 +240,6 @@ async fn a_model_is_unloaded_while_an_ensemble_runs_on_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_between() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     // Fits no more, while the ones before and after it do.
@@ -273,9 +261,6 @@ async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_bet
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_that_refuses_is_named() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     // More than the models take, which shows when a request runs.
@@ -315,9 +300,6 @@ async fn a_step_that_refuses_is_named() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_waits_in_the_line_of_its_model_and_no_longer_than_the_request() {
-    if !have_runtime() {
-        return;
-    }
     let line = Line::start(holding(), "line-of-steps").await;
     let dir = line.server.dir.path();
     publish(dir, "first", 1, slow(1)).await;

@@ -79,9 +79,6 @@ async fn echoes(config: Config) -> Server {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_datatype_goes_from_step_to_step_and_to_the_client() {
-    if !have_runtime() {
-        return;
-    }
     let server = echoes(config()).await;
     let mut client = server.client().await;
     for _ in 0..2 {
@@ -92,9 +89,6 @@ async fn every_datatype_goes_from_step_to_step_and_to_the_client() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_of_steps_are_kept_and_given_again() {
-    if !have_runtime() {
-        return;
-    }
     for cached in [&["first"][..], &["second"], &["first", "second"]] {
         let server = echoes(caching(cached, 1 << 20)).await;
         let mut client = server.client().await;
@@ -112,9 +106,6 @@ async fn answers_of_steps_are_kept_and_given_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_at_once_get_their_own_tensors() {
-    if !have_runtime() {
-        return;
-    }
     const CLIENTS: i64 = 8;
     const REQUESTS: i64 = 50;
     let server = echoes(config()).await;

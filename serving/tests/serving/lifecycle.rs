@@ -20,9 +20,6 @@ fn row() -> Vec<Tensor> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_versions_are_named_and_the_others_served() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let model = |path: &str| dir.path().join(path);
     publish(dir.path(), "mlp", 1, mlp()).await;
@@ -74,9 +71,6 @@ async fn bad_versions_are_named_and_the_others_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn new_versions_appear_and_removed_ones_go() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.poll_ms = 20;
     config.limits.versions_max = 2;
@@ -132,9 +126,6 @@ async fn a_taken_port_is_named_with_its_flag() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_that_is_not_there_is_refused() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let config = millrace_serving::Config { device: Device::Cuda(99).into(), ..config() };
@@ -154,6 +145,84 @@ fn child_loads_the_runtime() {
     }
     // A second try after a failure must answer as well.
     println!("again: {}", Runtime::load().is_ok());
+}
+
+/// What a process says that loads the library, without a variable that names one.
+fn loads(program: &std::path::Path, working: &std::path::Path) -> String {
+    let output = Command::new(program)
+        .args(["--exact", "lifecycle::child_loads_the_runtime", "--ignored", "--nocapture"])
+        .env_remove("ORT_DYLIB_PATH")
+        // An empty entry means the working directory to the loader.
+        .env("LD_LIBRARY_PATH", ":.")
+        .current_dir(working)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().find(|line| line.starts_with("child: ")).unwrap().to_owned()
+}
+
+#[test]
+fn the_library_is_found_beside_the_program_and_never_in_the_working_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let working = dir.path().join("a/b");
+    let bin = dir.path().join("bin");
+    std::fs::create_dir_all(&working).unwrap();
+    std::fs::create_dir(&bin).unwrap();
+    let program = bin.join("program");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    // Above the program, in the working directory, and above that.
+    let planted = [".", "a", "a/b"].iter().flat_map(|at| [format!("{at}/.local/onnxruntime"), (*at).into()]);
+    for folder in planted {
+        let folder = dir.path().join(folder);
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("libonnxruntime.so"), "this is no library\n").unwrap();
+    }
+    let line = loads(&program, &working);
+    assert!(!line.contains("libonnxruntime.so cannot be used"), "{line}");
+
+    let beside = bin.join("onnxruntime");
+    std::fs::create_dir(&beside).unwrap();
+    let library = beside.join("libonnxruntime.so");
+    std::fs::write(&library, "this is no library\n").unwrap();
+    let line = loads(&program, &working);
+    assert!(line.contains(library.to_str().unwrap()) && line.contains("does not load"), "{line}");
+}
+
+/// One that other users can write, or could replace, is refused before any of its code runs.
+#[test]
+fn a_library_that_others_can_write_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let bin = dir.path().join("bin");
+    let beside = bin.join("onnxruntime");
+    std::fs::create_dir_all(&beside).unwrap();
+    let program = bin.join("program");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let library = beside.join("libonnxruntime.so");
+    let provider = beside.join("libonnxruntime_providers_shared.so");
+    for path in [&library, &provider] {
+        std::fs::write(path, "this is no library\n").unwrap();
+    }
+    let set = |path: &std::path::Path, mode| {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    for (path, open, closed) in [(&library, 0o646, 0o644), (&provider, 0o666, 0o644), (&bin, 0o777, 0o755)] {
+        set(path, open);
+        let line = loads(&program, dir.path());
+        let reason = format!("{} can be written by other users", path.display());
+        assert!(line.contains(&reason), "{line}");
+        set(path, closed);
+        assert!(loads(&program, dir.path()).contains("does not load"));
+    }
+    if nix::unistd::geteuid().is_root() {
+        for path in [&library, &beside] {
+            std::os::unix::fs::chown(path, Some(65_534), None).unwrap();
+            let line = loads(&program, dir.path());
+            assert!(line.contains(&format!("{} belongs to user 65534", path.display())), "{line}");
+            std::os::unix::fs::chown(path, Some(0), None).unwrap();
+        }
+    }
 }
 
 #[test]
@@ -195,9 +264,6 @@ fn a_missing_or_foreign_library_is_one_clear_line() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draining_refuses_new_requests_and_finishes_running_ones() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.sessions_max = 1;
     let server = Server::start(config, &[("slow", 1, slow(40))]).await;
@@ -250,9 +316,6 @@ async fn draining_refuses_new_requests_and_finishes_running_ones() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn too_many_waiting_requests_are_refused_not_queued_for_ever() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.sessions_max = 1;
     config.limits.requests_waiting_max = 1;

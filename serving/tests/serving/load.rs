@@ -47,9 +47,6 @@ async fn answered(server: &Server, model: &str) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_open_loop_sends_what_is_scheduled() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let load = poisson(300.0);
@@ -69,9 +66,6 @@ async fn an_open_loop_sends_what_is_scheduled() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn clients_of_a_closed_loop_wait_for_their_answers() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let requests = requests(&server, "mlp").await;
@@ -87,9 +81,6 @@ async fn clients_of_a_closed_loop_wait_for_their_answers() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failures_are_counted_by_their_status() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let signature = server.client().await.signature("mlp", "").await.unwrap();
@@ -120,9 +111,6 @@ async fn failed(address: &str, requests: &Requests) -> Vec<&'static str> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answers_after_the_deadline_do_not_count_as_in_time() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("slow", 1, slow(100))]).await;
     let address = server.serving.addresses().grpc.to_string();
     let requests = requests(&server, "slow").await;
@@ -139,9 +127,6 @@ async fn answers_after_the_deadline_do_not_count_as_in_time() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn loads_that_cannot_be_say_why() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let requests = requests(&server, "mlp").await;
@@ -171,9 +156,6 @@ async fn loads_that_cannot_be_say_why() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn loads_show_what_the_server_asks_for() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let (token, line) = new_token("bench", &["mlp".to_owned()], false).unwrap();
     files.write("tokens", &line);

@@ -34,9 +34,6 @@ impl Logging for Log {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_log_is_switched_by_calls() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let started = LogSettings { error: true, warning: true, info: false, verbose_level: 0 };
     let log = Arc::new(Log(Mutex::new(started)));
@@ -112,9 +109,6 @@ async fn the_log_is_switched_by_calls() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_that_keeps_its_log_says_so() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let error = server.triton().await.log_settings(pb::LogSettingsRequest::default()).await.unwrap_err();
     assert_eq!(error.code(), Code::Unimplemented);

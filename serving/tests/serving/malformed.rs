@@ -220,9 +220,6 @@ async fn check_rest(server: &Server, case: &Case, asked: &Ask, status: u16) -> R
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_gets_its_status_over_grpc_and_over_rest() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let mut client = server.client().await;
     let mut cases = crate::malformed_both::cases();
@@ -265,9 +262,6 @@ async fn each_gets_its_status_over_grpc_and_over_rest() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn garbage_on_the_ports_harms_nobody() {
-    if !have_runtime() {
-        return;
-    }
     let server = server().await;
     let addresses = server.serving.addresses();
     for address in [addresses.grpc, addresses.http, addresses.metrics] {

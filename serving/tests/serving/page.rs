@@ -9,9 +9,6 @@ use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_page_is_one_document_that_loads_nothing_else() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let page = server.http("GET", "/", &[], b"").await;
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
@@ -54,9 +51,6 @@ async fn the_page_is_one_document_that_loads_nothing_else() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lineage_is_what_the_manifest_says() {
-    if !have_runtime() {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let lineage = Lineage {
         volume: "digits".into(),

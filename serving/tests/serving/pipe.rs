@@ -108,9 +108,6 @@ async fn catch_up(world: &World) -> PipeReport {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_record_is_predicted_or_dead_lettered_once() {
-    if !have_runtime() {
-        return;
-    }
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -176,9 +173,6 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
-    if !have_runtime() {
-        return;
-    }
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     topic::create_topic(&world.kafka, "out", 2).await.unwrap();
@@ -209,9 +203,6 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
 /// The state that a kill leaves between the answers and their commit: all answers there, progress old.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_that_were_not_committed_are_not_given_again() {
-    if !have_runtime() {
-        return;
-    }
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -260,9 +251,6 @@ async fn ids(kafka: &KafkaConfig) -> std::collections::BTreeSet<u64> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
-    if !have_runtime() {
-        return;
-    }
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     topic::create_topic(&world.kafka, "out", 2).await.unwrap();
@@ -298,9 +286,6 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn settings_that_make_no_sense_are_refused() {
-    if !have_runtime() {
-        return;
-    }
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let try_run = async |config: PipeConfig| {

@@ -30,9 +30,6 @@ fn assert_close(found: &Data, expected: &[f32]) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn grpc_answers_every_call_of_the_protocol() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("mlp", 3, mlp())]).await;
     let mut client = server.client().await;
     assert!(client.server_live().await.unwrap());
@@ -72,9 +69,6 @@ async fn grpc_answers_every_call_of_the_protocol() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replies_mirror_the_form_and_the_id_of_the_request() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let mut client = server.client().await;
     let raw = Data::Fp32(vec![0.5; FEATURES]).to_raw();
@@ -133,9 +127,6 @@ fn all_datatypes() -> Vec<Tensor> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_datatype_goes_through_every_form() {
-    if !have_runtime() {
-        return;
-    }
     let halves = |tensor: &Tensor| matches!(tensor.data.datatype(), Datatype::Fp16 | Datatype::Bf16);
     let server = Server::start(config(), &[("echo", 1, echo(&Datatype::ALL))]).await;
     let no_halves: Vec<Datatype> = Datatype::ALL
@@ -234,9 +225,6 @@ async fn every_datatype_goes_through_every_form() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rest_answers_every_path() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let get = async |path: &str| server.http("GET", path, &[], b"").await;
     assert_eq!(get("/v2").await.json()["name"], "millrace");
@@ -271,9 +259,6 @@ async fn rest_answers_every_path() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn health_and_metrics_tell_what_goes_on() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("counted", 1, mlp())]).await;
     let channel =
         tonic::transport::Endpoint::from_shared(format!("http://{}", server.serving.addresses().grpc))

@@ -4,9 +4,6 @@ use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reflection_describes_the_services() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let url = format!("http://{}", server.serving.addresses().grpc);
     let channel = tonic::transport::Endpoint::from_shared(url).unwrap().connect().await.unwrap();

@@ -66,9 +66,6 @@ const ROWS: [f32; 2 * FEATURES] = [0.5, -1.0, 2.0, 0.25, 1.0, 0.0, -0.5, 3.0];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn equal_requests_are_answered_alike_and_run_once() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(caching(&["mlp"], 1 << 20), &[]).await;
     let first = ask(&server, &request("mlp", &ROW)).await;
     let logits: Vec<f32> = first.raw_output_contents[0]
@@ -119,9 +116,6 @@ async fn equal_requests_are_answered_alike_and_run_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_asked_otherwise_is_run() {
-    if !have_runtime() {
-        return;
-    }
     let config = caching(&["mlp", "both", "whole", "real"], 1 << 20);
     let of = |datatype: Datatype| echo(&[datatype]);
     let models = [
@@ -182,9 +176,6 @@ async fn what_is_asked_otherwise_is_run() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_version_never_answers_with_what_another_content_said() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(caching(&["m"], 1 << 20), &[("m", 1, steps())]).await;
     let replace = async |onnx: Vec<u8>| {
         std::fs::remove_dir_all(server.dir.path().join("m/1")).unwrap();
@@ -209,9 +200,6 @@ async fn a_version_never_answers_with_what_another_content_said() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_answer_that_was_not_asked_for_longest_makes_room() {
-    if !have_runtime() {
-        return;
-    }
     // Room for two answers of one row, not for three, nor for one of a hundred.
     let server = Server::start(caching(&["mlp"], 800), &[]).await;
     let row = |value: f32| request("mlp", &[value; FEATURES]);
@@ -235,9 +223,6 @@ async fn the_answer_that_was_not_asked_for_longest_makes_room() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_refused_is_not_kept() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(caching(&["sum"], 1 << 20), &[("sum", 1, sum())]).await;
     let mut client = grpc(&server).await;
     let width = FEATURES as i64;
@@ -258,9 +243,6 @@ async fn what_is_refused_is_not_kept() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kept_answers_go_where_and_in_the_form_that_each_request_wants() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(caching(&["mlp"], 1 << 20), &[]).await;
     let mut client = grpc(&server).await;
     let given = Object::new("cache-in", &raw(&ROWS));

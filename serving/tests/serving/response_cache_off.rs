@@ -14,9 +14,6 @@ const ENABLED: &str = "response_cache { enable: true }";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_kept_unless_server_and_model_say_so() {
-    if !have_runtime() {
-        return;
-    }
     let option = |response_cache| ModelOptions { response_cache, ..ModelOptions::default() };
     // Bytes of the server, what millrace.toml says of the model, what its own configuration says, outcome.
     for (bytes, said, pbtxt, kept) in [
@@ -67,9 +64,6 @@ async fn answers_to_be_kept_without_room_are_refused_at_the_start() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_before() {
-    if !have_runtime() {
-        return;
-    }
     use millrace_bundle::Datatype::{Fp32, Int32};
     let dir = TempDir::new().unwrap();
     put(dir.path(), "both/config.pbtxt", "");
@@ -101,9 +95,6 @@ async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_bef
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_trace_of_a_kept_answer_has_no_computing() {
-    if !have_runtime() {
-        return;
-    }
     let folder = TempDir::new().unwrap();
     let config = Config { trace_directory: Some(folder.path().to_owned()), ..caching(&["mlp"], 1 << 20) };
     let server = Server::start(config, &[]).await;

@@ -69,9 +69,6 @@ pub(crate) fn split(weights: &[(&str, f64)]) -> BTreeMap<Target, f64> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_policy_says_which_versions_are_served() {
-    if !have_runtime() {
-        return;
-    }
     let latest = |count| Some(VersionPolicy::Latest(NonZeroU32::new(count).unwrap()));
     let specific = |versions: &[u64]| Some(VersionPolicy::specific(versions).unwrap());
     let cases = [
@@ -107,9 +104,6 @@ async fn a_policy_says_which_versions_are_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
-    if !have_runtime() {
-        return;
-    }
     for (options, expected) in [
         (ModelOptions::default(), vec![2]),
         (ModelOptions { versions: Some(VersionPolicy::All), ..ModelOptions::default() }, vec![1, 2]),
@@ -124,9 +118,6 @@ async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_bad_newest_version_does_not_take_the_one_before_down() {
-    if !have_runtime() {
-        return;
-    }
     let latest = Some(VersionPolicy::Latest(NonZeroU32::MIN));
     let server = with_versions(ModelOptions { versions: latest, ..ModelOptions::default() }, &[1]).await;
     publish(server.dir.path(), "mlp", 2, mlp()).await;
@@ -142,9 +133,6 @@ async fn a_bad_newest_version_does_not_take_the_one_before_down() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn labels_name_versions_and_move_while_the_server_runs() {
-    if !have_runtime() {
-        return;
-    }
     let options = ModelOptions {
         versions: Some(VersionPolicy::Latest(NonZeroU32::MIN)),
         labels: [("stable".to_owned(), 1)].into(),
@@ -214,9 +202,6 @@ async fn labels_name_versions_and_move_while_the_server_runs() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn moving_a_label_under_load_fails_no_request() {
-    if !have_runtime() {
-        return;
-    }
     let options = ModelOptions { labels: [("live".to_owned(), 1)].into(), ..ModelOptions::default() };
     let server = with_versions(options, &[1, 2]).await;
     let done = Arc::new(AtomicBool::new(false));
@@ -249,9 +234,6 @@ async fn moving_a_label_under_load_fails_no_request() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_name_no_version_are_split() {
-    if !have_runtime() {
-        return;
-    }
     let options = ModelOptions {
         labels: [("stable".to_owned(), 1)].into(),
         split: split(&[("stable", 3.0), ("2", 1.0)]),
@@ -305,9 +287,6 @@ async fn requests_that_name_no_version_are_split() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn options_that_make_no_sense_are_refused_at_the_start() {
-    if !have_runtime() {
-        return;
-    }
     let labels = |label: &str, version| ModelOptions {
         labels: [(label.to_owned(), version)].into(),
         ..ModelOptions::default()

@@ -150,9 +150,6 @@ impl Line {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_goes_while_he_waits_leaves_the_line() {
-    if !have_runtime() {
-        return;
-    }
     let line = Line::start(holding(), "line-of-leavers").await;
     let (runs, holder) = line.hold().await;
     // Calls of a connection that stays, and connections that close.
@@ -195,9 +192,6 @@ async fn who_goes_while_he_waits_leaves_the_line() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_cannot_run_in_time_is_told_so_and_not_run() {
-    if !have_runtime() {
-        return;
-    }
     let line = Line::start(holding(), "line-of-the-late").await;
     let (runs, holder) = line.hold().await;
     let client = line.server.client().await;
@@ -254,9 +248,6 @@ async fn who_cannot_run_in_time_is_told_so_and_not_run() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_server_bounds_how_long_requests_wait() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.sessions_max = 1;
     config.batching.timeout_us_max = 1;
@@ -294,9 +285,6 @@ async fn the_server_bounds_how_long_requests_wait() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn places_go_by_priority_and_are_shared_among_clients() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = holding();
     config.limits.requests_waiting_max = 3;
     config.batching.priority_levels = 2;
@@ -336,9 +324,6 @@ async fn places_go_by_priority_and_are_shared_among_clients() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn levels_that_there_cannot_be_are_refused() {
-    if !have_runtime() {
-        return;
-    }
     for (levels, default, key) in [
         (0, 1, "priority_levels"),
         (65, 1, "priority_levels"),
@@ -359,9 +344,6 @@ async fn levels_that_there_cannot_be_are_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_that_are_used_together_all_answer() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("large", 1, slow(30)), ("larger", 1, slow(40))]).await;
     let mut client = server.client().await;
     let mut alone = Vec::new();

@@ -204,9 +204,6 @@ async fn wander(address: millrace_serving::Addresses, seed: u64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_sequence_has_its_own_state_whoever_asks_beside_it() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "acc", 1, PATIENT);
     let mut config = config();
@@ -222,9 +219,6 @@ async fn every_sequence_has_its_own_state_whoever_asks_beside_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_a_stream_run_in_their_order() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "acc", 1, PATIENT);
     let server = Server::over(config(), dir).await;
@@ -262,9 +256,6 @@ async fn requests_of_a_stream_run_in_their_order() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sequence_stays_with_the_version_that_began_it() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "acc", 1, PATIENT);
     let server = Server::over(config(), dir).await;
@@ -295,9 +286,6 @@ async fn a_sequence_stays_with_the_version_that_began_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sequences_are_split_by_their_ids() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "mlp", 1, PATIENT);
     publish_accumulator(dir.path(), "mlp", 2, PATIENT);

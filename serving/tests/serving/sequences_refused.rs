@@ -36,9 +36,6 @@ fn with(mut request: pb::ModelInferRequest, name: &str, choice: ParameterChoice)
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_belongs_to_no_live_sequence_is_refused_with_the_way_out() {
-    if !have_runtime() {
-        return;
-    }
     let server = serve(config(), PATIENT).await;
     let mut client = server.triton().await;
     let good = || request("acc", 5, true, false, &[1.0; 2]);
@@ -115,9 +112,6 @@ async fn what_belongs_to_no_live_sequence_is_refused_with_the_way_out() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_see_neither_states_nor_controls() {
-    if !have_runtime() {
-        return;
-    }
     let server = serve(config(), &format!("{PATIENT} oldest {{ max_candidate_sequences: 4 }}")).await;
     let shown = server.http("GET", "/v2/models/acc", &[], b"").await.json();
     assert_eq!(shown["inputs"], json!([{ "name": "x", "datatype": "FP32", "shape": [-1, 2] }]));
@@ -152,9 +146,6 @@ async fn clients_see_neither_states_nor_controls() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_more_sequences_live_than_may() {
-    if !have_runtime() {
-        return;
-    }
     let by_the_server = |sequences_max, sequence_bytes_max| {
         let mut config = config();
         config.limits.sequences_max = sequences_max;
@@ -189,9 +180,6 @@ async fn no_more_sequences_live_than_may() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn idle_sequences_make_room() {
-    if !have_runtime() {
-        return;
-    }
     // A request comes later than this after the one before it, whatever the machine.
     let idle = "max_sequence_idle_microseconds: 1 oldest { max_candidate_sequences: 1 }";
     let server = serve(config(), idle).await;
@@ -208,9 +196,6 @@ async fn idle_sequences_make_room() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_whose_states_do_not_fit_are_named() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let good = accumulating(PATIENT);

@@ -77,9 +77,6 @@ async fn statistics(server: &Server, name: &str) -> pb::ModelStatistics {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_different_sequences_run_together() {
-    if !have_runtime() {
-        return;
-    }
     let server = counting("together", 20).await;
     let client = server.triton().await;
     for (counted, flags) in [(1.0, START), (2.0, NEXT), (3.0, END)] {
@@ -98,9 +95,6 @@ async fn requests_of_different_sequences_run_together() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_goes_or_is_late_leaves_the_state_as_it_was() {
-    if !have_runtime() {
-        return;
-    }
     let server = counting("leavers", 60).await;
     let mut client = server.triton().await;
     count(&mut client, "leavers", 7, START).await.unwrap();

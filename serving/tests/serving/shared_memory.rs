@@ -101,9 +101,6 @@ const ROW: [f32; FEATURES] = [0.5, -1.0, 2.0, 0.25];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn grpc_takes_inputs_from_regions_and_leaves_outputs_there() {
-    if !have_runtime() {
-        return;
-    }
     let both = echo(&[Datatype::Fp32, Datatype::Bytes, Datatype::Fp16]);
     let server = Server::start(config(), &[("both", 1, both)]).await;
     let mut client = grpc(&server).await;
@@ -193,9 +190,6 @@ async fn grpc_takes_inputs_from_regions_and_leaves_outputs_there() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rest_takes_inputs_from_regions_and_leaves_outputs_there() {
-    if !have_runtime() {
-        return;
-    }
     let both = echo(&[Datatype::Fp32, Datatype::Int8]);
     let server = Server::start(config(), &[("both", 1, both)]).await;
     let object = Object::new("rest", &[raw(&ROW).as_slice(), &[7; 48]].concat());

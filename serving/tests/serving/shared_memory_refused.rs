@@ -16,9 +16,6 @@ use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_no_object_of_shared_memory_is_not_registered() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let mut client = grpc(&server).await;
     let object = Object::new("plain", &[0; 100]);
@@ -68,9 +65,6 @@ async fn what_is_no_object_of_shared_memory_is_not_registered() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.limits = Limits { message_bytes_max: 4096, ..Limits::default() };
     let server = Server::start(config, &[("both", 1, echo(&[Datatype::Fp32, Datatype::Fp64]))]).await;
@@ -202,9 +196,6 @@ async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shared_memory_can_be_off_and_cuda_regions_never_are() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.shared_memory = Some(false);
     let server = Server::start(config, &[]).await;

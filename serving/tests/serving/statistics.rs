@@ -21,9 +21,6 @@ async fn statistics(client: &mut Triton, name: &str, version: &str) -> Vec<pb::M
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_configuration_says_what_is_served() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.sessions_max = 3;
     config.limits.versions_max = 5;
@@ -102,9 +99,6 @@ async fn a_configuration_says_what_is_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn statistics_count_what_was_asked() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("mlp", 2, mlp()), ("fixed", 1, fixed())]).await;
     let mut client = server.client().await;
     let mut triton = server.triton().await;
@@ -173,9 +167,6 @@ async fn statistics_count_what_was_asked() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn statistics_of_a_model_that_is_loaded_again_begin_anew() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let mut client = server.client().await;
     let mut triton = server.triton().await;
@@ -192,9 +183,6 @@ async fn statistics_of_a_model_that_is_loaded_again_begin_anew() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dashboards_for_triton_find_their_names() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("idle", 3, mlp())]).await;
     let mut client = server.client().await;
     for count in [1, 5] {

@@ -62,9 +62,6 @@ async fn in_flight(server: &Server, count: usize) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_come_in_the_order_of_the_requests_and_refusals_among_them() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("slow", 1, slow(20))]).await;
     let mut requests = Vec::new();
     for index in 0..60 {
@@ -98,9 +95,6 @@ async fn answers_come_in_the_order_of_the_requests_and_refusals_among_them() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_is_a_conversation() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let (sender, mut answers) = open(&server).await;
     for index in 0..100 {
@@ -124,9 +118,6 @@ async fn a_stream_is_a_conversation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_one_stream_run_at_once() {
-    if !have_runtime() {
-        return;
-    }
     // One runs and one may wait: were they run one after the other, none would be refused.
     let mut config = config();
     config.sessions_max = 1;
@@ -150,9 +141,6 @@ async fn requests_of_one_stream_run_at_once() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_reads_late_gets_every_answer() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[]).await;
     let (sender, mut answers) = open(&server).await;
     for index in 0..5000 {
@@ -173,9 +161,6 @@ async fn a_client_that_reads_late_gets_every_answer() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draining_finishes_what_runs_and_ends_the_stream() {
-    if !have_runtime() {
-        return;
-    }
     let server = Server::start(config(), &[("slow", 1, slow(40))]).await;
     let (_idle, mut nothing) = open(&server).await;
     let (sender, mut answers) = open(&server).await;
@@ -207,9 +192,6 @@ async fn draining_finishes_what_runs_and_ends_the_stream() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_waits_for_a_client_that_went_away_is_not_run() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.sessions_max = 1;
     let server = Server::start(config, &[("abandoned", 1, slow(40))]).await;
@@ -231,9 +213,6 @@ async fn what_waits_for_a_client_that_went_away_is_not_run() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_ends_with_a_status_when_it_must_or_is_asked_to() {
-    if !have_runtime() {
-        return;
-    }
     let mut config = config();
     config.limits.message_bytes_max = 4096;
     let server = Server::start(config, &[]).await;

@@ -6,7 +6,6 @@ use std::time::Duration;
 use millrace_bundle::onnx::*;
 use millrace_bundle::{Bundle, Datatype, Lineage};
 use millrace_serving::client::Client;
-use millrace_serving::runtime::Runtime;
 use millrace_serving::{Config, Serving, Source, serve};
 use prost::Message;
 use tempfile::TempDir;
@@ -24,17 +23,6 @@ pub(crate) const FEATURES: usize = 4;
 /// Outputs of the small network.
 pub(crate) const CLASSES: usize = 3;
 const HIDDEN: usize = 5;
-
-/// Whether ONNX Runtime is there; says so in one line when not, and the test ends.
-pub(crate) fn have_runtime() -> bool {
-    match Runtime::load() {
-        Ok(_) => true,
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            false
-        }
-    }
-}
 
 fn weight(index: usize) -> f32 {
     ((index * 7 + 3) % 11) as f32 / 11.0 - 0.45

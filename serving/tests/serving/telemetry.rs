@@ -125,9 +125,6 @@ async fn counted(server: &Server, outcome: &str) -> u64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_is_a_span_with_its_parent_and_its_steps() {
-    if !have_runtime() {
-        return;
-    }
     let collector = Collector::default();
     let server = Server::start(config_with(collector.listen().await, 1.0), &[]).await;
     let parent = format!("00-{TRACE}-{PARENT}-01");
@@ -200,9 +197,6 @@ async fn a_request_is_a_span_with_its_parent_and_its_steps() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_a_stream_are_spans_below_it() {
-    if !have_runtime() {
-        return;
-    }
     let collector = Collector::default();
     // Nothing is sampled but what says so itself.
     let server = Server::start(config_with(collector.listen().await, 0.0), &[]).await;
@@ -241,9 +235,6 @@ async fn requests_of_a_stream_are_spans_below_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
-    if !have_runtime() {
-        return;
-    }
     let collector = Collector::default();
     let server = Server::start(config_with(collector.listen().await, 1.0), &[]).await;
     let good = format!("00-{TRACE}-{PARENT}-01");
@@ -278,9 +269,6 @@ async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_is_away_holds_up_nobody() {
-    if !have_runtime() {
-        return;
-    }
     // Nobody listens at the one; the other takes connections and never says a word.
     let away = tokio::net::TcpSocket::new_v4().unwrap();
     away.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -305,9 +293,6 @@ async fn a_collector_that_is_away_holds_up_nobody() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn spans_that_the_collector_does_not_take_are_counted() {
-    if !have_runtime() {
-        return;
-    }
     let collector = Collector { rejected_spans: 3, ..Collector::default() };
     let watching = Server::start(config(), &[]).await;
     let (sent, rejected) = (counted(&watching, "sent").await, counted(&watching, "rejected").await);
@@ -353,9 +338,6 @@ async fn secured(folder: &Path, plain: SocketAddr) -> SocketAddr {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_with_tls_has_to_be_one_that_is_trusted() {
-    if !have_runtime() {
-        return;
-    }
     let (ours, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let collector = Collector::default();
     let plain = collector.listen().await;

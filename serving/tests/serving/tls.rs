@@ -164,9 +164,6 @@ fn of_pem(pem: &str) -> CertificateDer<'static> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn both_services_take_connections_with_tls_alone() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let server = Server::start(files.config(), &[]).await;
     let addresses = server.serving.addresses();
@@ -213,9 +210,6 @@ async fn both_services_take_connections_with_tls_alone() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_without_a_trusted_certificate_are_refused_where_one_is_asked_for() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let (certificate, key) = Authority::new("theirs").issue("stranger");
     files.write("stranger.pem", &certificate);
@@ -251,9 +245,6 @@ async fn failed_reloads(server: &Server) -> u64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn certificates_that_change_are_shown_to_those_who_come_next() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let first = of_pem(&std::fs::read_to_string(files.path("server.pem")).unwrap());
     let server = Server::start(Config { reload_ms: 5, ..files.config() }, &[]).await;
@@ -288,9 +279,6 @@ async fn certificates_that_change_are_shown_to_those_who_come_next() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_handshake_that_stalls_holds_up_nobody_and_ends() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let mut config = files.config();
     config.limits.stalled_ms_max = 200;
@@ -316,9 +304,6 @@ async fn a_handshake_that_stalls_holds_up_nobody_and_ends() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn handshakes_count_as_connections() {
-    if !have_runtime() {
-        return;
-    }
     let files = Files::new();
     let mut config = files.config();
     config.limits.connections_max = 1;

@@ -72,9 +72,6 @@ fn of(model: &str) -> pb::ModelInferRequest {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_may_what_its_line_says_over_grpc() {
-    if !have_runtime() {
-        return;
-    }
     let callers = Callers::new();
     let server = callers.start().await;
     let mut client = server.triton().await;
@@ -166,9 +163,6 @@ async fn a_token_may_what_its_line_says_over_grpc() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_may_the_same_over_rest() {
-    if !have_runtime() {
-        return;
-    }
     let callers = Callers::new();
     let mut config = callers.config();
     config.cors_origins = vec!["*".into()];
@@ -245,9 +239,6 @@ async fn a_token_may_the_same_over_rest() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_that_is_withdrawn_ends_what_it_began() {
-    if !have_runtime() {
-        return;
-    }
     let callers = Callers::new();
     let server = callers.start().await;
     let address = server.serving.addresses().grpc.to_string();

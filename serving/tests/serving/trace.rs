@@ -50,9 +50,6 @@ fn read(path: &Path) -> Vec<Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_are_traced_as_clients_set_it() {
-    if !have_runtime() {
-        return;
-    }
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let config = Config { trace_directory: Some(folder.path().to_owned()), ..config() };
@@ -113,9 +110,6 @@ async fn requests_are_traced_as_clients_set_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trace_settings_that_cannot_be_are_refused() {
-    if !have_runtime() {
-        return;
-    }
     let nowhere = Config { trace_directory: Some("/no/such/folder".into()), ..config() };
     let dir = tempfile::tempdir().unwrap();
     let source = Source::directory(dir.path()).unwrap();

@@ -70,9 +70,6 @@ async fn refresh(server: &Server) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_repository_of_triton_is_served_as_it_is() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -119,9 +116,6 @@ async fn a_repository_of_triton_is_served_as_it_is() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_version_that_is_still_being_written_is_never_served() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", "");
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -164,9 +158,6 @@ async fn a_version_that_is_still_being_written_is_never_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_models_are_named_and_the_others_served() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let cases = [
@@ -220,9 +211,6 @@ async fn bad_models_are_named_and_the_others_served() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_breaks_while_it_is_served_stays_as_it_was() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -257,9 +245,6 @@ async fn what_breaks_while_it_is_served_stays_as_it_was() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_loads_what_was_written_just_now() {
-    if !have_runtime() {
-        return;
-    }
     let dir = TempDir::new().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let server = Server::over(Config { control: Control::Explicit, ..config() }, dir).await;

@@ -176,20 +176,14 @@ pub(crate) fn info(name: &str, row: Option<&[i64]>) -> ValueInfoProto {
     }
 }
 
-/// ONNX Runtime, or `None` with one line on stderr when its library is not here.
-pub(crate) fn runtime() -> Option<&'static ort::environment::Environment> {
+/// ONNX Runtime, from the library that `ORT_DYLIB_PATH` names.
+pub(crate) fn runtime() -> &'static ort::environment::Environment {
     use std::sync::OnceLock;
-    static RUNTIME: OnceLock<Option<ort::environment::Environment>> = OnceLock::new();
-    RUNTIME
-        .get_or_init(|| {
-            let path = std::env::var_os("ORT_DYLIB_PATH").filter(|path| !path.is_empty());
-            let Some(path) = path else {
-                eprintln!("skipped: ORT_DYLIB_PATH does not name an ONNX Runtime library");
-                return None;
-            };
-            Some(ort::init_from(path).unwrap().build().unwrap())
-        })
-        .as_ref()
+    static RUNTIME: OnceLock<ort::environment::Environment> = OnceLock::new();
+    RUNTIME.get_or_init(|| {
+        let path = std::env::var_os("ORT_DYLIB_PATH").expect("ORT_DYLIB_PATH names ONNX Runtime's library");
+        ort::init_from(path).unwrap().build().unwrap()
+    })
 }
 
 /// The model's output for `inputs` in ONNX Runtime.

@@ -44,20 +44,14 @@ fn graph() -> Vec<u8> {
         .encode_to_vec()
 }
 
-/// With so many sessions on one device; `None` where there is no ONNX Runtime.
-fn shared(sessions: usize) -> Option<Arc<Shared>> {
+/// With so many sessions on one device.
+fn shared(sessions: usize) -> Arc<Shared> {
     shared_on(&vec![0; sessions])
 }
 
 /// With sessions on the devices of these places, as it were: all are on the processor.
-fn shared_on(places: &[usize]) -> Option<Arc<Shared>> {
-    let runtime = match Runtime::load() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            return None;
-        }
-    };
+fn shared_on(places: &[usize]) -> Arc<Shared> {
+    let runtime = Runtime::load().unwrap();
     let mut builder = options::builder(runtime, Device::Cpu, 1, false).unwrap();
     let graph = graph();
     let session =
@@ -66,7 +60,7 @@ fn shared_on(places: &[usize]) -> Option<Arc<Shared>> {
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let sizes = Sizes { rows_max: 8, preferred: Vec::new() };
     let room = Room { requests_max: 64, bytes_max: 1 << 20 };
-    Some(Arc::new(Shared::new(free, vec![output], sizes, Duration::ZERO, room, true)))
+    Arc::new(Shared::new(free, vec![output], sizes, Duration::ZERO, room, true))
 }
 
 /// A request of so many rows, of that width, each filled with a value.
@@ -136,7 +130,7 @@ async fn who_was_taken_along_gets_the_answer_after_the_deadline_too() {
 
 #[tokio::test]
 async fn who_gathers_takes_along_who_came_although_a_session_was_free() {
-    let Some(shared) = shared(2) else { return };
+    let shared = shared(2);
     let (lease, first) = gathers(shared.begin(work(1, 3, 1.0), |free| free == 1));
     let joined = waits(shared.begin(work(2, 3, 2.0), |_| true));
     // What runs alone has nothing to wait for, and looks for nobody.
@@ -151,7 +145,7 @@ async fn who_gathers_takes_along_who_came_although_a_session_was_free() {
 
 #[tokio::test]
 async fn who_cannot_run_with_the_one_who_gathers_gets_a_session_that_is_free() {
-    let Some(shared) = shared(2) else { return };
+    let shared = shared(2);
     let (mut lease, first) = gathers(shared.begin(work(1, 3, 1.0), |_| true));
     let other = waits(shared.begin(work(1, 4, 2.0), |_| true));
     assert!(shared.take_like(&first).is_empty());
@@ -165,7 +159,7 @@ async fn who_cannot_run_with_the_one_who_gathers_gets_a_session_that_is_free() {
 
 #[tokio::test]
 async fn where_the_one_who_gathers_goes_another_runs() {
-    let Some(shared) = shared(1) else { return };
+    let shared = shared(1);
     let (lease, _) = gathers(shared.begin(work(1, 3, 1.0), |_| true));
     let joined = waits(shared.begin(work(1, 3, 2.0), |_| true));
     drop(lease);
@@ -176,7 +170,7 @@ async fn where_the_one_who_gathers_goes_another_runs() {
 
 #[test]
 fn who_cannot_begin_in_time_does_not_wait() {
-    let Some(shared) = shared(1) else { return };
+    let shared = shared(1);
     let begun = shared.begin(work(1, 3, 1.0), |_| false).unwrap();
     let _waiting = waits(shared.begin(work(1, 4, 2.0), |_| false));
     shared.outlook.ran(1, Duration::from_secs(2));
@@ -193,7 +187,7 @@ fn who_cannot_begin_in_time_does_not_wait() {
 
 #[tokio::test]
 async fn the_time_that_those_of_the_line_have_a_session_is_noted() {
-    let Some(shared) = shared(1) else { return };
+    let shared = shared(1);
     let begun = shared.begin(work(0, 3, 1.0), |_| false).unwrap();
     let Begun::Alone(lease, first) = begun else { panic!("{begun:?}") };
     let waiting = waits(shared.begin(work(0, 3, 2.0), |_| false));
@@ -206,7 +200,7 @@ async fn the_time_that_those_of_the_line_have_a_session_is_noted() {
 
 #[test]
 fn runs_go_to_the_device_with_the_fewest() {
-    let Some(shared) = shared_on(&[0, 0, 0, 1, 1, 1]) else { return };
+    let shared = shared_on(&[0, 0, 0, 1, 1, 1]);
     let mut leases = Vec::new();
     let begin = || shared.begin(work(1, 3, 1.0), |_| false).unwrap();
     for _ in 0..2 {
@@ -227,7 +221,7 @@ fn runs_go_to_the_device_with_the_fewest() {
 #[test]
 fn whatever_callers_do_nobody_is_forgotten() {
     const SESSIONS: usize = 4;
-    let Some(shared) = shared_on(&[0, 0, 1, 1]) else { return };
+    let shared = shared_on(&[0, 0, 1, 1]);
     for seed in 0..200 {
         let mut rng = StdRng::seed_from_u64(seed);
         let (mut leases, mut waiting) = (Vec::new(), Vec::new());
@@ -289,7 +283,7 @@ fn whatever_callers_do_nobody_is_forgotten() {
 
 #[tokio::test]
 async fn long_runs_follow_each_other_without_those_who_wait_for_them() {
-    let Some(shared) = shared(1) else { return };
+    let shared = shared(1);
     for _ in 0..100 {
         shared.run_micros.note(10 * background::MICROS_MIN as u128);
     }
@@ -312,7 +306,7 @@ async fn long_runs_follow_each_other_without_those_who_wait_for_them() {
 
 #[tokio::test]
 async fn a_run_for_one_who_has_gone_or_waited_too_long_goes_to_the_next_one() {
-    let Some(shared) = shared(1) else { return };
+    let shared = shared(1);
     let Begun::Alone(lease, request) = shared.begin(work(1, 3, 1.0), |_| false).unwrap() else { panic!() };
     let next = waits(shared.begin(work(1, 4, 2.0), |_| false));
     let (reply, turn) = oneshot::channel();
@@ -328,7 +322,7 @@ async fn a_run_for_one_who_has_gone_or_waited_too_long_goes_to_the_next_one() {
 
 #[test]
 fn a_line_is_split_among_the_sessions_where_rows_take_as_long_in_runs_of_any_size() {
-    let Some(shared) = shared(2) else { return };
+    let shared = shared(2);
     for rows in [1, 2, 4, 8] {
         shared.efficiency.ran(rows, rows, Duration::from_micros(rows as u64));
     }
@@ -341,7 +335,7 @@ fn a_line_is_split_among_the_sessions_where_rows_take_as_long_in_runs_of_any_siz
 
 #[tokio::test]
 async fn what_a_peak_took_of_an_arena_is_given_back_by_a_session_that_is_free() {
-    let Some(shared) = shared(0) else { return };
+    let shared = shared(0);
     // The processor's sessions have no arena otherwise; it is the same code of ONNX Runtime as for GPUs.
     let arena = ort::ep::CPU::default().with_arena_allocator(true).build();
     let builder = ort::session::builder::SessionBuilder::new(Runtime::load().unwrap().environment()).unwrap();
