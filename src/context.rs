@@ -18,6 +18,7 @@ use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
 use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
+use millrace_datafs::private;
 
 /// How often a command looks whether it may have, or may stop, the embedded broker.
 const BROKER_POLL: Duration = Duration::from_millis(50);
@@ -136,7 +137,7 @@ impl Context {
 /// A shared lock on the file: all commands that use the embedded broker of a home hold it, so that
 /// the one that started the broker knows when the last of them is done.
 async fn share(path: &Path) -> Result<File> {
-    let file = File::options()
+    let file = private::options()
         .create(true)
         .truncate(false)
         .write(true)

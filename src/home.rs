@@ -1,14 +1,15 @@
 //! The home folder: where all embedded state of one Millrace lives, who holds it, and at which
 //! addresses the holder answers.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::net::SocketAddr;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use millrace_datafs::private;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
@@ -96,10 +97,10 @@ impl Home {
     }
 
     /// Opens the folder, creating it when it is missing; refuses one of a newer format and one
-    /// that cannot be written.
-    pub(crate) fn open(root: PathBuf) -> Result<Home> {
+    /// that cannot be written. What other users could read of it is closed to them, with a note.
+    pub(crate) fn open(root: PathBuf, note: impl Fn(&str)) -> Result<Home> {
         let way_out = "choose another with --home DIR or MILLRACE_HOME";
-        if let Err(error) = fs::create_dir_all(&root) {
+        if let Err(error) = private::create_dir_all(&root) {
             return fail(
                 Exit::Unavailable,
                 format!("cannot create home folder {}: {error} ({way_out})", root.display()),
@@ -131,7 +132,7 @@ impl Home {
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let text = serde_json::to_string(&FormatFile { format: FORMAT })?;
-                if let Err(error) = write_atomically(&format, text.as_bytes()) {
+                if let Err(error) = write_private(&format, text.as_bytes()) {
                     return fail(
                         Exit::Unavailable,
                         format!("cannot write in home folder {}: {error} ({way_out})", root.display()),
@@ -144,6 +145,17 @@ impl Home {
                     format!("cannot read {}: {error} ({way_out})", format.display()),
                 );
             }
+        }
+        match close_to_others(&root) {
+            Ok(None) => {}
+            Ok(Some(mode)) => note(&format!(
+                "home folder {} was open to other users (mode {mode:o}); now only its owner can enter it",
+                root.display()
+            )),
+            Err(error) => note(&format!(
+                "home folder {} is open to other users and cannot be closed: {error}",
+                root.display()
+            )),
         }
         let in_use = share(&root)?;
         Ok(Home { root, in_use })
@@ -186,7 +198,7 @@ impl Home {
     /// Takes the home for `command`; an error names the process that has it.
     pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
-        let mut file = OpenOptions::new()
+        let mut file = private::options()
             .read(true)
             .write(true)
             .create(true)
@@ -267,7 +279,7 @@ impl HomeLock {
 /// read-only: such a process has nothing in it to lose.
 fn share(root: &Path) -> Result<Option<Arc<File>>> {
     let path = root.join("in-use.lock");
-    let file = match OpenOptions::new().append(true).create(true).mode(0o600).open(&path) {
+    let file = match private::options().append(true).create(true).open(&path) {
         Ok(file) => file,
         Err(error)
             if matches!(
@@ -291,12 +303,77 @@ fn share(root: &Path) -> Result<Option<Arc<File>>> {
     }
 }
 
-/// Replaces a file as a whole: after a crash it holds the old bytes or the new ones.
+/// What Millrace itself writes in a home.
+const OWN: [&str; 9] = [
+    "datafs",
+    "broker",
+    "trainer",
+    "run",
+    "format.json",
+    "holder.lock",
+    "in-use.lock",
+    "topics.lock",
+    "mount.log",
+];
+
+/// Takes the rights of other users away from a home of an earlier version; what it was, for a note, when that was
+/// needed. A folder that users share by design, such as /tmp, keeps its own mode.
+fn close_to_others(root: &Path) -> std::io::Result<Option<u32>> {
+    let metadata = fs::metadata(root)?;
+    let mode = metadata.mode() & 0o7777;
+    let is_shared = mode & 0o1000 != 0 || root.parent().is_none();
+    let mut closed = !is_shared && close(root, &metadata)?;
+    for name in OWN {
+        closed |= close_tree(&root.join(name), metadata.dev())?;
+    }
+    Ok(closed.then_some(mode))
+}
+
+/// The same for a file, or a folder and, where that was open, for what is below it on the same file system.
+fn close_tree(path: &Path, device: u64) -> std::io::Result<bool> {
+    let metadata = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        other => other?,
+    };
+    if metadata.is_symlink() || metadata.dev() != device || !close(path, &metadata)? {
+        return Ok(false);
+    }
+    if metadata.is_dir() {
+        for entry in fs::read_dir(path)? {
+            close_tree(&entry?.path(), device)?;
+        }
+    }
+    Ok(true)
+}
+
+/// The same for one file or folder of this user. By its name: a file that this process opened and closed would lose
+/// the locks of SQLite.
+fn close(path: &Path, metadata: &fs::Metadata) -> std::io::Result<bool> {
+    let mode = metadata.mode() & 0o7777;
+    if mode & 0o077 == 0 || metadata.uid() != nix::unistd::geteuid().as_raw() {
+        return Ok(false);
+    }
+    match fs::set_permissions(path, fs::Permissions::from_mode(mode & !0o077)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        other => other.map(|()| true),
+    }
+}
+
+/// Replaces a file as a whole: after a crash it holds the old bytes or the new ones. As for any new file, the
+/// user's umask decides who may read it.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    replace(path, bytes, 0o666)
+}
+
+/// The same for a file of the home, which its owner alone may read.
+pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    replace(path, bytes, 0o600)
+}
+
+fn replace(path: &Path, bytes: &[u8], mode: u32) -> std::io::Result<()> {
     let parent = path.parent().unwrap_or(Path::new("."));
-    // As any new file: the user's umask decides who may read it.
     let mut staged =
-        tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o666)).tempfile_in(parent)?;
+        tempfile::Builder::new().permissions(fs::Permissions::from_mode(mode)).tempfile_in(parent)?;
     staged.write_all(bytes)?;
     staged.as_file().sync_all()?;
     staged.persist(path).map_err(|error| error.error)?;

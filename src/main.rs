@@ -104,7 +104,7 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         shown.serving = shown.serving.without_secrets();
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
-    let home = home::Home::open(root)?;
+    let home = home::Home::open(root, |text| out.note(text))?;
     let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
         Command::Quickstart(args) => quickstart::run(&context, args).await,

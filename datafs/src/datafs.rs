@@ -31,6 +31,7 @@ use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
+use crate::private;
 use crate::session::{self, Session};
 use crate::watch::Watchers;
 
@@ -312,7 +313,7 @@ impl Drop for FreshObject {
 /// Makes a folder with its parents where they are missing, durably: everything durable is below.
 fn create_dir(path: &Path) -> Result<()> {
     let missing = path.ancestors().take_while(|folder| !folder.exists()).count();
-    fs::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))?;
+    private::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))?;
     for parent in path.ancestors().skip(1).take(missing) {
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
         fs::File::open(parent)

@@ -27,6 +27,7 @@ use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
+use crate::private;
 
 /// Attempts at finding an id whose file nobody else holds.
 const ATTEMPTS: u32 = 16;
@@ -50,7 +51,7 @@ impl Session {
         for _ in 0..ATTEMPTS {
             let id = random_id()?;
             let path = file_of(directory, id);
-            let file = match OpenOptions::new().write(true).create_new(true).open(&path) {
+            let file = match private::options().write(true).create_new(true).open(&path) {
                 Ok(file) => file,
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(e) => return Err(Error::io("create session file", path, e)),

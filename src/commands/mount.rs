@@ -18,6 +18,7 @@ use crate::failure::{Exit, fail, failure};
 use crate::output::{Output, quoted};
 use crate::ready;
 
+use millrace_datafs::private;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     if args.detach {
@@ -117,7 +118,7 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     }
     // A pipe would break when this process ends, and the other with it as soon as it has something to say.
     let log = context.home.root().join("mount.log");
-    let file = File::options().append(true).create(true).open(&log);
+    let file = private::options().append(true).create(true).open(&log);
     let file = file.with_context(|| format!("cannot write {}", log.display()))?;
     let said_before = file.metadata()?.len();
     // A process group of its own: a Ctrl-C in this terminal does not reach it.

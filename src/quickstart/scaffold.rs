@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use millrace_datafs::private;
 
 use crate::cli::QuickstartArgs;
 use crate::failure::{Exit, fail};
-use crate::home::{Home, write_atomically};
+use crate::home::{Home, write_private};
 use crate::quickstart::report::Start;
 
 /// The records to train on, one JSON object per line.
@@ -78,9 +79,9 @@ fn not_made_here<T>(path: &Path) -> Result<T> {
 pub(crate) fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
     let (config, job) = paths(home);
     let data = home.root().join("data");
-    fs::create_dir_all(&data).with_context(|| format!("cannot create {}", data.display()))?;
+    private::create_dir_all(&data).with_context(|| format!("cannot create {}", data.display()))?;
     let put = |path: &PathBuf, text: &str| {
-        write_atomically(path, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
+        write_private(path, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
     };
     // First: it marks the home as quickstart's.
     put(&config, &config_text(args))?;

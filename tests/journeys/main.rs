@@ -14,6 +14,7 @@ mod labels;
 mod load;
 mod predicting;
 mod quantized;
+mod private;
 mod quickstart;
 mod readme;
 mod rolling;

@@ -1,9 +1,10 @@
 //! One coordinator per job and home: a locked file that names its holder.
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
 
 use crate::error::{Error, Result};
+use millrace_datafs::private;
 
 /// Held while a job runs; the operating system frees it when the process ends, however it ends.
 #[derive(Debug)]
@@ -17,9 +18,9 @@ impl JobLock {
         let folder = home.join("trainer");
         let path = folder.join(format!("{job}.lock"));
         let io = |e| Error::io(format!("lock {}", path.display()), e);
-        std::fs::create_dir_all(&folder).map_err(io)?;
+        private::create_dir_all(&folder).map_err(io)?;
         let mut file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
+            private::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

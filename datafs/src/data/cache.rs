@@ -30,6 +30,7 @@ use super::evict::Evictor;
 use super::image::Image;
 use super::object::ObjectId;
 use crate::metrics;
+use crate::private;
 
 const MAGIC: &[u8; 8] = b"MRmap\x00v1";
 const HEADER_BYTES: usize = 48;
@@ -395,9 +396,9 @@ fn make_directory(root: &Path, path: &Path) -> io::Result<()> {
     if directory.is_dir() {
         return Ok(());
     }
-    fs::create_dir_all(root)?;
+    private::create_dir_all(root)?;
     access_time::leave_out(root);
-    fs::create_dir_all(directory)
+    private::create_dir_all(directory)
 }
 
 /// A new file beside `path`, under a name that nobody else has.
@@ -406,7 +407,7 @@ fn temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     let mut name = path.to_owned().into_os_string();
     name.push(format!("#{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
     let path = PathBuf::from(name);
-    let open = || File::options().read(true).write(true).create_new(true).open(&path);
+    let open = || private::options().read(true).write(true).create_new(true).open(&path);
     let file = match open() {
         // Of a dead process with the same number.
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {

@@ -2,7 +2,7 @@
 //! A reader that has one open reads on.
 
 use std::collections::HashMap;
-use std::fs::{self, File, Metadata};
+use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -12,6 +12,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::cache::MAP_SUFFIX;
 use super::store::StoreSpace;
 use crate::metrics;
+use crate::private;
 
 /// Eviction goes on until the cache is this share of its bound, so that it does not run for each block.
 const LOW_PERCENT: u64 = 90;
@@ -65,7 +66,7 @@ impl Evictor {
     /// Removes objects until the cache fits, and `short` bytes more are free.
     fn run(&self, short: u64) {
         let path = self.root.join("evict.lock");
-        let lock = match File::create(&path) {
+        let lock = match private::options().write(true).create(true).truncate(true).open(&path) {
             Ok(lock) => lock,
             Err(error) => {
                 tracing::warn!(%error, path = %path.display(), "the cache cannot be made smaller");

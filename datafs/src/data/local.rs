@@ -12,6 +12,7 @@ use super::durable;
 use super::error::{ObjectError, Result};
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::store::StoreSpace;
+use crate::private;
 
 /// The directory, with 256 directories below for the objects.
 #[derive(Debug)]
@@ -25,7 +26,8 @@ pub(super) struct LocalStore {
 impl LocalStore {
     /// Opens the directory, which is created when missing.
     pub(super) fn open(root: &Path) -> Result<LocalStore> {
-        fs::create_dir_all(root).map_err(|e| ObjectError::io("create object store directory", root, e))?;
+        private::create_dir_all(root)
+            .map_err(|e| ObjectError::io("create object store directory", root, e))?;
         let root =
             root.canonicalize().map_err(|e| ObjectError::io("open object store directory", root, e))?;
         access_time::leave_out(&root);
@@ -134,11 +136,11 @@ impl LocalStore {
     /// A new file below, open for reading and writing, and its path.
     pub(super) fn create(&self, name: &str) -> Result<(PathBuf, File)> {
         let path = self.root.join(name);
-        let create = || File::options().read(true).write(true).create_new(true).open(&path);
+        let create = || private::options().read(true).write(true).create_new(true).open(&path);
         let file = match create() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 let directory = path.parent().unwrap_or(&self.root);
-                fs::create_dir_all(directory)
+                private::create_dir_all(directory)
                     .map_err(|e| ObjectError::io("create object directory", directory, e))?;
                 create()
             }

@@ -15,6 +15,7 @@ use super::error::{ObjectError, Result};
 use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
 use crate::failpoint;
+use crate::private;
 
 /// The disk is asked to write after this many bytes each.
 const EARLY_BYTES: u64 = 8 << 20;
@@ -100,7 +101,7 @@ impl LocalFile {
         let name = root.join(self.id.sums_name());
         let unfinished = root.join(self.id.sums_name() + UNFINISHED);
         let write = || {
-            let file = File::options().write(true).create(true).truncate(true).open(&unfinished)?;
+            let file = private::options().write(true).create(true).truncate(true).open(&unfinished)?;
             file.write_all_at(sums, 0)?;
             Ok(file)
         };

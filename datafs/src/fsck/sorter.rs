@@ -2,12 +2,13 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
+use crate::private;
 
 /// Bytes of records that one sorter keeps in memory.
 const RUN_BYTES_MAX: usize = 48 << 20;
@@ -79,7 +80,7 @@ impl Sorter {
     fn write_run(&self) -> io::Result<File> {
         let number = FILES.fetch_add(1, Ordering::Relaxed);
         let path = self.directory.join(format!("fsck-{}-{number}.tmp", std::process::id()));
-        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path)?;
+        let file = private::options().read(true).write(true).create_new(true).open(&path)?;
         // Without a name it goes with the process, however that ends.
         fs::remove_file(&path)?;
         let mut writer = BufWriter::with_capacity(1 << 20, file);

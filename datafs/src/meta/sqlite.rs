@@ -22,6 +22,7 @@ use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
 use super::reserve::allocate;
 use crate::error::{Error, Result};
+use crate::private;
 
 /// Format version of the metadata that this build reads and writes.
 pub(crate) const FORMAT_VERSION: u32 = 1;
@@ -457,6 +458,9 @@ impl WriteTxn for Txn<'_> {
 fn connect(path: &Path, lock_wait: Duration) -> Result<Connection> {
     let flags =
         OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    // SQLite would let other users read a file that it makes, and gives those beside it the same mode. Where the
+    // file is there, it is not even opened: closing it would end SQLite's locks.
+    private::options().write(true).create_new(true).open(path).ok();
     let open = || {
         let connection = Connection::open_with_flags(path, flags)?;
         connection.busy_timeout(BUSY_SLICE.min(lock_wait))?;

@@ -6,7 +6,7 @@
 //! newest one of which an operation may have been answered, and all up to `finished` are committed,
 //! or lost with the process that was killed before it could commit them.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -16,6 +16,7 @@ use super::change_log::ChangeLog;
 use super::reserve::allocate;
 use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
 use crate::error::{Error, Result};
+use crate::private;
 
 /// Says that the page is one of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrturn1");
@@ -48,7 +49,7 @@ impl Turn {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-turn");
         let path = PathBuf::from(path);
-        let file = OpenOptions::new()
+        let file = private::options()
             .read(true)
             .write(true)
             .create(true)

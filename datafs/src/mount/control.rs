@@ -24,6 +24,7 @@ use super::stats::MountStats;
 use super::trace::TraceOptions;
 use super::watched::Watch;
 use crate::error::{Error, Result, in_full};
+use crate::private;
 
 /// Below the home.
 const FOLDER: &str = "run";
@@ -66,7 +67,7 @@ impl Control {
     pub(super) fn start(home: &Path, watch: &Arc<Watch>) -> io::Result<Control> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = home.join(FOLDER);
-        fs::create_dir_all(&folder)?;
+        private::create_dir_all(&folder)?;
         let name = format!("mount-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let (fresh, socket) = (folder.join(format!(".{name}")), folder.join(format!("{name}.sock")));
         let listener = with_short_path(&fresh, |path| match UnixListener::bind(path) {

@@ -1,13 +1,14 @@
 //! One process per broker directory: an advisory lock on a file that names its holder and where
 //! it listens. The kernel drops the lock with the process, so nothing is stale after a crash.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, TryLockError};
 use std::io::{Seek, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use millrace_datafs::private;
 
 const FILE: &str = "lock";
 
@@ -30,7 +31,7 @@ impl DirLock {
     /// [`Error::HeldByAnother`], [`Error::Io`].
     pub(crate) fn take(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
-        let file = OpenOptions::new()
+        let file = private::options()
             .create(true)
             .truncate(false)
             .read(true)

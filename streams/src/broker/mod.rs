@@ -34,7 +34,6 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -50,6 +49,7 @@ pub use config::{Config, Flush};
 
 use crate::error::{Error, Result};
 use lock::DirLock;
+use millrace_datafs::private;
 use store::Store;
 
 /// Cluster ids of this broker begin with this.
@@ -120,7 +120,7 @@ impl Broker {
 
     fn start_blocking(config: Config, dir: &Path, stopping: CancellationToken) -> Result<Self> {
         check(&config)?;
-        fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
+        private::create_dir_all(dir).map_err(Error::io("create", dir))?;
         let mut lock = DirLock::take(dir)?;
         let store = Store::open(dir, &config)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()

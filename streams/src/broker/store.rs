@@ -20,6 +20,7 @@ use super::Config;
 use super::code;
 use super::log::{Partition, Refused};
 use crate::error::{Error, Result};
+use millrace_datafs::private;
 
 const FORMAT_VERSION: u32 = 1;
 /// Producer ids handed out per write of `meta.json`; a restart skips the rest of a block.
@@ -67,7 +68,7 @@ impl Store {
     /// [`Error::NewerFormat`], [`Error::Corrupt`], [`Error::Io`].
     pub(crate) fn open(dir: &Path, config: &Config) -> Result<Self> {
         let topics_dir = dir.join("topics");
-        fs::create_dir_all(&topics_dir).map_err(Error::io("create", &topics_dir))?;
+        private::create_dir_all(&topics_dir).map_err(Error::io("create", &topics_dir))?;
         let meta = match read_meta(dir)? {
             Some(meta) => meta,
             None => {
@@ -165,7 +166,7 @@ impl Store {
         let mut opened = Vec::new();
         for index in 0..partitions {
             let dir = topic_dir.join(index.to_string());
-            fs::create_dir_all(&dir).map_err(Error::io("create", &dir))?;
+            private::create_dir_all(&dir).map_err(Error::io("create", &dir))?;
             opened.push(Arc::new(Partition::open(name, index, &dir, &self.config)?));
         }
         sync_dir(&topic_dir)?;
@@ -294,7 +295,13 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>> {
 fn write_meta(dir: &Path, meta: &Meta) -> Result<()> {
     let (path, temporary) = (dir.join("meta.json"), dir.join("meta.json.new"));
     let text = serde_json::to_vec_pretty(meta).map_err(|error| Error::io("encode", &path)(error.into()))?;
-    let mut file = File::create(&temporary).map_err(Error::io("create", &temporary))?;
+    let mut options = private::options();
+    let mut file = options
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(&temporary)
+        .map_err(Error::io("create", &temporary))?;
     file.write_all(&text).and_then(|()| file.sync_all()).map_err(Error::io("write", &temporary))?;
     fs::rename(&temporary, &path).map_err(Error::io("replace", &path))?;
     sync_dir(dir)

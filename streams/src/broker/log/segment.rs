@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::batch::{HEADER_BYTES, Header, REWRITTEN_BYTES};
+use millrace_datafs::private;
 
 /// An index entry is kept for a batch at least this far behind the last indexed one.
 const INDEX_BYTES: u64 = 32 << 10;
@@ -71,7 +72,7 @@ impl Segment {
     /// Creates the file; the caller makes the directory entry durable.
     pub(crate) fn create(dir: &Path, base_offset: i64) -> io::Result<Self> {
         let mut segment = Self::unread(dir, base_offset);
-        let file = OpenOptions::new().create(true).append(true).read(true).open(&segment.path)?;
+        let file = private::options().create(true).append(true).read(true).open(&segment.path)?;
         // A file of this name can only be left from a crash right after an earlier creation.
         file.set_len(0)?;
         segment.file = Some(Arc::new(file));

@@ -1,0 +1,22 @@
+//! Files and folders of the home, which are for their owner alone: they hold what files of any mode hold in a volume,
+//! keys of tokens, and locks that another user could keep.
+
+use std::fs::{DirBuilder, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+/// Makes a folder, and its parents where they are missing.
+///
+/// # Errors
+/// Those of `mkdir`; a folder that is there is none.
+pub fn create_dir_all(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// How a file is opened that is made where it is missing.
+pub fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.mode(0o600);
+    options
+}

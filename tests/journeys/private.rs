@@ -1,0 +1,129 @@
+//! A home is its owner's alone, also one that an earlier version made; mounts of it are shared all the same.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::support::{Home, fuse_permitted, until};
+
+/// What other users have rights to, of a folder and all that is below it.
+fn open_to_others(root: &Path) -> Vec<(PathBuf, u32)> {
+    let mut found = Vec::new();
+    let mut pending = vec![root.to_owned()];
+    while let Some(path) = pending.pop() {
+        let metadata = fs::symlink_metadata(&path).unwrap();
+        if metadata.mode() & 0o077 != 0 {
+            found.push((path.clone(), metadata.mode() & 0o7777));
+        }
+        if metadata.is_dir() {
+            pending.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+        }
+    }
+    found
+}
+
+/// A home in which most of what Millrace writes is there.
+fn used() -> Home {
+    let home = Home::new();
+    let records = home.file("r.jsonl", "{\"id\":1}\n{\"id\":2}\n");
+    home.ok(["produce", "t", records.to_str().unwrap()]);
+    home.ok(["ingest", "--topic", "t", "--volume", "v"]);
+    home.ok(["cp", records.to_str().unwrap(), "v:/r.jsonl"]);
+    home.ok(["snapshot", "create", "v@s"]);
+    home.ok(["fsck"]);
+    home
+}
+
+#[test]
+fn what_is_written_in_a_home_is_its_owners_alone() {
+    let home = used();
+    if fuse_permitted() {
+        let at = home.dir.path().join("mnt");
+        home.ok(["mount", "--detach", "v", at.to_str().unwrap()]);
+        fs::write(at.join("large"), vec![7; 3 << 20]).unwrap();
+        fs::write(at.join("small"), "small").unwrap();
+        assert!(home.path().join("run").exists() && home.path().join("mount.log").exists());
+        assert_eq!(open_to_others(&home.path()), []);
+        home.ok(["umount", at.to_str().unwrap()]);
+        until("the daemon has ended", || {
+            fs::File::open(home.path().join("in-use.lock")).unwrap().try_lock().is_ok()
+        });
+    }
+    let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
+    broker.object();
+    assert_eq!(open_to_others(&home.path()), []);
+    assert_eq!(broker.stop(), 0);
+    home.json(
+        ["quickstart", "--free-ports", "--workers", "1", "--home"]
+            .into_iter()
+            .map(String::from)
+            .chain([home.dir.path().join("quick").to_str().unwrap().to_owned()]),
+    );
+    let mut open = open_to_others(&home.dir.path().join("quick"));
+    // The mount point itself is the user's to share.
+    open.retain(|(path, _)| !path.ends_with("mount"));
+    assert_eq!(open, []);
+}
+
+#[test]
+fn a_home_of_an_earlier_version_is_closed_once_and_with_a_note() {
+    let home = used();
+    // As earlier versions made it, with the user's own files in it.
+    fs::write(home.path().join("mine.txt"), "of the user").unwrap();
+    let opened = Command::new("chmod").args(["-R", "a+rX"]).arg(home.path()).status().unwrap();
+    assert!(opened.success() && open_to_others(&home.path()).len() > 10);
+    let output = home.run(["volume", "list"]);
+    let notes = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{notes}");
+    assert!(notes.contains("was open to other users (mode 755)"), "{notes}");
+    // The folder keeps others from the user's files; their modes are the user's.
+    assert_eq!(open_to_others(&home.path()), [(home.path().join("mine.txt"), 0o644)]);
+    let output = home.run(["volume", "list"]);
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    home.ok(["cp", "v:/r.jsonl", "back"]);
+    assert_eq!(home.json(["feed", "v:/t", "--dry", "--batch-rows", "2"])["rows"], 2);
+}
+
+/// A folder that users share by design keeps its mode; what Millrace puts there does not show.
+#[test]
+fn a_shared_folder_keeps_its_mode() {
+    let home = Home::new();
+    fs::create_dir(home.path()).unwrap();
+    fs::set_permissions(home.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    home.ok(["volume", "create", "v"]);
+    assert_eq!(open_to_others(&home.path()), [(home.path(), 0o1777)]);
+}
+
+#[test]
+fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
+    if !fuse_permitted() {
+        return;
+    }
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    let home = Home::new();
+    fs::set_permissions(home.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    home.ok(["mount", "--detach", "v", at.to_str().unwrap()]);
+    fs::write(at.join("shared"), vec![7; 3 << 20]).unwrap();
+    fs::write(at.join("secret"), "secret").unwrap();
+    fs::set_permissions(at.join("secret"), fs::Permissions::from_mode(0o600)).unwrap();
+    home.ok(["snapshot", "create", "v@s"]);
+    let reads = |path: &Path| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "cat"]).arg(path);
+        command.output().unwrap()
+    };
+    // By the daemon, and of the snapshot from the file behind it.
+    for path in ["shared", ".snapshots/s/shared"] {
+        let output = reads(&at.join(path));
+        assert!(output.status.success() && output.stdout == vec![7; 3 << 20], "{path}: {:?}", output.status);
+    }
+    assert!(!reads(&at.join("secret")).status.success());
+    assert!(!reads(&home.path().join("datafs/meta.sqlite")).status.success());
+    home.ok(["umount", at.to_str().unwrap()]);
+}
