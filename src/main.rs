@@ -99,9 +99,7 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     };
     let loaded = settings::load(cli.config.as_deref(), &root)?;
     if let Command::Config = cli.command {
-        let mut shown = loaded.settings;
-        shown.datafs = shown.datafs.without_secrets();
-        shown.serving = shown.serving.without_secrets();
+        let shown = loaded.settings.without_secrets();
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
     let home = home::Home::open(root, |text| out.note(text))?;

@@ -28,6 +28,18 @@ pub(crate) struct Settings {
     pub(crate) up: UpConfig,
 }
 
+impl Settings {
+    /// The same without the values of secrets: what may be shown.
+    pub(crate) fn without_secrets(self) -> Settings {
+        Settings {
+            datafs: self.datafs.without_secrets(),
+            streams: self.streams.without_secrets(),
+            serving: self.serving.without_secrets(),
+            ..self
+        }
+    }
+}
+
 /// The table `[up]`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -136,7 +148,8 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
     match Settings::deserialize(toml::Value::Table(merged)) {
         Ok(settings) => Ok(settings),
         Err(error) => {
-            fail(Exit::Usage, format!("environment ({}): {}", names.join(", "), error.to_string().trim()))
+            let message = without_value(error.message());
+            fail(Exit::Usage, format!("environment ({}): {message}", names.join(", ")))
         }
     }
 }
@@ -170,9 +183,22 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-/// A TOML error as `line L, column C: message`.
+/// The message of a type error without the value that it repeats, which may be a secret at the wrong place.
+fn without_value(message: &str) -> String {
+    let message = message.trim().replace('\n', " ");
+    for kind in ["invalid type: ", "invalid value: "] {
+        if let (Some(value), Some(expected)) = (message.strip_prefix(kind), message.rfind(", expected ")) {
+            let named =
+                value.split(['"', '`']).next().unwrap_or_default().split(',').next().unwrap_or_default();
+            return format!("{kind}{}{}", named.trim(), &message[expected..]);
+        }
+    }
+    message
+}
+
+/// A TOML error as `line L, column C: message`, without the value that is wrong.
 pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
-    let message = error.message().trim().replace('\n', " ");
+    let message = without_value(error.message());
     match error.span() {
         Some(span) => {
             let before = &text[..span.start.min(text.len())];
@@ -208,6 +234,35 @@ mod tests {
         )
         .unwrap();
         assert_eq!(settings.serving.grpc.port(), 2);
+    }
+
+    #[test]
+    fn errors_do_not_repeat_values() {
+        for text in [
+            "[streams]\nproperties = \"sasl.password=hunter2, expected\"\n",
+            "[datafs]\nencryption_keys = \"hunter2\"\n",
+            "[streams.properties]\n\"sasl.password\" = [\"hunter2\"]\n",
+            "[serving.telemetry.headers]\nauthorization = { hunter2 = 1 }\n",
+            "[serving]\ntokens = 4242\n",
+            "[datafs]\nmeta_url = [\"postgres://me:hunter2@host\"]\n",
+        ] {
+            let error = parse(text, "m.toml", vars(&[])).unwrap_err().to_string();
+            assert!(
+                error.starts_with("m.toml: line 2, ") || error.starts_with("m.toml: line 3, "),
+                "{error}"
+            );
+            assert!(!error.contains("hunter2") && !error.contains("4242"), "{error}");
+        }
+        let variables = [("MILLRACE_STREAMS__PROPERTIES", "hunter2"), ("MILLRACE_SERVING__DRIFT", "4242")];
+        for variable in variables {
+            let error = parse("", "m.toml", vars(&[variable])).unwrap_err().to_string();
+            assert!(error.contains(variable.0) && error.contains("expected"), "{error}");
+            assert!(!error.contains(variable.1), "{error}");
+        }
+        assert_eq!(
+            without_value("invalid type: integer `5`, expected a map"),
+            "invalid type: integer, expected a map"
+        );
     }
 
     #[test]

@@ -82,6 +82,11 @@ pub struct Config {
     pub encryption_keys: BTreeMap<String, Secret>,
 }
 
+/// A URL without its password.
+pub(crate) fn redacted(url: String) -> String {
+    if url.contains('@') { MetaUrl::from(url).to_string() } else { url }
+}
+
 impl Default for Config {
     fn default() -> Config {
         Config {
@@ -123,6 +128,7 @@ impl Config {
         let hide = |(name, value): (&String, &Secret)| (name.clone(), value.hidden());
         Config {
             meta_url: self.meta_url.as_ref().map(MetaUrl::redacted),
+            store_url: self.store_url.clone().map(redacted),
             store_options: self.store_options.iter().map(hide).collect(),
             encryption_keys: self.encryption_keys.iter().map(hide).collect(),
             ..self.clone()

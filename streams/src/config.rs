@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use millrace_datafs::Secret;
 use serde::{Deserialize, Serialize};
 
 use crate::broker;
@@ -18,10 +19,11 @@ pub struct Config {
     /// `host:port` list of a Kafka cluster separated by commas, or `"embedded"` for the broker of
     /// this home, which `millrace up` and `millrace broker` start.
     pub bootstrap_servers: String,
-    /// librdkafka properties for every producer and consumer, for example `security.protocol`.
+    /// librdkafka properties for every producer and consumer, for example `security.protocol`. A password may
+    /// stand elsewhere: `"sasl.password" = { file = "PATH" }` or `{ env = "NAME" }`.
     /// They win over the defaults of this crate, except for those that its guarantees rest on
     /// (`enable.idempotence`, `acks`, `enable.auto.commit`, `enable.auto.offset.store`).
-    pub properties: BTreeMap<String, String>,
+    pub properties: BTreeMap<String, Secret>,
     /// The embedded broker; ignored when `bootstrap_servers` names a cluster.
     pub broker: broker::Config,
     /// Topics that must exist; what is missing is created at start, nothing is ever shrunk.
@@ -40,6 +42,13 @@ impl Default for Config {
 }
 
 impl Config {
+    /// The same without the values of properties, which may be secrets: what may be shown.
+    #[must_use]
+    pub fn without_secrets(&self) -> Config {
+        let hide = |(key, value): (&String, &Secret)| (key.clone(), value.hidden());
+        Config { properties: self.properties.iter().map(hide).collect(), ..self.clone() }
+    }
+
     /// Whether topics live in the broker of this home.
     pub fn is_embedded(&self) -> bool {
         self.bootstrap_servers == EMBEDDED
@@ -93,7 +102,7 @@ pub struct KafkaConfig {
     /// `host:port` list separated by commas; never `"embedded"`.
     pub bootstrap_servers: String,
     /// librdkafka properties, see [`Config::properties`].
-    pub properties: BTreeMap<String, String>,
+    pub properties: BTreeMap<String, Secret>,
 }
 
 impl KafkaConfig {

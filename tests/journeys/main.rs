@@ -19,6 +19,7 @@ mod quickstart;
 mod readme;
 mod rolling;
 mod rooms;
+mod secrets;
 mod secured;
 mod shares;
 mod supervised;

@@ -1,4 +1,5 @@
-//! A value of the configuration that may be secret: written in place, or where it is to be found.
+//! A value of the configuration that may be secret: written in place, or where it is to be found. Every table that
+//! takes passwords, keys or headers has them in this type.
 
 use std::fmt;
 use std::fs;
@@ -68,7 +69,10 @@ impl Secret {
     }
 
     /// The value as text, without the line break at the end of a file.
-    pub(crate) fn text(&self, what: &str) -> Result<String> {
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names `what` and where the value was looked for.
+    pub fn text(&self, what: &str) -> Result<String> {
         let mut bytes = self.bytes(what)?;
         if matches!(self, Self::File(_)) {
             while bytes.last().is_some_and(|byte| matches!(byte, b'\n' | b'\r')) {
@@ -83,9 +87,35 @@ impl Secret {
         matches!(self, Self::Text(_) | Self::Flag(_) | Self::Number(_))
     }
 
-    /// The same without the value.
-    pub(crate) fn hidden(&self) -> Secret {
-        if self.is_in_place() { Self::Text("(set)".into()) } else { self.clone() }
+    /// The same without the value: what may be shown.
+    #[must_use]
+    pub fn hidden(&self) -> Secret {
+        if self.is_in_place() { Self::Text(HIDDEN.into()) } else { self.clone() }
+    }
+
+    /// The text of another library's error without values that it may repeat.
+    pub fn hide_in<'s>(secrets: impl IntoIterator<Item = &'s Secret>, text: String) -> String {
+        let values = secrets.into_iter().filter_map(|secret| secret.text("").ok());
+        values
+            .filter(|value| value.len() >= HIDDEN_BYTES_MIN)
+            .fold(text, |text, value| text.replace(&value, HIDDEN))
+    }
+}
+
+/// In place of a value.
+const HIDDEN: &str = "(set)";
+/// Shorter values keep no secret, and would hide parts of other words.
+const HIDDEN_BYTES_MIN: usize = 4;
+
+impl From<String> for Secret {
+    fn from(value: String) -> Secret {
+        Self::Text(value)
+    }
+}
+
+impl From<&str> for Secret {
+    fn from(value: &str) -> Secret {
+        Self::Text(value.to_owned())
     }
 }
 
@@ -94,7 +124,7 @@ impl fmt::Debug for Secret {
         match self {
             Self::Environment(from) => from.fmt(f),
             Self::File(from) => from.fmt(f),
-            _ => f.write_str("(set)"),
+            _ => f.write_str(HIDDEN),
         }
     }
 }

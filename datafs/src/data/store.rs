@@ -14,7 +14,7 @@ use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use super::error::ObjectError;
 use super::local::LocalStore;
 use super::remote::RemoteStore;
-use crate::config::Config;
+use crate::config::{Config, Secret};
 use crate::error::{Error, Result};
 
 /// A connection that is not there after this long is tried again. Options may say otherwise.
@@ -95,7 +95,8 @@ fn local_path(url: &str) -> Result<Option<PathBuf>> {
 }
 
 fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
-    let wrong = |reason: String| Error::Invalid(format!("[datafs] store_url {url:?}: {reason}"));
+    let shown = crate::config::redacted(url.to_owned());
+    let wrong = |reason: String| Error::Invalid(format!("[datafs] store_url {shown:?}: {reason}"));
     if config.store_timeout_ms == 0 {
         return Err(Error::Invalid("[datafs] store_timeout_ms must be at least 1".into()));
     }
@@ -109,7 +110,9 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
     for (name, value) in &config.store_options {
         options.push((name.to_ascii_lowercase(), value.text(&format!("[datafs.store_options] {name}"))?));
     }
-    let refused = |e: object_store::Error| wrong(e.to_string());
+    // Libraries repeat the values that they refuse.
+    let refused =
+        |e: object_store::Error| wrong(Secret::hide_in(config.store_options.values(), e.to_string()));
     let unknown =
         |name: &str| Error::Invalid(format!("[datafs.store_options] {name} is no option of {scheme}"));
     // Repetitions are this crate's own business: see `retry`.
@@ -136,7 +139,7 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
         _ => return Err(wrong("write file://, s3://, gs:// or az://".into())),
     };
     let timeout = Duration::from_millis(config.store_timeout_ms);
-    Ok(RemoteStore::new(objects, parts, prefix, url.to_owned(), timeout))
+    Ok(RemoteStore::new(objects, parts, prefix, shown, timeout))
 }
 
 /// One store by both of its interfaces.
@@ -149,7 +152,6 @@ fn handles<S: ObjectStore + MultipartStore>(store: S) -> (Arc<dyn ObjectStore>, 
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::config::Secret;
 
     fn open(url: &str, options: &[(&str, &str)]) -> Result<Store> {
         let options = options.iter().map(|(k, v)| ((*k).to_owned(), Secret::Text((*v).to_owned())));

@@ -1,10 +1,10 @@
 //! `[serving.telemetry]`: where spans of requests are sent, of how many, and under which name.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::PathBuf;
 
 use axum::http::Uri;
+use millrace_datafs::Secret;
 use serde::{Deserialize, Serialize};
 use tonic::metadata::{Ascii, MetadataKey, MetadataMap, MetadataValue};
 
@@ -19,7 +19,7 @@ const NAME_BYTES_MAX: usize = 256;
 const RESERVED: [&str; 5] = ["content-type", "host", "te", "user-agent", "content-length"];
 
 /// Where spans of requests are sent: to a collector of OpenTelemetry, by OTLP over gRPC.
-#[derive(Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Telemetry {
     /// The collector: `http://HOST:4317` or `https://HOST:4317`.
@@ -29,9 +29,10 @@ pub struct Telemetry {
     pub sample_rate: f64,
     /// `service.name` of the spans.
     pub service_name: String,
-    /// Headers of each call to the collector, such as `authorization`.
+    /// Headers of each call to the collector, such as `authorization`: values, or `{ file = "PATH" }` or
+    /// `{ env = "NAME" }` for where they are.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub headers: BTreeMap<String, String>,
+    pub headers: BTreeMap<String, Secret>,
     /// PEM file of those who may have issued the collector's certificate; without it, those that the system
     /// trusts.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -53,21 +54,8 @@ impl Default for Telemetry {
 impl Telemetry {
     /// As it may be shown: the values of headers may be secrets.
     pub(crate) fn without_secrets(&self) -> Telemetry {
-        let headers = self.headers.keys().map(|name| (name.clone(), "...".to_owned())).collect();
+        let headers = self.headers.iter().map(|(name, value)| (name.clone(), value.hidden())).collect();
         Telemetry { headers, ..self.clone() }
-    }
-}
-
-impl fmt::Debug for Telemetry {
-    /// Without the values of headers, which may be secrets.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Telemetry")
-            .field("endpoint", &self.endpoint)
-            .field("sample_rate", &self.sample_rate)
-            .field("service_name", &self.service_name)
-            .field("headers", &self.headers.keys())
-            .field("ca", &self.ca)
-            .finish()
     }
 }
 
@@ -106,13 +94,17 @@ impl Telemetry {
     /// [`Error::Config`] for what no header can be, by its name: values may be secrets.
     pub(crate) fn metadata(&self) -> Result<MetadataMap> {
         let refuse = |reason: String| Err(Error::Config { reason: format!("telemetry.headers: {reason}") });
-        let bytes: usize = self.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
-        if self.headers.len() > HEADERS_MAX || bytes > HEADER_BYTES_MAX {
-            return refuse(format!("more than {HEADERS_MAX} headers, or than {HEADER_BYTES_MAX} bytes"));
-        }
+        let mut bytes = 0;
         let mut metadata = MetadataMap::new();
         for (name, value) in &self.headers {
             let shown = quote(name);
+            let value = value
+                .text(&shown)
+                .map_err(|error| Error::Config { reason: format!("telemetry.headers: {error}") })?;
+            bytes += name.len() + value.len();
+            if self.headers.len() > HEADERS_MAX || bytes > HEADER_BYTES_MAX {
+                return refuse(format!("more than {HEADERS_MAX} headers, or than {HEADER_BYTES_MAX} bytes"));
+            }
             let Ok(key) = MetadataKey::<Ascii>::from_bytes(name.as_bytes()) else {
                 return refuse(format!("{shown} is not the name of a header of text"));
             };
@@ -204,7 +196,7 @@ mod tests {
     #[test]
     fn headers_are_text_and_shown_nowhere() {
         let with = |name: &str, value: &str| Telemetry {
-            headers: [(name.to_owned(), value.to_owned())].into(),
+            headers: [(name.to_owned(), value.into())].into(),
             ..at("http://host:4317")
         };
         let good = with("Authorization", "Bearer secret");
@@ -226,7 +218,7 @@ mod tests {
             assert!(error.contains("telemetry.headers") && !error.contains("secret"), "{error}");
         }
         assert!(with("x", &"v".repeat(HEADER_BYTES_MAX)).metadata().is_err());
-        let many = (0..=HEADERS_MAX).map(|n| (format!("x-{n}"), String::new())).collect();
+        let many = (0..=HEADERS_MAX).map(|n| (format!("x-{n}"), "".into())).collect();
         assert!(Telemetry { headers: many, ..at("http://host:1") }.metadata().is_err());
     }
 }

@@ -84,7 +84,7 @@ impl Collector {
 
 fn config_with(address: SocketAddr, sample_rate: f64) -> Config {
     let endpoint = format!("http://{address}");
-    let headers = [("x-tenant".to_owned(), "seven".to_owned())].into();
+    let headers = [("x-tenant".to_owned(), "seven".into())].into();
     let service_name = "digits-server".to_owned();
     let telemetry = Telemetry { endpoint, sample_rate, service_name, headers, ca: None };
     Config { telemetry: Some(telemetry), ..config() }
@@ -362,7 +362,7 @@ async fn a_collector_that_is_none_is_refused_at_the_start() {
     let with = |telemetry: Telemetry| Config { telemetry: Some(telemetry), ..config() };
     let good = Telemetry { endpoint: "http://127.0.0.1:4317".into(), ..Telemetry::default() };
     let secure = Telemetry { endpoint: "https://127.0.0.1:4317".into(), ..good.clone() };
-    let header = [("grpc-timeout".to_owned(), "1".to_owned())];
+    let header = [("grpc-timeout".to_owned(), "1".into())];
     for (telemetry, part) in [
         (Telemetry::default(), "telemetry.endpoint is \"\""),
         (Telemetry { endpoint: "127.0.0.1:4317".into(), ..good.clone() }, "telemetry.endpoint"),
@@ -377,7 +377,7 @@ async fn a_collector_that_is_none_is_refused_at_the_start() {
     for (table, part) in [
         (r#"{"telemetry":{"endpoint":1}}"#, "string"),
         (r#"{"telemetry":{"endpiont":"x"}}"#, "endpiont"),
-        (r#"{"telemetry":{"headers":{"a":1}}}"#, "string"),
+        (r#"{"telemetry":{"headers":{"a":[]}}}"#, "Secret"),
     ] {
         let error = serde_json::from_str::<Config>(table).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");

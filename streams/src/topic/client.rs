@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use millrace_datafs::Secret;
 use parking_lot::Mutex;
 use rdkafka::ClientContext;
 use rdkafka::client::Client;
@@ -74,11 +75,16 @@ pub(crate) fn client_config(
             reason: format!("bootstrap_servers is {:?} where host:port is needed", kafka.bootstrap_servers),
         });
     }
+    let mut properties = Vec::with_capacity(kafka.properties.len());
+    for (key, value) in &kafka.properties {
+        let value = value.text(&format!("[streams.properties] {key}"));
+        properties.push((key.as_str(), value.map_err(|error| Error::Config { reason: error.to_string() })?));
+    }
     let mut settings: BTreeMap<&str, &str> = BTreeMap::new();
     settings.insert("client.id", "millrace");
     settings.insert("log.connection.close", "false");
     settings.extend(defaults.iter().copied());
-    settings.extend(kafka.properties.iter().map(|(key, value)| (key.as_str(), value.as_str())));
+    settings.extend(properties.iter().map(|(key, value)| (*key, value.as_str())));
     settings.extend(fixed.iter().copied());
     settings.insert("bootstrap.servers", &kafka.bootstrap_servers);
     let mut config = ClientConfig::new();
@@ -105,11 +111,13 @@ pub(crate) fn translate(
     waited: Duration,
     source: KafkaError,
 ) -> Error {
+    // The library repeats the values that it refuses.
+    let hide = |reason: &str| Secret::hide_in(kafka.properties.values(), reason.to_owned());
     match (&source, code_of(&source)) {
-        (KafkaError::ClientConfig(_, reason, key, value), _) => {
-            Error::Config { reason: format!("property {key} = {value:?}: {reason}") }
+        (KafkaError::ClientConfig(_, reason, key, _), _) => {
+            Error::Config { reason: format!("property {key}: {}", hide(reason)) }
         }
-        (KafkaError::ClientCreation(reason), _) => Error::Config { reason: reason.clone() },
+        (KafkaError::ClientCreation(reason), _) => Error::Config { reason: hide(reason) },
         (
             _,
             Some(

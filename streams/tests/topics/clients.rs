@@ -188,7 +188,7 @@ async fn compressed_batches_pass_through() {
     // librdkafka uses lz4 only with brokers that have group coordinators; protocol.rs sends one.
     for codec in ["gzip", "snappy"] {
         let mut kafka = kafka_of(&broker);
-        kafka.properties.insert("compression.type".to_string(), codec.to_string());
+        kafka.properties.insert("compression.type".to_string(), codec.into());
         let producer = Producer::connect(&kafka).await.unwrap();
         let value = |id: usize| format!("{id} ").repeat(100);
         producer.send_all((0..5_000).map(|id| OutRecord::new(codec, value(id)))).await.unwrap();
@@ -207,7 +207,7 @@ async fn large_records_pass_and_too_large_ones_are_named() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut kafka = kafka_of(&broker);
-    kafka.properties.insert("message.max.bytes".to_string(), "20000000".to_string());
+    kafka.properties.insert("message.max.bytes".to_string(), "20000000".into());
     let producer = Producer::connect(&kafka).await.unwrap();
     producer.send(OutRecord::new("t", vec![7; 9 << 20])).await.unwrap();
     match producer.send(OutRecord::new("t", vec![7; 17 << 20])).await {
@@ -263,7 +263,7 @@ async fn the_configuration_finds_the_broker_of_its_home() {
     let mut config = config;
     config.broker.listen.set_port(0);
     assert!(matches!(config.kafka(home.path()), Err(Error::NotRunning { .. })));
-    let bad = KafkaConfig { properties: [("no.such".to_string(), "1".to_string())].into(), ..kafka };
+    let bad = KafkaConfig { properties: [("no.such".to_string(), "1".into())].into(), ..kafka };
     assert!(matches!(Producer::connect(&bad).await, Err(Error::Config { .. })));
 }
 

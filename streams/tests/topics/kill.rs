@@ -69,8 +69,8 @@ async fn kill_nine_loses_and_doubles_nothing() {
     let address = running_address(dir.path()).unwrap().to_string();
     let mut kafka = quick(KafkaConfig::new(address.clone()));
     // Small batches, so that kills find many states.
-    kafka.properties.insert("batch.num.messages".to_string(), "50".to_string());
-    kafka.properties.insert("message.timeout.ms".to_string(), "60000".to_string());
+    kafka.properties.insert("batch.num.messages".to_string(), "50".into());
+    kafka.properties.insert("message.timeout.ms".to_string(), "60000".into());
     create_topic(&kafka, "t", 2).await.unwrap();
     let producer = Producer::connect(&kafka).await.unwrap();
 

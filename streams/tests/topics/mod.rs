@@ -42,7 +42,7 @@ fn kafka_of(broker: &Broker) -> KafkaConfig {
 /// Reconnects fast, since tests restart brokers.
 fn quick(mut kafka: KafkaConfig) -> KafkaConfig {
     for key in ["reconnect.backoff.ms", "reconnect.backoff.max.ms"] {
-        kafka.properties.insert(key.to_string(), "20".to_string());
+        kafka.properties.insert(key.to_string(), "20".into());
     }
     kafka
 }
