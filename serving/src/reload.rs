@@ -1,9 +1,9 @@
-//! Files that are read again once they have changed: certificates and tokens. What was read stays in
-//! force until the files are whole and right again.
+//! Files that are read again once they have changed: certificates and tokens. Their readers decide what is in force
+//! when something is wrong with them; it is reported in any case.
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::Read as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,7 +44,19 @@ impl Identity {
     }
 }
 
-type Reader<T> = dyn Fn(Option<&T>) -> Result<T> + Send + Sync;
+/// What a reader made of the files.
+#[derive(Debug)]
+pub(crate) struct Read<T> {
+    /// What is in force from now on.
+    pub(crate) value: T,
+    /// What is wrong, and therefore no part of it.
+    pub(crate) wrong: Vec<Error>,
+}
+
+type Reader<T> = dyn Fn(Option<&T>) -> Result<Read<T>> + Send + Sync;
+
+/// Most errors of one reading that are logged.
+const WRONG_LOGGED_MAX: usize = 20;
 
 /// What was read from files.
 pub(crate) struct Reloaded<T> {
@@ -52,25 +64,38 @@ pub(crate) struct Reloaded<T> {
     what: &'static str,
     paths: Vec<PathBuf>,
     read: Box<Reader<T>>,
+    /// Called at each look with what is in force.
+    looks: fn(&T),
     current: RwLock<Arc<T>>,
     /// The files as they were when they were read last, with or without success.
     seen: Mutex<Vec<Option<Identity>>>,
 }
 
 impl<T: Send + Sync + 'static> Reloaded<T> {
-    /// Reads the files. `read` gets what is in force when it is called again.
+    /// Reads the files. `read` gets what is in force when it is called again; after an error of it, that stays.
     ///
     /// # Errors
-    /// What `read` says.
+    /// What `read` says, and the first thing that is wrong: a start is the time to mend it.
     pub(crate) fn open(
         what: &'static str,
         paths: Vec<PathBuf>,
-        read: impl Fn(Option<&T>) -> Result<T> + Send + Sync + 'static,
+        read: impl Fn(Option<&T>) -> Result<Read<T>> + Send + Sync + 'static,
     ) -> Result<Reloaded<T>> {
         // Looked at before they are read: what changes in between is read again.
         let seen = paths.iter().map(|path| Identity::of(path)).collect();
-        let current = RwLock::new(Arc::new(read(None)?));
-        Ok(Reloaded { what, paths, read: Box::new(read), current, seen: Mutex::new(seen) })
+        let first = read(None)?;
+        if let Some(error) = first.wrong.into_iter().next() {
+            return Err(error);
+        }
+        let current = RwLock::new(Arc::new(first.value));
+        let seen = Mutex::new(seen);
+        Ok(Reloaded { what, paths, read: Box::new(read), looks: |_| {}, current, seen })
+    }
+
+    /// The same, with what is to be done now and at each look with what is in force.
+    pub(crate) fn looking(self, looks: fn(&T)) -> Reloaded<T> {
+        looks(&self.get());
+        Reloaded { looks, ..self }
     }
 
     /// What is in force.
@@ -101,22 +126,33 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
     pub(crate) fn look(&self) {
         let found: Vec<_> = self.paths.iter().map(|path| Identity::of(path)).collect();
         let mut seen = self.seen.lock();
-        if *seen == found {
-            return;
+        if *seen != found {
+            self.read_again();
+            *seen = found;
         }
+        (self.looks)(&self.get());
+    }
+
+    fn read_again(&self) {
         let outcome = (self.read)(Some(&self.get()));
-        RELOADS.with_label_values(&[self.what, if outcome.is_ok() { "ok" } else { "failed" }]).inc();
+        let is_right = outcome.as_ref().is_ok_and(|read| read.wrong.is_empty());
+        RELOADS.with_label_values(&[self.what, if is_right { "ok" } else { "failed" }]).inc();
         match outcome {
-            Ok(new) => {
-                *self.current.write() = Arc::new(new);
+            Ok(Read { value, wrong }) => {
+                *self.current.write() = Arc::new(value);
                 tracing::info!(what = self.what, "read again, as the files have changed");
+                for error in wrong.iter().take(WRONG_LOGGED_MAX) {
+                    tracing::error!(
+                        what = self.what, error = %chain(error), errors = wrong.len(),
+                        "a part of the changed files is wrong and not in force"
+                    );
+                }
             }
-            Err(error) => tracing::warn!(
+            Err(error) => tracing::error!(
                 what = self.what, error = %chain(&error),
                 "the files have changed and cannot be used: what was read before stays in force"
             ),
         }
-        *seen = found;
     }
 }
 
@@ -164,8 +200,11 @@ mod tests {
     fn of_text(path: &Path) -> Reloaded<String> {
         let file = path.to_owned();
         let read = move |_: Option<&String>| {
-            let text = String::from_utf8(read_file("tokens", &file)?).unwrap();
-            if text.starts_with("bad") { Err(wrong("tokens", &file, "is bad")) } else { Ok(text) }
+            let value = String::from_utf8(read_file("tokens", &file)?).unwrap();
+            match value.starts_with("bad") {
+                true => Err(wrong("tokens", &file, "is bad")),
+                false => Ok(Read { value, wrong: Vec::new() }),
+            }
         };
         Reloaded::open("tokens", vec![path.to_owned()], read).unwrap()
     }

@@ -2,27 +2,34 @@
 //! cryptography is ring's, as everywhere in the process.
 
 mod stream;
+mod validity;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 use tokio::net::TcpStream;
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject as _};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
+use tokio_rustls::rustls::sign::{CertifiedKey, SingleCertAndKey};
 use tokio_rustls::rustls::{self, InconsistentKeys, RootCertStore, ServerConfig};
 use tokio_rustls::{Accept, TlsAcceptor};
 
 use crate::config;
-use crate::error::Result;
-use crate::reload::{Reloaded, read_file, wrong};
+use crate::error::{Error, Result};
+use crate::metrics::RELOADS;
+use crate::reload::{Read, Reloaded, read_file, wrong};
 pub(crate) use stream::Stream;
 
 /// HTTP/2 as it is agreed on within the handshake.
 pub(crate) const HTTP2: &[u8] = b"h2";
 /// HTTP/1.1 likewise.
 const HTTP1: &[u8] = b"http/1.1";
+/// Most certificates of those whose holders are let in.
+const CERTIFICATES_MAX: usize = 1_000;
 /// Begins a key that only a passphrase opens, of PKCS #8 and of OpenSSL's older form.
 const ENCRYPTED: [&[u8]; 2] = [b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED"];
 
@@ -34,8 +41,13 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// The certificates in force, as each service uses them.
 #[derive(Debug)]
 pub(crate) struct Certificates {
+    identity: Arc<CertifiedKey>,
     grpc: Arc<ServerConfig>,
     http: Arc<ServerConfig>,
+    /// When the first of the server's certificates ends.
+    ends: Option<SystemTime>,
+    /// Its end was reported.
+    end_told: AtomicBool,
 }
 
 impl Certificates {
@@ -47,40 +59,90 @@ impl Certificates {
         let paths = [Some(&config.certificate), Some(&config.key), config.client_ca.as_ref()];
         let paths = paths.into_iter().flatten().cloned().collect();
         let config = config.clone();
-        Ok(Arc::new(Reloaded::open("certificates", paths, move |_| Certificates::read(&config))?))
+        let read = move |old: Option<&Certificates>| Certificates::read(&config, old);
+        Ok(Arc::new(Reloaded::open("certificates", paths, read)?.looking(Certificates::tell_end)))
     }
 
-    fn read(config: &config::Tls) -> Result<Certificates> {
-        let chain = read_certificates("tls.certificate", &config.certificate)?;
-        let key = read_key("tls.key", &config.key)?;
+    /// Where files have changed and are wrong, the server keeps the certificate that it shows, as it cannot be
+    /// without. Clients are let in by the good certificates of `client_ca` and nothing else.
+    fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<Read<Certificates>> {
+        let mut errors = Vec::new();
+        let identity = match (read_identity(config), old) {
+            (Ok(identity), _) => Arc::new(identity),
+            (Err(error), None) => return Err(error),
+            (Err(error), Some(old)) => {
+                errors.push(error);
+                old.identity.clone()
+            }
+        };
         let provider = provider();
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
             .map_err(|error| wrong("tls.certificate", &config.certificate, &error.to_string()))?;
-        let builder = match &config.client_ca {
-            None => builder.with_no_client_auth(),
+        let shown: Arc<dyn ResolvesServerCert> = Arc::new(SingleCertAndKey::from(identity.clone()));
+        let mut grpc = match &config.client_ca {
+            None => builder.with_no_client_auth().with_cert_resolver(shown),
             Some(path) => {
-                let roots = read_roots("tls.client_ca", path)?;
-                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-                let verifier = verifier.map_err(|error| wrong("tls.client_ca", path, &error.to_string()))?;
-                builder.with_client_cert_verifier(verifier)
+                let (roots, of_roots) = read_good_roots("tls.client_ca", path);
+                errors.extend(of_roots);
+                match WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build() {
+                    Ok(verifier) => builder.with_client_cert_verifier(verifier).with_cert_resolver(shown),
+                    Err(error) => {
+                        if errors.is_empty() {
+                            errors.push(wrong("tls.client_ca", path, &format!("cannot be used: {error}")));
+                        }
+                        builder.with_no_client_auth().with_cert_resolver(Arc::new(Closed))
+                    }
+                }
             }
         };
-        let mut grpc = builder.with_single_cert(chain, key).map_err(|error| match error {
-            rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
-                let other = format!("is not the key of the certificate in {}", config.certificate.display());
-                wrong("tls.key", &config.key, &other)
-            }
-            rustls::Error::InvalidCertificate(error) => {
-                wrong("tls.certificate", &config.certificate, &format!("has a bad certificate: {error:?}"))
-            }
-            error => wrong("tls.key", &config.key, &format!("cannot be used: {error}")),
-        })?;
         let mut http = grpc.clone();
         grpc.alpn_protocols = vec![HTTP2.into()];
         http.alpn_protocols = vec![HTTP2.into(), HTTP1.into()];
-        Ok(Certificates { grpc: Arc::new(grpc), http: Arc::new(http) })
+        let ends = identity.cert.iter().filter_map(|certificate| validity::not_after(certificate)).min();
+        let (grpc, http) = (Arc::new(grpc), Arc::new(http));
+        let value = Certificates { identity, grpc, http, ends, end_told: AtomicBool::new(false) };
+        Ok(Read { value, wrong: errors })
     }
+
+    /// Reports once that a certificate has expired.
+    fn tell_end(&self) {
+        let Some(ends) = self.ends.filter(|ends| *ends <= SystemTime::now()) else { return };
+        if !self.end_told.swap(true, Ordering::Relaxed) {
+            RELOADS.with_label_values(&["certificates", "expired"]).inc();
+            let days = ends.elapsed().unwrap_or_default().as_secs() / 86_400;
+            tracing::error!(
+                days_ago = days,
+                "tls.certificate has expired: clients refuse this server until the file has a new one"
+            );
+        }
+    }
+}
+
+/// Serves no connection: whatever certificate a client had, it could not be checked.
+#[derive(Debug)]
+struct Closed;
+
+impl ResolvesServerCert for Closed {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+}
+
+/// The server's certificate and its key.
+fn read_identity(config: &config::Tls) -> Result<CertifiedKey> {
+    let chain = read_certificates("tls.certificate", &config.certificate)?;
+    let key = read_key("tls.key", &config.key)?;
+    CertifiedKey::from_der(chain, key, &provider()).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
+            let other = format!("is not the key of the certificate in {}", config.certificate.display());
+            wrong("tls.key", &config.key, &other)
+        }
+        rustls::Error::InvalidCertificate(error) => {
+            wrong("tls.certificate", &config.certificate, &format!("has a bad certificate: {error:?}"))
+        }
+        error => wrong("tls.key", &config.key, &format!("cannot be used: {error}")),
+    })
 }
 
 /// What secures the connections of one service, each by the certificates that are in force when it
@@ -118,8 +180,7 @@ pub(crate) fn read_certificates(setting: &str, path: &Path) -> Result<Vec<Certif
     let read: std::result::Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&content).collect();
     let certificates = read.map_err(|error| not_pem(setting, path, &error))?;
     if certificates.is_empty() {
-        let reason = "holds no certificate: PEM is expected, which begins with -----BEGIN CERTIFICATE-----";
-        return Err(wrong(setting, path, reason));
+        return Err(no_certificate(setting, path));
     }
     Ok(certificates)
 }
@@ -148,12 +209,33 @@ pub(crate) fn read_key(setting: &str, path: &Path) -> Result<PrivateKeyDer<'stat
 /// # Errors
 /// [`crate::Error::Config`].
 pub(crate) fn read_roots(setting: &str, path: &Path) -> Result<RootCertStore> {
-    let mut roots = RootCertStore::empty();
-    for certificate in read_certificates(setting, path)? {
-        let added = roots.add(certificate);
-        added.map_err(|error| wrong(setting, path, &format!("has a bad certificate: {error}")))?;
+    let (roots, errors) = read_good_roots(setting, path);
+    errors.into_iter().next().map_or(Ok(roots), Err)
+}
+
+/// The good ones of such a file, and what is wrong with it.
+fn read_good_roots(setting: &str, path: &Path) -> (RootCertStore, Vec<Error>) {
+    let (mut roots, mut errors) = (RootCertStore::empty(), Vec::new());
+    let content = match read_file(setting, path) {
+        Ok(content) => content,
+        Err(error) => return (roots, vec![error]),
+    };
+    for certificate in CertificateDer::pem_slice_iter(&content).take(CERTIFICATES_MAX) {
+        let added = certificate.map_err(|error| not_pem(setting, path, &error)).and_then(|certificate| {
+            let added = roots.add(certificate);
+            added.map_err(|error| wrong(setting, path, &format!("has a bad certificate: {error}")))
+        });
+        errors.extend(added.err());
     }
-    Ok(roots)
+    if roots.is_empty() && errors.is_empty() {
+        errors.push(no_certificate(setting, path));
+    }
+    (roots, errors)
+}
+
+fn no_certificate(setting: &str, path: &Path) -> Error {
+    let reason = "holds no certificate: PEM is expected, which begins with -----BEGIN CERTIFICATE-----";
+    wrong(setting, path, reason)
 }
 
 fn not_pem(setting: &str, path: &Path, error: &pem::Error) -> crate::Error {

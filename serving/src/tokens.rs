@@ -15,7 +15,7 @@ use subtle::ConstantTimeEq;
 use crate::access;
 use crate::error::{Error, InferError, Result, quote};
 use crate::metrics::CALLERS_REFUSED;
-use crate::reload::{Reloaded, read_file};
+use crate::reload::{Read, Reloaded, read_file};
 
 /// Random bytes of a new token.
 const TOKEN_BYTES: usize = 32;
@@ -42,21 +42,25 @@ impl Token {
 /// The tokens in force.
 pub(crate) type Tokens = Reloaded<Vec<Arc<Token>>>;
 
-/// Reads the tokens of a file.
+/// Reads the tokens of a file. When it is read again, the good lines of it are in force and nothing else: a token
+/// that was taken out of the file is refused whatever is wrong with the rest.
 ///
 /// # Errors
 /// [`Error::Config`], which names the line and what is wrong with it.
 pub(crate) fn open(path: &Path) -> Result<Arc<Tokens>> {
     let file = path.to_owned();
     let read = move |old: Option<&Vec<Arc<Token>>>| {
-        let mut tokens = file::parse(&file, &read_file("tokens", &file)?)?;
+        let mut read = match read_file("tokens", &file) {
+            Ok(content) => file::parse(&file, &content),
+            Err(error) => Read { value: Vec::new(), wrong: vec![error] },
+        };
         for old in old.into_iter().flatten() {
-            match tokens.iter_mut().find(|token| token.is_same(old)) {
+            match read.value.iter_mut().find(|token| token.is_same(old)) {
                 Some(token) => *token = old.clone(),
                 None => old.withdrawn.store(true, Ordering::Relaxed),
             }
         }
-        Ok(tokens)
+        Ok(read)
     };
     Ok(Arc::new(Reloaded::open("tokens", vec![path.to_owned()], read)?))
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use super::Token;
-use crate::error::{Result, quote};
-use crate::reload::wrong;
+use crate::error::quote;
+use crate::reload::{Read, wrong};
 
 /// Most tokens: each call is compared with all of them, which takes some 30 ns each.
 const TOKENS_MAX: usize = 1_000;
@@ -18,36 +18,41 @@ const PATTERNS_MAX: usize = 256;
 /// What a line is.
 const FORM: &str = "NAME SHA256 MODEL[,MODEL…] [control] is expected";
 
-/// The tokens of a file's content, at least one.
-///
-/// # Errors
-/// [`crate::Error::Config`].
-pub(super) fn parse(path: &Path, content: &[u8]) -> Result<Vec<Arc<Token>>> {
-    let text = std::str::from_utf8(content).map_err(|_| wrong("tokens", path, "is no text"))?;
-    let mut tokens: Vec<Arc<Token>> = Vec::new();
+/// The tokens of the good lines of a file, and what is wrong with the others, each by itself.
+pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
+    let mut read: Read<Vec<Arc<Token>>> = Read { value: Vec::new(), wrong: Vec::new() };
     let (mut names, mut digests) = (HashSet::new(), HashSet::new());
-    for (number, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if line.is_empty() || line.starts_with('#') {
-            continue;
+    for (number, line) in content.split(|byte| *byte == b'\n').enumerate() {
+        let mut line_of = || {
+            let line = std::str::from_utf8(line).map_err(|_| "is no text".to_owned())?.trim();
+            if line.is_empty() || line.starts_with('#') {
+                return Ok(None);
+            }
+            let token = parse_line(line)?;
+            if names.contains(&token.name) {
+                return Err(format!("{:?} is there twice", token.name));
+            }
+            if digests.contains(&token.digest) {
+                return Err(format!("{:?} is the same as that of another line", token.name));
+            }
+            if names.len() == TOKENS_MAX {
+                return Err(format!("is one too many, the limit is {TOKENS_MAX}"));
+            }
+            names.insert(token.name.clone());
+            digests.insert(token.digest);
+            Ok(Some(token))
+        };
+        match line_of() {
+            Ok(token) => read.value.extend(token.map(Arc::new)),
+            Err(reason) => {
+                read.wrong.push(wrong("tokens", path, &format!("line {}: the token {reason}", number + 1)));
+            }
         }
-        let at = |reason: &str| wrong("tokens", path, &format!("line {}: the token {reason}", number + 1));
-        let token = parse_line(line).map_err(|reason| at(&reason))?;
-        if !names.insert(token.name.clone()) {
-            return Err(at(&format!("{:?} is there twice", token.name)));
-        }
-        if !digests.insert(token.digest) {
-            return Err(at(&format!("{:?} is the same as that of another line", token.name)));
-        }
-        if tokens.len() == TOKENS_MAX {
-            return Err(at(&format!("is one too many, the limit is {TOKENS_MAX}")));
-        }
-        tokens.push(Arc::new(token));
     }
-    if tokens.is_empty() {
-        return Err(wrong("tokens", path, "has no token, so nobody could call"));
+    if read.value.is_empty() && read.wrong.is_empty() {
+        read.wrong.push(wrong("tokens", path, "has no token, so every call is refused"));
     }
-    Ok(tokens)
+    read
 }
 
 /// The token of one line. Reasons never repeat the second field: who takes it for the place of the token

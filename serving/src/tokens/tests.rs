@@ -32,13 +32,17 @@ fn wrong_lines_are_named_without_their_digest() {
         (format!("ci {DIGEST} *\n\nci {other} *"), "line 3: the token \"ci\" is there twice"),
         (format!("ci {DIGEST} *\ncd {DIGEST} *"), "line 2: the token \"cd\" is the same"),
     ] {
-        let error = file::parse(Path::new("tokens.txt"), text.as_bytes()).unwrap_err().to_string();
+        let wrong = file::parse(Path::new("tokens.txt"), text.as_bytes()).wrong;
+        assert_eq!(wrong.len(), 1, "{wrong:?}");
+        let error = wrong[0].to_string();
         assert!(error.contains("tokens tokens.txt") && error.contains(says), "{error}");
         assert!(!error.contains("secret-token-itself") && !error.contains(DIGEST), "{error}");
     }
-    assert!(file::parse(Path::new("x"), b"\xff\xfe").unwrap_err().to_string().contains("is no text"));
+    assert!(file::parse(Path::new("x"), b"\xff\xfe").wrong[0].to_string().contains("is no text"));
     let many: String = (0..1_001).map(|n| format!("t{n} {n:064x} *\n")).collect();
-    let error = file::parse(Path::new("x"), many.as_bytes()).unwrap_err().to_string();
+    let read = file::parse(Path::new("x"), many.as_bytes());
+    assert_eq!((read.value.len(), read.wrong.len()), (1_000, 1));
+    let error = read.wrong[0].to_string();
     assert!(error.contains("line 1001: the token is one too many"), "{error}");
 }
 
@@ -60,7 +64,7 @@ fn a_caller_may_do_what_its_line_says() {
 
 #[test]
 fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
-    let read = |text: &str| file::parse(Path::new("x"), text.as_bytes()).unwrap();
+    let read = |text: &str| file::parse(Path::new("x"), text.as_bytes()).value;
     let (kept, gone) = (format!("a {DIGEST} *"), format!("b {} *", DIGEST.replace('9', "8")));
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokens");
@@ -73,6 +77,52 @@ fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
     assert!(before[0].may_use("m").is_ok());
     assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })));
     assert_eq!(tokens.get().len(), read(&kept).len());
+}
+
+/// Whatever is wrong with the file, a token that is not in a good line of it is refused.
+#[test]
+fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
+    use std::os::unix::fs::symlink;
+    let digest = |byte: char| DIGEST.replace('9', &byte.to_string());
+    let kept = format!("kept {} *", digest('1'));
+    for (left, good) in [
+        (Some(String::new()), false),
+        (Some("# nobody\n".into()), false),
+        (Some(format!("{kept}\nnot a line\n")), true),
+        (Some(format!("{kept}\nother {} *\nother {} *\n", digest('2'), digest('3'))), true),
+        (Some(format!("cut {}", &digest('4')[..20])), false),
+        (None, false),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokens");
+        std::fs::write(&path, format!("{kept}\ngone {DIGEST} *\n")).unwrap();
+        let tokens = open(&path).unwrap();
+        let before: Vec<Caller> = tokens.get().iter().cloned().map(Caller::Bearer).collect();
+        let failed = || crate::metrics::RELOADS.with_label_values(&["tokens", "failed"]).get();
+        let failures = failed();
+        match &left {
+            Some(text) => std::fs::write(&path, text).unwrap(),
+            None => std::fs::remove_file(&path).unwrap(),
+        }
+        tokens.look();
+        assert!(failed() > failures, "{left:?} is reported");
+        assert_eq!(before[0].may_use("m").is_ok(), good, "{left:?}");
+        assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })), "{left:?}");
+        assert_eq!(tokens.get().iter().any(|token| token.name == "kept"), good, "{left:?}");
+        assert!(tokens.get().iter().all(|token| token.name != "gone"), "{left:?}");
+        // A file that is there again is read.
+        let again = dir.path().join("again");
+        std::fs::write(&again, format!("{kept}\n")).unwrap();
+        std::fs::remove_file(&path).ok();
+        symlink(&again, &path).unwrap();
+        tokens.look();
+        assert_eq!(tokens.get().len(), 1, "{left:?}");
+    }
+    // At the start, nothing may be wrong.
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokens");
+    std::fs::write(&path, format!("{kept}\nnot a line\n")).unwrap();
+    assert!(open(&path).unwrap_err().to_string().contains("line 2"));
 }
 
 #[test]

@@ -277,6 +277,68 @@ async fn certificates_that_change_are_shown_to_those_who_come_next() {
     server.stop().await;
 }
 
+/// Whether a client with that certificate gets an answer.
+async fn is_served(address: SocketAddr, files: &Files, identity: &str) -> bool {
+    match connect(address, files, Some(identity), &[]).await {
+        Ok(mut stream) => ask(&mut stream, false).await.is_ok(),
+        Err(_) => false,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_authority_that_is_withdrawn_is_not_trusted_whatever_is_wrong_with_its_file() {
+    let files = Files::new();
+    let theirs = Authority::new("theirs");
+    let (certificate, key) = theirs.issue("former");
+    files.write("former.pem", &certificate);
+    files.write("former.key", &key);
+    let both = format!("{}{}", files.authority.pem, theirs.pem);
+    let bad = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    files.write("clients.pem", &both);
+    let mut config = Config { reload_ms: 5, ..files.config() };
+    config.tls.as_mut().unwrap().client_ca = Some(files.path("clients.pem"));
+    let server = Server::start(config, &[]).await;
+    let address = server.serving.addresses().http;
+    for (content, ours) in [
+        (Some(format!("{bad}{}", files.authority.pem)), true),
+        (Some("no PEM at all".to_owned()), false),
+        (Some(String::new()), false),
+        (None, false),
+    ] {
+        files.write("clients.pem", &both);
+        let trusted = async { while !is_served(address, &files, "former").await {} };
+        tokio::time::timeout(HANGING, trusted).await.unwrap();
+        let failed = failed_reloads(&server).await;
+        match &content {
+            Some(content) => files.write("clients.pem", content),
+            None => std::fs::remove_file(files.path("clients.pem")).unwrap(),
+        }
+        let wait = async { while failed_reloads(&server).await == failed {} };
+        tokio::time::timeout(HANGING, wait).await.unwrap();
+        assert!(!is_served(address, &files, "former").await, "{content:?}");
+        assert_eq!(is_served(address, &files, "client").await, ours, "{content:?}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_certificate_that_has_expired_is_reported() {
+    let files = Files::new();
+    let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+    params.not_before = rcgen::date_time_ymd(2020, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2021, 1, 1);
+    let key = KeyPair::generate().unwrap();
+    let issuer = Issuer::from_params(&files.authority.params, &files.authority.key);
+    files.write("server.pem", &params.signed_by(&key, &issuer).unwrap().pem());
+    files.write("server.key", &key.serialize_pem());
+    let server = Server::start(files.config(), &[]).await;
+    let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
+    let text = String::from_utf8(reply.body).unwrap();
+    let reported = r#"millrace_serving_reloads_total{outcome="expired",what="certificates"} 1"#;
+    assert!(text.contains(reported), "{text}");
+    server.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_handshake_that_stalls_holds_up_nobody_and_ends() {
     let files = Files::new();

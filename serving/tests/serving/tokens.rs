@@ -257,7 +257,7 @@ async fn a_token_that_is_withdrawn_ends_what_it_began() {
     assert!(next(of("fixed")).await.contains("\"reader\" may not use model \"fixed\""));
     assert_eq!(next(good()).await, "");
 
-    // A file with a mistake changes nothing; the one after it counts.
+    // A line with a mistake is left out, and the others count.
     let mut broken = callers.lines.clone();
     broken.push("and some words".into());
     callers.write(&broken);
