@@ -34,6 +34,8 @@ use context::Context;
 use output::Output;
 
 fn main() -> ExitCode {
+    // A process that was started from /proc/self/exe would be called "exe" in lists of processes.
+    nix::sys::prctl::set_name(c"millrace").ok();
     let started =
         fstab::arguments(std::env::args_os()).and_then(|arguments| start(Cli::parse_from(arguments)));
     match started {
@@ -135,24 +137,39 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     }
 }
 
-/// The first signal asks for an orderly stop, the second ends the process at once.
+/// The first signal asks for an orderly stop, the second ends the process at once. A terminal that hangs up asks as
+/// often as it likes, and not at all where `nohup` says so.
 fn stop_signal() -> Result<CancellationToken> {
     use tokio::signal::unix::{SignalKind, signal};
     let token = CancellationToken::new();
     let stop = token.clone();
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) };
     tokio::spawn(async move {
-        for attempt in 0.. {
+        loop {
+            let asked_again = stop.is_cancelled();
             tokio::select! {
                 _ = interrupt.recv() => {}
                 _ = terminate.recv() => {}
+                _ = async { hangup.as_mut()?.recv().await }, if hangup.is_some() => {
+                    stop.cancel();
+                    continue;
+                }
             }
-            if attempt > 0 {
+            if asked_again {
                 std::process::exit(130);
             }
             stop.cancel();
         }
     });
     Ok(token)
+}
+
+/// Whether this process was started to ignore SIGHUP.
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 != 0)
 }

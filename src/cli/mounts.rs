@@ -20,6 +20,9 @@ pub(crate) struct MountArgs {
     /// Start the process that serves the mount again whenever it dies
     #[arg(long)]
     pub(crate) supervise: bool,
+    /// End when standard input ends, which the supervisor holds open
+    #[arg(long, hide = true)]
+    pub(crate) supervised: bool,
     /// auto: by the mean size of a snapshot's files; passthrough: large files of snapshots are handed to
     /// the kernel; pages: everything goes through the kernel's pages, and a snapshot's files are opened
     /// without a message

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::net::SocketAddr;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -17,8 +18,8 @@ use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{Output, quoted};
 use crate::ready;
-
 use millrace_datafs::private;
+
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     if args.detach {
@@ -26,6 +27,9 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     }
     if args.supervise {
         return supervise::run(context, &args).await;
+    }
+    if args.supervised {
+        end_with_input(context)?;
     }
     let datafs = context.datafs()?;
     let (spec, path) = (args.spec.clone(), args.path.clone());
@@ -92,8 +96,15 @@ pub(super) fn same_command(
     args: &MountArgs,
     metrics: Option<SocketAddr>,
 ) -> Result<std::process::Command> {
-    let mut command = std::process::Command::new(std::env::current_exe()?);
-    command.arg("--json").arg("--log").arg(&context.log).arg("--home").arg(context.home.root());
+    // This program, also when an upgrade has put another in its place.
+    let mut command = std::process::Command::new("/proc/self/exe");
+    command
+        .arg0("millrace")
+        .arg("--json")
+        .arg("--log")
+        .arg(&context.log)
+        .arg("--home")
+        .arg(context.home.root());
     if let Some(file) = &context.loaded.file {
         command.arg("--config").arg(file);
     }
@@ -109,9 +120,20 @@ pub(super) fn same_command(
     Ok(command)
 }
 
+/// Asks for the end of this process when its standard input ends, as it does when the supervisor that holds the other
+/// end is gone.
+fn end_with_input(context: &Context) -> Result<()> {
+    let stop = context.stop.clone();
+    let wait = move || {
+        std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).ok();
+        stop.cancel();
+    };
+    std::thread::Builder::new().name("supervisor".into()).spawn(wait)?;
+    Ok(())
+}
+
 /// Starts the same command in a session of its own and waits until it has mounted.
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
-    use std::os::unix::process::CommandExt;
     let mut command = same_command(context, args, args.metrics)?;
     if args.supervise {
         command.arg("--supervise");

@@ -104,11 +104,12 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
 }
 
 /// The command without supervision, in a process group of its own: a Ctrl-C in this terminal reaches
-/// this process, which passes it on once.
+/// this process, which passes it on once. The daemon ends when this process does, however that ends.
 fn start(context: &Context, args: &MountArgs, metrics: Option<SocketAddr>) -> Result<Child> {
     use std::os::unix::process::CommandExt;
     let mut command = same_command(context, args, metrics)?;
-    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).env_remove(ready::SOCKET);
+    command.arg("--supervised");
+    command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).env_remove(ready::SOCKET);
     tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
 }
 

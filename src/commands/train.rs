@@ -96,7 +96,7 @@ pub(crate) async fn train(
         home: context.home.root().to_owned(),
         datafs_config: settings.datafs.clone(),
         config: settings.trainer.clone(),
-        worker: WorkerCommand::current_exe(["worker"])?,
+        worker: WorkerCommand::current_exe(["worker"]),
     };
     Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }

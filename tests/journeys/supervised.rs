@@ -60,6 +60,57 @@ fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
     }
 }
 
+/// As `mv` of a new program over it does while the old one runs.
+#[test]
+fn a_supervised_mount_comes_back_after_the_program_was_replaced() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let (at, program) = (home.dir.path().join("mnt"), home.dir.path().join("millrace"));
+    std::fs::copy(home.command().get_program(), &program).unwrap();
+    let mut command = std::process::Command::new(&program);
+    command.current_dir(home.dir.path()).env("MILLRACE_HOME", home.path()).env_remove("MILLRACE_CONFIG");
+    command.args(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
+    let mut supervisor = Service::spawn(&mut command);
+    supervisor.object();
+    std::fs::write(at.join("file"), b"x").unwrap();
+    let next = home.file("next", "#!/bin/false\n");
+    std::fs::rename(next, &program).unwrap();
+    let daemon = daemon_of(&supervisor).unwrap();
+    kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+    until("another daemon serves", || {
+        daemon_of(&supervisor).is_some_and(|now| now != daemon) && std::fs::read(at.join("file")).is_ok()
+    });
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", daemon_of(&supervisor).unwrap())).unwrap();
+    assert_eq!(name, "millrace\n");
+    assert_eq!(supervisor.stop(), 0);
+}
+
+#[test]
+fn the_daemon_of_a_supervisor_that_was_killed_ends() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    let mut supervisor = home.start(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
+    supervisor.object();
+    std::fs::write(at.join("file"), b"x").unwrap();
+    let daemon = daemon_of(&supervisor).unwrap();
+    supervisor.signal(Signal::SIGKILL);
+    supervisor.wait();
+    // It may stay as an entry of the table of processes where nothing collects orphans.
+    let state = || std::fs::read_to_string(format!("/proc/{daemon}/stat")).unwrap_or_default();
+    until("the daemon has ended", || state().rsplit_once(") ").is_none_or(|(_, of)| of.starts_with('Z')));
+    assert!(!millrace_datafs::mount::is_mounted(&at).unwrap());
+    let back = home.dir.path().join("back");
+    home.ok(["cp", "v:/file", back.to_str().unwrap()]);
+    assert_eq!(std::fs::read(back).unwrap(), b"x");
+}
+
 #[test]
 fn a_supervised_mount_is_measured_at_one_address_whichever_daemon_serves_it() {
     if !fuse_permitted() {

@@ -36,15 +36,15 @@ pub struct WorkerCommand {
 }
 
 impl WorkerCommand {
-    /// This very program with the arguments `args`, for example the hidden `worker` subcommand.
-    pub fn current_exe<I, S>(args: I) -> Result<WorkerCommand>
+    /// This very program with the arguments `args`, for example the hidden `worker` subcommand. It is found also
+    /// when another program has taken its path, as an upgrade does.
+    pub fn current_exe<I, S>(args: I) -> WorkerCommand
     where
         I: IntoIterator<Item = S>,
         S: Into<String>,
     {
-        let program =
-            std::env::current_exe().map_err(|source| Error::io("find the path of this program", source))?;
-        Ok(WorkerCommand { program, args: args.into_iter().map(Into::into).collect(), env: Vec::new() })
+        let program = PathBuf::from("/proc/self/exe");
+        WorkerCommand { program, args: args.into_iter().map(Into::into).collect(), env: Vec::new() }
     }
 
     /// Starts one worker. It has its own process group, so that a Ctrl-C in the terminal reaches

@@ -32,7 +32,7 @@
 //!     datafs_config: millrace_datafs::Config::default(),
 //!     config: Config::default(),
 //!     // Must end in `millrace_trainer::worker::run()`.
-//!     worker: WorkerCommand::current_exe(["worker"])?,
+//!     worker: WorkerCommand::current_exe(["worker"]),
 //! };
 //! let job = JobFile::load("train.toml".as_ref())?;
 //! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;

@@ -142,7 +142,7 @@ fn setup(home: &Path) -> Setup {
             progress_ms: 2,
             ..Config::default()
         },
-        worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]).unwrap(),
+        worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]),
     }
 }
 
