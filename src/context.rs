@@ -67,19 +67,19 @@ impl Context {
         Ok(())
     }
 
-    /// Reads a file or standard input on a thread of its own: reading a terminal or a pipe may take
-    /// for ever, so a signal ends the waiting.
-    pub(crate) async fn reading<T: Send + 'static>(
+    /// Runs work on a thread of its own that may be left behind: reading a terminal or a pipe, or waiting for a server,
+    /// may take for ever, so a signal ends the waiting.
+    pub(crate) async fn apart<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let (sender, receiver) = tokio::sync::oneshot::channel();
-        std::thread::Builder::new().name("reader".into()).spawn(move || {
+        std::thread::Builder::new().name("apart".into()).spawn(move || {
             sender.send(work()).ok();
         })?;
         tokio::select! {
-            read = receiver => read?,
-            () = self.stop.cancelled() => fail(Exit::Failed, "interrupted while reading"),
+            done = receiver => done?,
+            () = self.stop.cancelled() => fail(Exit::Failed, "interrupted"),
         }
     }
 

@@ -107,33 +107,48 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     let home = home::Home::open(root, |text| out.note(text))?;
     let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
+        // These stop in order by themselves.
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,
-        Command::Volume(command) => tokio::task::block_in_place(|| commands::volume::run(&context, command)),
-        Command::Snapshot(command) => {
-            tokio::task::block_in_place(|| commands::snapshot::run(&context, command))
-        }
         Command::Copy(args) => tokio::task::block_in_place(|| commands::copy::run(&context, &args)),
-        Command::Fsck(args) => tokio::task::block_in_place(|| commands::fsck::run(&context, &args)),
-        Command::Compact { volume } => {
-            tokio::task::block_in_place(|| commands::fsck::compact(&context, volume.as_ref()))
-        }
-        Command::Warmup { what } => tokio::task::block_in_place(|| commands::warmup::run(&context, &what)),
         Command::Stats(args) => commands::stats::run(&context, args).await,
-        Command::Trace(args) => tokio::task::block_in_place(|| commands::stats::trace(&context, &args)),
-        Command::Gc => tokio::task::block_in_place(|| commands::fsck::gc(&context)),
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,
         Command::Feed(args) => commands::feed::run(&context, args).await,
-        Command::Model(command) => commands::model::run(&context, command).await,
         Command::Train(args) => commands::train::run(&context, args).await,
         Command::Serve(args) => commands::serve::run(&context, args).await,
-        Command::Predict(args) => commands::predict::run(&context, args).await,
         Command::Pipe(args) => commands::pipe::run(&context, args).await,
         Command::Broker { listen } => commands::broker::run(&context, listen).await,
-        // Handled above, before a home is needed.
-        Command::Umount { .. } | Command::Config | Command::Completions { .. } | Command::Worker => Ok(()),
+        command => {
+            tokio::select! {
+                ended = until_done(&context, command) => ended,
+                () = context.stop.cancelled() => {
+                    failure::fail(failure::Exit::Failed, "interrupted; what was committed before stays")
+                }
+            }
+        }
+    }
+}
+
+/// Commands that come to an end of their own and may be left at any moment, as by a kill: what they change, they
+/// change in transactions.
+async fn until_done(context: &Context, command: Command) -> Result<()> {
+    let own = context.clone();
+    match command {
+        Command::Volume(command) => context.apart(move || commands::volume::run(&own, command)).await,
+        Command::Snapshot(command) => context.apart(move || commands::snapshot::run(&own, command)).await,
+        Command::Fsck(args) => context.apart(move || commands::fsck::run(&own, &args)).await,
+        Command::Compact { volume } => {
+            context.apart(move || commands::fsck::compact(&own, volume.as_ref())).await
+        }
+        Command::Warmup { what } => context.apart(move || commands::warmup::run(&own, &what)).await,
+        Command::Trace(args) => context.apart(move || commands::stats::trace(&own, &args)).await,
+        Command::Gc => context.apart(move || commands::fsck::gc(&own)).await,
+        Command::Model(command) => commands::model::run(context, command).await,
+        Command::Predict(args) => commands::predict::run(context, args).await,
+        // The others are handled before.
+        _ => Ok(()),
     }
 }
 

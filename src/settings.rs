@@ -124,8 +124,29 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
         },
     };
     let shown = file.as_deref().map_or("configuration".into(), |path| path.display().to_string());
-    let settings = parse(&text, &shown, std::env::vars().filter(|(key, _)| key.starts_with("MILLRACE_")))?;
+    let settings = parse(&text, &shown, variables()?.into_iter())?;
     Ok(Loaded { settings, file })
+}
+
+/// The variables that may be keys of the configuration.
+fn variables() -> Result<Vec<(String, String)>> {
+    let mut variables = Vec::new();
+    for (name, value) in std::env::vars_os() {
+        // Other variables may be any bytes.
+        let Some(name) = name.to_str().filter(|name| is_key(name)) else { continue };
+        let Ok(value) = value.into_string() else {
+            return fail(Exit::Usage, format!("environment variable {name} is no text (UTF-8)"));
+        };
+        variables.push((name.to_owned(), value));
+    }
+    Ok(variables)
+}
+
+/// Whether a variable names a key, as far as its name tells.
+fn is_key(variable: &str) -> bool {
+    variable.starts_with("MILLRACE_")
+        && !RESERVED.contains(&variable)
+        && (!variable.starts_with(WORKER) || variable.starts_with("MILLRACE_TRAINER__"))
 }
 
 /// Parses a file's text and lays environment variables over it.
@@ -137,11 +158,6 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
     let mut merged: toml::Table = toml::from_str(text).context("parsed a moment ago")?;
     let mut names = Vec::new();
     for (variable, value) in variables {
-        if RESERVED.contains(&variable.as_str())
-            || (variable.starts_with(WORKER) && !variable.starts_with("MILLRACE_TRAINER__"))
-        {
-            continue;
-        }
         set(&mut merged, &variable, &value)?;
         names.push(variable);
     }
@@ -230,10 +246,12 @@ mod tests {
         let settings = parse(
             "[serving]\ngrpc = \"127.0.0.1:1\"\n",
             "m.toml",
-            vars(&[("MILLRACE_SERVING__GRPC", "127.0.0.1:2"), ("MILLRACE_HOME", "/x")]),
+            vars(&[("MILLRACE_SERVING__GRPC", "127.0.0.1:2")]),
         )
         .unwrap();
         assert_eq!(settings.serving.grpc.port(), 2);
+        assert!(is_key("MILLRACE_SERVING__GRPC") && is_key("MILLRACE_TRAINER__X"));
+        assert!(!is_key("MILLRACE_HOME") && !is_key("MILLRACE_TRAINER_SLOT") && !is_key("HOME"));
     }
 
     #[test]

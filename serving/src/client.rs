@@ -156,7 +156,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_live(&mut self) -> Result<bool, ClientError> {
-        Ok(self.inner.server_live(self.call(pb::ServerLiveRequest {})).await?.into_inner().live)
+        let request = self.call(pb::ServerLiveRequest {});
+        Ok(self.remote.answer(self.inner.server_live(request)).await?.live)
     }
 
     /// Whether the server takes requests.
@@ -164,7 +165,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_ready(&mut self) -> Result<bool, ClientError> {
-        Ok(self.inner.server_ready(self.call(pb::ServerReadyRequest {})).await?.into_inner().ready)
+        let request = self.call(pb::ServerReadyRequest {});
+        Ok(self.remote.answer(self.inner.server_ready(request)).await?.ready)
     }
 
     /// Whether a model version (the latest when empty) takes requests.
@@ -173,7 +175,8 @@ impl Client {
     /// [`ClientError::Refused`].
     pub async fn model_ready(&mut self, model: &str, version: &str) -> Result<bool, ClientError> {
         let request = pb::ModelReadyRequest { name: model.to_owned(), version: version.to_owned() };
-        Ok(self.inner.model_ready(self.call(request)).await?.into_inner().ready)
+        let request = self.call(request);
+        Ok(self.remote.answer(self.inner.model_ready(request)).await?.ready)
     }
 
     /// Name, version and extensions of the server.
@@ -181,7 +184,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`].
     pub async fn server_metadata(&mut self) -> Result<pb::ServerMetadataResponse, ClientError> {
-        Ok(self.inner.server_metadata(self.call(pb::ServerMetadataRequest {})).await?.into_inner())
+        let request = self.call(pb::ServerMetadataRequest {});
+        self.remote.answer(self.inner.server_metadata(request)).await
     }
 
     /// Versions, inputs and outputs of a model.
@@ -194,7 +198,8 @@ impl Client {
         version: &str,
     ) -> Result<pb::ModelMetadataResponse, ClientError> {
         let request = pb::ModelMetadataRequest { name: model.to_owned(), version: version.to_owned() };
-        Ok(self.inner.model_metadata(self.call(request)).await?.into_inner())
+        let request = self.call(request);
+        self.remote.answer(self.inner.model_metadata(request)).await
     }
 
     /// How a model is served; a call that Triton adds to the protocol.
@@ -203,7 +208,8 @@ impl Client {
     /// [`ClientError::Refused`], as Unimplemented by servers that do not have it.
     pub async fn model_config(&mut self, model: &str, version: &str) -> Result<pb::ModelConfig, ClientError> {
         let request = pb::ModelConfigRequest { name: model.to_owned(), version: version.to_owned() };
-        let config = self.inner.model_config(self.call(request)).await?.into_inner().config;
+        let request = self.call(request);
+        let config = self.remote.answer(self.inner.model_config(request)).await?.config;
         config.ok_or_else(|| ClientError::Protocol(InferError::invalid("there is no configuration in it")))
     }
 
@@ -224,7 +230,8 @@ impl Client {
     /// As [`Client::model_config`].
     pub async fn statistics(&mut self) -> Result<Vec<pb::ModelStatistics>, ClientError> {
         let request = pb::ModelStatisticsRequest { name: String::new(), version: String::new() };
-        Ok(self.inner.model_statistics(self.call(request)).await?.into_inner().model_stats)
+        let request = self.call(request);
+        Ok(self.remote.answer(self.inner.model_statistics(request)).await?.model_stats)
     }
 
     /// Inputs and outputs of a model as a bundle's signature has them.

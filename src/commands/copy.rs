@@ -57,7 +57,9 @@ fn endpoint(datafs: &Datafs, text: &str) -> Result<Endpoint> {
         }
         // Credentials and endpoints come from the environment, as for other tools of these stores.
         let known = ["AWS_", "GOOGLE_", "AZURE_"];
-        let options = std::env::vars().filter(|(name, _)| known.iter().any(|k| name.starts_with(k)));
+        let variables = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        let options = variables.filter(|(name, _)| known.iter().any(|k| name.starts_with(k)));
         let options = options.map(|(name, value)| (name.to_ascii_lowercase(), value));
         let (store, path) = object_store::parse_url_opts(&url, options)
             .with_context(|| format!("{text} cannot be used (s3://, gs://, az:// and file:// can)"))?;

@@ -180,8 +180,8 @@ impl Report {
         let a = &self.addresses;
         let home = quoted(&home.display().to_string());
         // As it was called: a fresh build is not on the path.
-        let program = std::env::args().next().unwrap_or_else(|| "millrace".to_owned());
-        let program = quoted(&program);
+        let program = std::env::args_os().next().unwrap_or_else(|| "millrace".into());
+        let program = quoted(&program.to_string_lossy());
         let kafka = a.kafka.clone().unwrap_or_default();
         let http = a.http.map(|http| http.to_string()).unwrap_or_default();
         out.text("\nEverything is still running. Try in another terminal:")?;

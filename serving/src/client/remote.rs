@@ -5,17 +5,21 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tonic::Request;
 use tonic::codegen::Service as _;
 use tonic::codegen::http::Uri;
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
+use tonic::{Request, Response, Status};
 
 use super::ClientError;
 use super::credentials::{Connector, Credentials};
 
 /// Longest wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
+/// Longest wait for an answer to what a server knows without computing.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
+/// A connection whose other machine has gone is noticed after a few of these.
+const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Bytes to and from a server, encrypted where it is one of `https`.
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -52,6 +56,7 @@ impl Remote {
         let endpoint = Endpoint::from_shared(url)
             .map_err(|_| ClientError::Address { address: address.to_owned() })?
             .connect_timeout(CONNECT_MAX)
+            .tcp_keepalive(Some(KEEPALIVE))
             .tcp_nodelay(true);
         let secure = if secure { Some(credentials.connector()?) } else { None };
         Ok(Remote { address: address.to_owned(), endpoint, secure, bearer })
@@ -67,6 +72,23 @@ impl Remote {
             None => self.endpoint.connect().await,
         };
         connected.map_err(|source| self.unreachable(source))
+    }
+
+    /// Waits for an answer that takes no computing.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`] after ten seconds; [`ClientError::Refused`].
+    pub(crate) async fn answer<T>(
+        &self,
+        call: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, ClientError> {
+        match tokio::time::timeout(ANSWER_MAX, call).await {
+            Ok(answer) => Ok(answer?.into_inner()),
+            Err(_) => {
+                let reason = format!("it takes connections and has not answered for {ANSWER_MAX:?}");
+                Err(self.unreachable(reason))
+            }
+        }
     }
 
     /// Connects once more, for who speaks HTTP/2 himself.

@@ -28,7 +28,7 @@ pub(super) async fn into_volume(
         let view = datafs.view(&spec)?;
         publish::into_volume(&view, &runtime, &name, None, |version| bundle(&file, &name, version))
     };
-    context.blocking(make).await
+    context.apart(make).await
 }
 
 /// Writes the file as the next version of a model in a folder; after a failure nothing is left of it.

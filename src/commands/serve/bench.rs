@@ -108,7 +108,7 @@ async fn requests(context: &Context, args: &BenchArgs, mut client: Client) -> Re
         Some(path) => {
             let mapping = Mapping::new(&signature, &BTreeMap::new())?;
             let reading = mapping.clone();
-            let rows = context.reading(move || read(&path, &reading)).await?;
+            let rows = context.apart(move || read(&path, &reading)).await?;
             Requests::from_rows(&args.model, args.version, &mapping, &rows, args.rows as usize)
         }
         None => {
