@@ -22,6 +22,7 @@
 mod adapter;
 mod ahead;
 mod answer;
+mod caller;
 mod coherence;
 mod control;
 mod convert;

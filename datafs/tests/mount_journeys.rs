@@ -11,6 +11,7 @@ mod lifecycle;
 pub(crate) mod locking;
 mod on_postgres;
 mod opening;
+mod permissions;
 mod semantics;
 mod sharing;
 mod streaming;

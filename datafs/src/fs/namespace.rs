@@ -193,8 +193,14 @@ impl View {
     /// Removes a name of anything but a directory. The inode goes with its last name, or, when somebody
     /// has it open, here or in another process, with the last close.
     pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
+        self.unlink_by(parent, name, None)
+    }
+
+    /// [`View::unlink`] by a user, of whom sticky directories are protected.
+    pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<()> {
         let parent_ino = self.writable(parent)?;
         self.write_closing(Durability::Relaxed, |writer, closing| {
+            tree::check_sticky(writer, parent_ino, name, user)?;
             self.unlink_in(writer, parent_ino, name, closing)
         })
     }
@@ -224,6 +230,11 @@ impl View {
 
     /// Removes an empty directory.
     pub fn rmdir(&self, parent: Node, name: &OsStr) -> Result<()> {
+        self.rmdir_by(parent, name, None)
+    }
+
+    /// [`View::rmdir`] by a user, of whom sticky directories are protected.
+    pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<()> {
         let parent_ino = self.writable(parent)?;
         if name == "." {
             return Err(Error::Invalid("'.' cannot be removed".into()));
@@ -233,6 +244,7 @@ impl View {
         }
         self.write(Durability::Relaxed, |writer| {
             tree::check_entry(parent_ino, name)?;
+            tree::check_sticky(writer, parent_ino, name, user)?;
             let dentry = tree::existing(writer, parent_ino, name)?;
             remove_directory(writer, dentry.ino, name)?;
             let mut directory = tree::directory(writer, parent_ino)?;

@@ -29,9 +29,22 @@ impl View {
         new_name: &OsStr,
         no_replace: bool,
     ) -> Result<()> {
+        self.rename_by((parent, name), (new_parent, new_name), no_replace, None)
+    }
+
+    /// [`View::rename`] by a user, of whom sticky directories are protected.
+    pub(crate) fn rename_by(
+        &self,
+        (parent, name): (Node, &OsStr),
+        (new_parent, new_name): (Node, &OsStr),
+        no_replace: bool,
+        user: Option<u32>,
+    ) -> Result<()> {
         let from = Place { parent: self.writable(parent)?, name };
         let to = Place { parent: self.writable(new_parent)?, name: new_name };
         self.write_closing(Durability::Relaxed, |writer, closing| {
+            tree::check_sticky(writer, from.parent, from.name, user)?;
+            tree::check_sticky(writer, to.parent, to.name, user)?;
             self.rename_in(writer, from, to, no_replace, closing)
         })
     }
@@ -116,11 +129,23 @@ impl View {
 impl View {
     /// Exchanges what two names, which both exist, stand for, in one step.
     pub fn exchange(&self, parent: Node, name: &OsStr, other_parent: Node, other_name: &OsStr) -> Result<()> {
+        self.exchange_by((parent, name), (other_parent, other_name), None)
+    }
+
+    /// [`View::exchange`] by a user, of whom sticky directories are protected.
+    pub(crate) fn exchange_by(
+        &self,
+        (parent, name): (Node, &OsStr),
+        (other_parent, other_name): (Node, &OsStr),
+        user: Option<u32>,
+    ) -> Result<()> {
         let one = Place { parent: self.writable(parent)?, name };
         let other = Place { parent: self.writable(other_parent)?, name: other_name };
         self.write(Durability::Relaxed, |writer| {
             tree::check_entry(one.parent, one.name)?;
             tree::check_entry(other.parent, other.name)?;
+            tree::check_sticky(writer, one.parent, one.name, user)?;
+            tree::check_sticky(writer, other.parent, other.name, user)?;
             let at_one = tree::existing(writer, one.parent, one.name)?;
             let at_other = tree::existing(writer, other.parent, other.name)?;
             if at_one.ino == at_other.ino {

@@ -18,6 +18,8 @@ use crate::session;
 pub(crate) const NAME_BYTES_MAX: usize = 255;
 /// Name of the directory of snapshots in the root of a live view.
 pub(crate) const SNAPSHOTS_NAME: &str = ".snapshots";
+/// The bit of a directory's mode by which only owners remove or move what is in it.
+const STICKY: u32 = 0o1000;
 /// The set-group-ID bit of a mode.
 const SET_GROUP_ID: u32 = 0o2000;
 /// Records of an inode that are removed in the transaction that unlinks it; more are removed later.
@@ -89,6 +91,28 @@ pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> 
             directory(records, parent)?;
             Err(Error::not_found(display(name)))
         }
+    }
+}
+
+/// Checks that `user` may remove or move a name in a sticky directory; `None` may always. The kernel checks that of
+/// the inode that it knows, which another process may have replaced since.
+pub(crate) fn check_sticky(
+    records: &mut dyn Records,
+    parent: u64,
+    name: &OsStr,
+    user: Option<u32>,
+) -> Result<()> {
+    let Some(user) = user else { return Ok(()) };
+    let directory = directory(records, parent)?;
+    if directory.mode & STICKY == 0 || directory.uid == user {
+        return Ok(());
+    }
+    match child(records, parent, name)? {
+        Some(dentry) if inode(records, dentry.ino)?.uid != user => {
+            let what = format!("{} of another user in a sticky directory", display(name));
+            Err(Error::NotPermitted { operation: "removing or moving", what })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -15,6 +15,7 @@ use fuser::{
 };
 
 use super::answer::{Adapter, NOT_AT_ALL};
+use super::caller::{CAP_FOWNER, has_capability};
 use super::coherence::Kept;
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
@@ -23,8 +24,8 @@ use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
-use super::retry::Refused;
-use crate::error::Error;
+use super::retry::{Created, Found, Refused};
+use crate::error::{Error, Result};
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
 
@@ -35,6 +36,17 @@ const BACKGROUND_MAX: u16 = 64;
 
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
+}
+
+/// Removes or moves something as the user that asks. A thread with CAP_FOWNER may do so in any directory.
+fn as_user(request: &Request, change: impl Fn(Option<u32>) -> Result<()>) -> Result<()> {
+    let user = Some(request.uid()).filter(|user| *user != 0);
+    match change(user) {
+        Err(Error::NotPermitted { .. }) if user.is_some() && has_capability(request.pid(), CAP_FOWNER) => {
+            change(None)
+        }
+        changed => changed,
+    }
 }
 
 /// The lock that a request is about.
@@ -228,18 +240,18 @@ impl Filesystem for Adapter {
         self.entry("mkdir", parent, moment, made, reply);
     }
 
-    fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
         let held = self.held(parent, name);
-        let removed = self.handles.view.unlink(parent, name);
+        let removed = as_user(request, |user| self.handles.view.unlink_by(parent, name, user));
         self.note_removed(held, &removed);
         self.empty("unlink", parent, removed, reply);
     }
 
-    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
         let held = self.held(parent, name);
-        let removed = self.handles.view.rmdir(parent, name);
+        let removed = as_user(request, |user| self.handles.view.rmdir_by(parent, name, user));
         self.note_removed(held, &removed);
         self.empty("rmdir", parent, removed, reply);
     }
@@ -253,7 +265,7 @@ impl Filesystem for Adapter {
 
     fn rename(
         &self,
-        _request: &Request,
+        request: &Request,
         parent: INodeNo,
         name: &OsStr,
         new_parent: INodeNo,
@@ -263,13 +275,14 @@ impl Filesystem for Adapter {
     ) {
         let (parent, new_parent) = (self.node(parent), self.node(new_parent));
         let view = &self.handles.view;
+        let (from, to) = ((parent, name), (new_parent, new_name));
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
             let held = self.held(new_parent, new_name);
-            let renamed = view.rename(parent, name, new_parent, new_name, !flags.is_empty());
+            let renamed = as_user(request, |user| view.rename_by(from, to, !flags.is_empty(), user));
             self.note_removed(held, &renamed);
             renamed
         } else if flags == RenameFlags::RENAME_EXCHANGE {
-            view.exchange(parent, name, new_parent, new_name)
+            as_user(request, |user| view.exchange_by(from, to, user))
         } else {
             Err(Error::Invalid("this way of renaming".into()))
         };
@@ -350,16 +363,18 @@ impl Filesystem for Adapter {
         let parent = self.node(parent);
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
-        let created =
-            self.handles.view.create_masked(parent, name, mode & 0o7777, umask, owner(request), flags);
-        match created {
-            Ok((attr, file)) => {
+        let mode = (mode & 0o7777, umask);
+        match self.create_new(request, (parent, name), mode, flags) {
+            Ok(None) => reply.error(outcome::refusal(Errno::ESTALE)),
+            Ok(Some(Created { attr, file, is_new })) => {
                 let (node, data_version) = (attr.node, attr.data_version);
-                let (writes, streams) = (flags.write, self.streams(flags));
+                let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };
                 let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
                 let lifetime = self.lifetime(&attr, moment, true);
-                self.coherence.creates(&attr);
+                if is_new {
+                    self.coherence.creates(&attr);
+                }
                 let attr = self.inodes.attr(&attr);
                 let mut answer = FopenFlags::empty();
                 answer.set(FopenFlags::FOPEN_DIRECT_IO, direct);

@@ -2,8 +2,9 @@
 //!
 //! Names and attributes are given to the kernel for good; what others change is taken back from it by
 //! notifications, soon after their commit. That may be too late for whoever opens a file, so opening
-//! looks for itself: a file that has lost a name since the kernel looked it up is refused as stale (the
-//! kernel then looks the path up again), and attributes and pages of other versions are dropped first.
+//! looks for itself: a file that has lost a name, or has another owner or other permissions, since the kernel
+//! looked it up is refused as stale (the kernel then looks the path up again and checks). Attributes and pages of
+//! other versions are dropped first.
 //!
 //! A notification may overtake the answer that it should take back, which the kernel then keeps. So
 //! whatever was answered shortly before is taken back once more a little later.
@@ -22,7 +23,7 @@ use fuser::Notifier;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::convert::Inodes;
-use super::known::{KnownNodes, stamp};
+use super::known::{KnownNodes, access_of, stamp};
 use super::removed::Removed;
 use super::retry::Retries;
 use crate::error::Result;
@@ -202,13 +203,20 @@ impl Coherence {
     pub(super) fn opens(&self, attr: &Attr, thread: u32, found: bool) -> Kept {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
-        if entry.names_version != attr.names_version {
+        let access = access_of(attr);
+        if entry.names_version != attr.names_version || entry.access != access {
             // Who comes back has no other path, as by `/proc/self/fd`.
             if !found && (entry.told != thread || thread == 0) {
                 entry.told = thread;
+                let access_changed = entry.access != access;
+                drop(known);
+                if access_changed {
+                    // The kernel has decided by the old ones.
+                    self.say(&News::Attributes(attr.node.ino));
+                }
                 return Kept::Stale;
             }
-            entry.names_version = attr.names_version;
+            (entry.names_version, entry.access) = (attr.names_version, access);
         }
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;

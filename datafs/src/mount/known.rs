@@ -32,6 +32,8 @@ pub(super) struct Known {
     pub(super) told: u32,
     /// When it was told attributes last, in milliseconds since the mount.
     pub(super) answered_ms: u32,
+    /// Owner and permissions that it was told, see [`access_of`].
+    pub(super) access: u32,
     /// What its pages are of, at the oldest.
     pub(super) data_version: u64,
     /// Change time of those attributes, see [`stamp`].
@@ -78,6 +80,7 @@ impl KnownNodes {
                 names_version: attr.names_version,
                 told: 0,
                 answered_ms,
+                access: 0,
                 data_version: 0,
                 ctime: 0,
                 pages_settled: false,
@@ -88,6 +91,7 @@ impl KnownNodes {
             entry.names_version = attr.names_version;
             entry.told = 0;
         }
+        entry.access = access_of(attr);
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
         true
@@ -154,6 +158,12 @@ fn make_room(table: &mut HashMap<u64, Known>) {
         fresh.extend(table.drain());
         *table = fresh;
     }
+}
+
+/// A digest of owner, group and permissions: of what the kernel decides by who may open the file.
+pub(super) fn access_of(attr: &Attr) -> u32 {
+    let ids = attr.uid.wrapping_mul(0x9e37_79b1) ^ attr.gid.wrapping_mul(0x85eb_ca77).rotate_left(16);
+    ids.rotate_left(9) ^ (attr.mode & 0o777)
 }
 
 /// A time in nanoseconds, to be told from others.

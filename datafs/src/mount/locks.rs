@@ -5,7 +5,6 @@
 //! commits what was written before. So whoever locks sees what the last holder wrote, on any mount.
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 use fuser::{Errno, ReplyEmpty, ReplyLock};
 use parking_lot::{Condvar, Mutex};
 
+use super::caller::is_interrupted;
 use super::coherence::Coherence;
 use super::errno;
 use super::handles::Handles;
@@ -397,15 +397,4 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
         let later = std::mem::replace(&mut state.queue, waiting);
         state.queue.extend(later);
     }
-}
-
-/// Whether a thread has a signal that it does not block: it waits in the kernel, which would answer its
-/// system call then if the file system did. Threads that cannot be seen from here count as not.
-fn is_interrupted(thread: u32) -> bool {
-    let Ok(status) = fs::read_to_string(format!("/proc/{thread}/status")) else { return false };
-    let mask = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
-    };
-    (mask("SigPnd") | mask("ShdPnd")) & !mask("SigBlk") & !mask("SigIgn") != 0
 }

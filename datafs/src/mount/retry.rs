@@ -9,6 +9,10 @@
 //! A file is opened for the thread as soon as it is found, so that nobody takes its bytes away. The kernel
 //! may not believe these names: a later call, which has to see what others have closed meanwhile, asks for
 //! its own.
+//!
+//! Creation at a name that exists is refused in the same way, since the kernel checks no permission after it. The
+//! existing file is held for the second walk. It answers that walk's look-up if the name is gone by then, so that
+//! creation and removal by others never make the call fail.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -16,13 +20,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use fuser::Errno;
+use fuser::{Errno, Request};
 use parking_lot::Mutex;
 
 use super::answer::Adapter;
+use super::caller::{CAP_DAC_OVERRIDE, has_capability, is_in_group};
 use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags};
+use crate::fs::acl;
+use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner};
 
 /// How long after a refusal a thread may set out on its second way. It does so at once, unless the machine has
 /// too much to do.
@@ -52,11 +58,22 @@ pub(super) struct Found {
     _file: Option<OpenFile>,
 }
 
+/// A file that was opened by its creation.
+#[derive(Debug)]
+pub(super) struct Created {
+    pub(super) attr: Attr,
+    pub(super) file: OpenFile,
+    /// It did not exist before.
+    pub(super) is_new: bool,
+}
+
 #[derive(Debug)]
 struct Retry {
     refused: Refused,
     node: Node,
     found: Option<Arc<Found>>,
+    /// The name in the directory `node` at which the thread was to create a file, and what it led to.
+    existing: Option<(OsString, Arc<Found>)>,
     until: Instant,
 }
 
@@ -75,12 +92,38 @@ impl Retries {
         if thread == 0 {
             return false;
         }
-        let retry = Retry { refused, node, found: None, until: Instant::now() + EXPECTED };
+        let before = self.insert(thread, refused, node, None);
+        before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
+    }
+
+    /// Notes that a thread is refused creation at a name in a directory, which leads to something.
+    fn refuse_creation(&self, thread: u32, parent: Node, name: &OsStr, existing: Found) {
+        if thread != 0 {
+            let existing = (name.to_owned(), Arc::new(existing));
+            drop(self.insert(thread, Refused::Name, parent, Some(existing)));
+        }
+    }
+
+    fn insert(
+        &self,
+        thread: u32,
+        refused: Refused,
+        node: Node,
+        existing: Option<(OsString, Arc<Found>)>,
+    ) -> Option<Retry> {
+        let retry = Retry { refused, node, found: None, existing, until: Instant::now() + EXPECTED };
         let mut threads = self.threads.lock();
         let before = threads.insert(thread, retry);
         self.count.store(threads.len(), Ordering::Release);
-        drop(threads);
-        before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
+        before
+    }
+
+    /// What a name led to when the thread was refused creation there.
+    fn existing(&self, thread: u32, parent: Node, name: &OsStr) -> Option<Arc<Found>> {
+        let threads = self.threads.lock();
+        let retry = threads.get(&thread).filter(|retry| retry.node == parent)?;
+        let (at, found) = retry.existing.as_ref()?;
+        (at == name).then(|| Arc::clone(found))
     }
 
     /// Whether a thread is on its second way. It is expected no longer, but served.
@@ -94,11 +137,11 @@ impl Retries {
     }
 
     /// Keeps what a thread has found, or has not, instead of what it found before.
-    fn keep(&self, thread: u32, found: Option<Found>) {
+    fn keep(&self, thread: u32, found: Option<Arc<Found>>) {
         let mut threads = self.threads.lock();
         let before = threads.get_mut(&thread).and_then(|retry| {
             retry.until = Instant::now() + KEPT;
-            std::mem::replace(&mut retry.found, found.map(Arc::new))
+            std::mem::replace(&mut retry.found, found)
         });
         drop(threads);
         // Closing it may take a transaction.
@@ -159,8 +202,11 @@ impl Adapter {
             return Ok(self.handles.view.find(parent, name)?.map(|attr| (attr, true)));
         }
         let (answer, held) = match self.find_and_hold(parent, name) {
-            Ok(Some((attr, held))) => (Ok(Some((attr, false))), held),
-            Ok(None) => (Ok(None), None),
+            Ok(Some((attr, held))) => (Ok(Some((attr, false))), held.map(Arc::new)),
+            Ok(None) => {
+                let existing = retries.existing(thread, parent, name);
+                (Ok(existing.as_ref().map(|existing| (existing.attr, false))), existing)
+            }
             Err(error) => (Err(error), None),
         };
         let holds = held.is_some();
@@ -199,6 +245,81 @@ impl Adapter {
         Ok(Found { attr, target, _file: file })
     }
 
+    /// Creates a file and opens it. `None` when the name exists and `flags` allow that: the kernel has to walk the
+    /// path again, since it has not checked whether the caller may open what is there.
+    ///
+    /// It does so once per system call. On the second walk the file is created when what is there goes again, and
+    /// opened when owner and mode alone allow that.
+    pub(super) fn create_new(
+        &self,
+        request: &Request,
+        (parent, name): (Node, &OsStr),
+        (mode, umask): (u32, u32),
+        flags: OpenFlags,
+    ) -> Result<Option<Created>> {
+        let (view, retries) = (&self.handles.view, &self.coherence.retries);
+        let thread = request.pid();
+        let owner = Owner { uid: request.uid(), gid: request.gid() };
+        let create = OpenFlags { exclusive: true, ..flags };
+        let attempts = if retries.serves(thread) { ATTEMPTS } else { 1 };
+        let mut existing = None;
+        for attempt in 1.. {
+            match view.create_masked(parent, name, mode, umask, owner, create) {
+                Err(Error::Exists { .. }) if !flags.exclusive => {}
+                created => return created.map(|(attr, file)| Some(Created { attr, file, is_new: true })),
+            }
+            let found = self.find_and_hold(parent, name)?;
+            if attempts > 1
+                && let Some((attr, _)) = &found
+                && self.mode_allows(request, parent, attr, flags)
+                && !(flags.truncate && self.handles.is_executed(attr.node))
+            {
+                match self.open_file(request, attr.node, flags, true) {
+                    Err(error) if error.is_not_found() => {}
+                    opened => {
+                        return opened.map(|(file, attr, _)| Some(Created { attr, file, is_new: false }));
+                    }
+                }
+            }
+            let exists = found.is_some();
+            existing = found.and_then(|(_, held)| held).or(existing);
+            if attempt >= if exists { attempts } else { ATTEMPTS } {
+                break;
+            }
+        }
+        if let Some(existing) = existing {
+            retries.refuse_creation(thread, parent, name, existing);
+            // It is going to forget this.
+            self.coherence.wake();
+        }
+        Ok(None)
+    }
+
+    /// Whether owner and mode of a file allow a caller to open it, and nothing else has a say: no access control list,
+    /// and no sticky directory, in which the kernel may protect the files of others.
+    fn mode_allows(&self, request: &Request, parent: Node, attr: &Attr, flags: OpenFlags) -> bool {
+        let view = &self.handles.view;
+        let wanted = u32::from(flags.read) << 2 | u32::from(flags.write || flags.truncate) << 1;
+        let allows = |class: u32| attr.mode >> class & wanted == wanted;
+        let is_own = attr.uid == request.uid();
+        if attr.kind != FileKind::File {
+            return false;
+        }
+        if is_own && allows(6) {
+            return true;
+        }
+        if !view.getattr(parent).is_ok_and(|parent| parent.mode & 0o1000 == 0) {
+            return false;
+        }
+        if has_capability(request.pid(), CAP_DAC_OVERRIDE) {
+            return true;
+        }
+        let list = view.xattr_get(attr.node, acl::ACCESS.as_ref());
+        !is_own
+            && matches!(list, Err(Error::NoAttribute { .. }))
+            && is_in_group(request, attr.gid).is_some_and(|member| allows(if member { 3 } else { 0 }))
+    }
+
     /// The errno of an error of a request that names a node the kernel has looked up before: when it is
     /// gone, the kernel looks the path up again and finds what has replaced it.
     pub(super) fn failed_for(
@@ -235,9 +356,27 @@ mod tests {
     const NODE: Node = Node { snapshot: 0, ino: 20 };
     const OTHER: Node = Node { snapshot: 0, ino: 21 };
 
-    fn found(node: Node) -> Option<Found> {
+    fn found(node: Node) -> Option<Arc<Found>> {
         let attr = Inode::new(FileKind::File, 0o644, 0, 0).attr(node);
-        Some(Found { attr, target: None, _file: None })
+        Some(Arc::new(Found { attr, target: None, _file: None }))
+    }
+
+    #[test]
+    fn an_existing_file_is_held_for_the_thread_that_was_to_create_it() {
+        let retries = Retries::default();
+        let existing = |node| Found { attr: found(node).unwrap().attr, target: None, _file: None };
+        let name = OsStr::new("name");
+        retries.refuse_creation(7, NODE, name, existing(OTHER));
+        // The path above is looked up first.
+        retries.keep(7, found(NODE));
+        assert_eq!(retries.existing(7, NODE, name).unwrap().attr.node, OTHER);
+        assert!(retries.existing(7, NODE, OsStr::new("other")).is_none());
+        assert!(retries.existing(7, OTHER, name).is_none() && retries.existing(8, NODE, name).is_none());
+        retries.keep(7, retries.existing(7, NODE, name));
+        assert!(retries.take(7, OTHER).is_some());
+        assert!(retries.existing(7, NODE, name).is_none(), "it was opened");
+        retries.refuse_creation(0, NODE, name, existing(OTHER));
+        assert!(retries.existing(0, NODE, name).is_none(), "a thread of another namespace");
     }
 
     #[test]

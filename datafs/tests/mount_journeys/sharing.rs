@@ -298,7 +298,7 @@ fn what_others_replace_without_a_pause_is_always_there_for_long() {
 }
 
 /// Tells a thread to end, also when the test fails.
-struct Stop<'a>(&'a AtomicBool);
+pub(super) struct Stop<'a>(pub(super) &'a AtomicBool);
 
 impl Drop for Stop<'_> {
     fn drop(&mut self) {

@@ -1,0 +1,45 @@
+//! What `/proc` tells of the threads whose system calls are answered. A request has only user and first group.
+
+use std::fs;
+
+use fuser::Request;
+
+/// Bit of CAP_DAC_OVERRIDE in a capability mask.
+pub(super) const CAP_DAC_OVERRIDE: u32 = 1;
+/// Bit of CAP_FOWNER in a capability mask.
+pub(super) const CAP_FOWNER: u32 = 3;
+
+/// Whether a thread has a signal that it does not block: it waits in the kernel, which would answer its
+/// system call then if the file system did. Threads that cannot be seen from here count as not.
+pub(super) fn is_interrupted(thread: u32) -> bool {
+    let Some(status) = status(thread) else { return false };
+    let mask = |name| mask_in(&status, name);
+    (mask("SigPnd") | mask("ShdPnd")) & !mask("SigBlk") & !mask("SigIgn") != 0
+}
+
+/// Whether a thread has a capability. Threads that cannot be seen from here count as without.
+pub(super) fn has_capability(thread: u32, capability: u32) -> bool {
+    status(thread).is_some_and(|status| mask_in(&status, "CapEff") >> capability & 1 == 1)
+}
+
+/// Whether a caller belongs to a group; `None` where that cannot be seen from here.
+pub(super) fn is_in_group(request: &Request, group: u32) -> Option<bool> {
+    if request.gid() == group {
+        return Some(true);
+    }
+    let status = status(request.pid())?;
+    let groups = line_of(&status, "Groups")?;
+    Some(groups.split_whitespace().any(|one| one.parse() == Ok(group)))
+}
+
+fn status(thread: u32) -> Option<String> {
+    fs::read_to_string(format!("/proc/{thread}/status")).ok()
+}
+
+fn line_of<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+}
+
+fn mask_in(status: &str, name: &str) -> u64 {
+    line_of(status, name).and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+}
