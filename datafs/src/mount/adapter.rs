@@ -16,7 +16,7 @@ use fuser::{
 
 use super::answer::{Adapter, NOT_AT_ALL};
 use super::caller::{CAP_FOWNER, has_capability};
-use super::coherence::Kept;
+use super::coherence::{Kept, name_lifetime};
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
 use super::handles::{Handle, Registered};
@@ -88,6 +88,8 @@ impl Filesystem for Adapter {
                 && config.set_max_stack_depth(stack_depth(&self.handles.view)).is_ok();
             self.handles.set_passthrough(granted);
         }
+        let expires = config.add_capabilities(InitFlags::FUSE_HAS_EXPIRE_ONLY).is_ok();
+        self.coherence.set_expires(expires);
         self.direct = config.add_capabilities(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP).is_ok();
         if self.without_messages {
             let wish = InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
@@ -371,7 +373,7 @@ impl Filesystem for Adapter {
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };
                 let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
-                let lifetime = self.lifetime(&attr, moment, true);
+                let lifetime = self.lifetime(&attr, moment, true).min(name_lifetime(&attr));
                 if is_new {
                     self.coherence.creates(&attr);
                 }

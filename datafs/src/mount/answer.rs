@@ -10,7 +10,7 @@ use fuser::{
     BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
 };
 
-use super::coherence::Coherence;
+use super::coherence::{Coherence, name_lifetime};
 use super::convert::{Inodes, file_type};
 use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
@@ -147,7 +147,7 @@ impl Adapter {
     /// Answers with what a name is; `believed` tells whether the kernel may keep the name as well.
     pub(super) fn found_entry(&self, attr: &Attr, moment: u64, believed: bool, reply: ReplyEntry) {
         let lifetime = self.lifetime(attr, moment, true);
-        let name_lifetime = if believed { lifetime } else { NOT_AT_ALL };
+        let name_lifetime = if believed { lifetime.min(name_lifetime(attr)) } else { NOT_AT_ALL };
         reply.entry_with_ttls(&lifetime, &name_lifetime, &self.inodes.attr(attr), Generation(0));
     }
 

@@ -1,33 +1,38 @@
 //! What the kernel keeps of a live volume, and how it is told to forget.
 //!
-//! Names and attributes are given to the kernel for good; what others change is taken back from it by
-//! notifications, soon after their commit. That may be too late for whoever opens a file, so opening
-//! looks for itself: a file that has lost a name, or has another owner or other permissions, since the kernel
-//! looked it up is refused as stale (the kernel then looks the path up again and checks). Attributes and pages of
-//! other versions are dropped first.
+//! Attributes are given to the kernel for good and names for a while; what others change is taken back from it by
+//! notifications, soon after their commit. Names are expired, which makes the kernel look them up again: it would
+//! take an invalidated directory out of its tree, with what is mounted on it and as the working directory of
+//! processes. A kernel that cannot expire names (before Linux 6.2) keeps nothing.
+//!
+//! A notification may be too late for a program that opens a file, so opening looks for itself: a file that has lost
+//! a name, or has another owner or other permissions, since the kernel looked it up is refused as stale. The kernel
+//! then looks the path up again and checks. Attributes and pages of other versions are dropped first.
 //!
 //! A notification may overtake the answer that it should take back, which the kernel then keeps. So
 //! whatever was answered shortly before is taken back once more a little later.
+//!
+//! Where it is not known what others have changed, all attributes are taken back. Names stay for the rest of their
+//! lifetime, which is short for directories: every path below one depends on it.
 
 use std::collections::VecDeque;
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Write as _;
-use std::os::unix::ffi::OsStrExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use fuser::Notifier;
+use fuser::{INodeNo, Notifier};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::answer::FOREVER;
 use super::convert::Inodes;
 use super::known::{KnownNodes, access_of, stamp};
 use super::removed::Removed;
 use super::retry::Retries;
 use crate::error::Result;
-use crate::fs::{Attr, Node};
+use crate::fs::{Attr, FileKind, Node};
 use crate::meta::changes::Changed;
 use crate::meta::keys;
 use crate::view::View;
@@ -40,8 +45,13 @@ const IN_FLIGHT: Duration = Duration::from_millis(100);
 const DISTRUST: Duration = Duration::from_secs(1);
 /// Changes that wait to be passed on; beyond, anything is taken to be changed.
 const QUEUE_MAX: usize = 65_536;
-/// The notification that makes the kernel look every name up again (Linux 6.16 and newer).
-const NOTIFY_INC_EPOCH: i32 = 8;
+/// How long the kernel keeps the name of a directory without a look-up, which costs about 15 µs.
+const DIRECTORY_NAME_LIFETIME: Duration = Duration::from_secs(2);
+/// The same of anything else. An open finds out by itself whether a file has lost a name.
+const NAME_LIFETIME: Duration = Duration::from_secs(60);
+/// The notification of a name, and its flag that expires the name instead of invalidating it.
+const NOTIFY_INVAL_ENTRY: i32 = 3;
+const EXPIRE_ONLY: u32 = 1;
 
 /// What one mount has given to the kernel.
 #[derive(Debug)]
@@ -53,6 +63,8 @@ pub(super) struct Coherence {
     known: Mutex<KnownNodes>,
     /// Who walks a path a second time.
     pub(super) retries: Retries,
+    /// Whether the kernel can expire names.
+    expires: AtomicBool,
     /// Whether what is answered now may be kept.
     trusted: AtomicBool,
     /// Counts changes by others: an answer that was read before one must not be kept.
@@ -60,7 +72,7 @@ pub(super) struct Coherence {
     queue: Mutex<Queue>,
     arrived: Condvar,
     notifier: OnceLock<Notifier>,
-    /// The mount's own device, for the notification that the library does not know.
+    /// The mount's own device, for the flag of a notification that the library does not know.
     device: OnceLock<File>,
     start: Instant,
     running: Mutex<Option<(Watch, JoinHandle<()>)>>,
@@ -102,6 +114,7 @@ impl Coherence {
             writer: view.writer(),
             known: Mutex::default(),
             retries: Retries::default(),
+            expires: AtomicBool::new(false),
             trusted: AtomicBool::new(false),
             changes: AtomicU64::new(0),
             queue: Mutex::default(),
@@ -113,6 +126,11 @@ impl Coherence {
         }
     }
 
+    /// Notes whether the kernel can expire names.
+    pub(super) fn set_expires(&self, expires: bool) {
+        self.expires.store(expires, Ordering::Relaxed);
+    }
+
     /// Starts listening to what others change, and with that trusting the kernel's memory. `woken` is
     /// called at each change.
     pub(super) fn start(
@@ -122,7 +140,6 @@ impl Coherence {
         device: File,
         woken: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
-        let names_can_be_forgotten = inc_epoch(&device).is_ok();
         // Set here alone, once.
         let _ = self.notifier.set(notifier);
         let _ = self.device.set(device);
@@ -137,8 +154,12 @@ impl Coherence {
             .spawn(move || own.run())
             .map_err(|e| crate::error::Error::io("start the thread of", "a mount", e))?;
         *self.running.lock() = Some((watch, thread));
-        self.trusted.store(names_can_be_forgotten, Ordering::Release);
+        self.trust();
         Ok(())
+    }
+
+    fn trust(&self) {
+        self.trusted.store(self.expires.load(Ordering::Relaxed), Ordering::Release);
     }
 
     /// Ends the thread. The kernel must be gone, or not trusted any more.
@@ -301,7 +322,7 @@ impl Coherence {
         }
     }
 
-    fn heard(&self, changed: &Changed) {
+    pub(super) fn heard(&self, changed: &Changed) {
         // Before anything is looked at: see `answers`.
         self.changes.fetch_add(1, Ordering::SeqCst);
         let mut queue = self.queue.lock();
@@ -322,24 +343,26 @@ impl Coherence {
     fn run(&self) {
         let mut distrusts_until: Option<Instant> = None;
         loop {
-            let (news, anything) = {
+            let (again, news, anything) = {
                 let mut queue = self.queue.lock();
                 loop {
                     if queue.stopped {
                         return;
                     }
                     let now = Instant::now();
-                    while queue.again.front().is_some_and(|(due, _)| *due <= now) {
-                        let again = queue.again.pop_front().map(|(_, news)| news);
-                        queue.news.extend(again);
-                    }
                     let given_up = self.retries.due();
-                    if !queue.news.is_empty() || queue.anything || given_up.is_some_and(|due| due <= now) {
-                        break;
+                    if !queue.news.is_empty()
+                        || queue.anything
+                        || queue.again.front().is_some_and(|(due, _)| *due <= now)
+                        || given_up.is_some_and(|due| due <= now)
+                    {
+                        let again = queue.again.partition_point(|(due, _)| *due <= now);
+                        let again: Vec<_> = queue.again.drain(..again).collect();
+                        break (again, std::mem::take(&mut queue.news), std::mem::take(&mut queue.anything));
                     }
                     if distrusts_until.is_some_and(|until| until <= now) {
                         distrusts_until = None;
-                        self.trusted.store(true, Ordering::Release);
+                        self.trust();
                     }
                     let due = queue.again.front().map(|(due, _)| *due);
                     match due.into_iter().chain(distrusts_until).chain(given_up).min() {
@@ -347,7 +370,6 @@ impl Coherence {
                         None => self.arrived.wait(&mut queue),
                     }
                 }
-                (std::mem::take(&mut queue.news), std::mem::take(&mut queue.anything))
             };
             self.retries.give_up(Instant::now());
             if anything {
@@ -356,6 +378,9 @@ impl Coherence {
                     self.take_everything_back();
                 }
                 distrusts_until = Some(Instant::now() + DISTRUST);
+            }
+            for (_, news) in again {
+                self.say(&news);
             }
             let mut last = None;
             for news in news {
@@ -400,11 +425,6 @@ impl Coherence {
     }
 
     fn take_everything_back(&self) {
-        if let Some(device) = self.device.get()
-            && let Err(error) = inc_epoch(device)
-        {
-            tracing::warn!(%error, "the kernel keeps names that may be outdated");
-        }
         let all: Vec<u64> = self.known.lock().inos().collect();
         for ino in all {
             self.say(&News::Attributes(ino));
@@ -412,12 +432,14 @@ impl Coherence {
     }
 
     fn say(&self, news: &News) {
-        let Some(notifier) = self.notifier.get() else { return };
+        let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
         let ino = |ino: &u64| self.inodes.ino(Node { snapshot: 0, ino: *ino });
         let said = match news {
             News::Attributes(of) => notifier.inval_inode(ino(of), -1, 0),
             News::Contents(of) => notifier.inval_inode(ino(of), 0, 0),
-            News::Name(of, name) => notifier.inval_entry(ino(of), OsStr::from_bytes(name)),
+            // It keeps none.
+            News::Name(..) if !self.expires.load(Ordering::Relaxed) => Ok(()),
+            News::Name(of, name) => expire(device, ino(of), name),
         };
         if let Err(error) = said {
             tracing::debug!(%error, ?news, "telling the kernel of a change");
@@ -454,11 +476,33 @@ impl News {
     }
 }
 
-/// Makes the kernel look every name up again.
-fn inc_epoch(mut device: &File) -> std::io::Result<()> {
-    // The header of an answer: length, code and, as nobody has asked, no request.
-    let mut message = [0; 16];
-    message[..4].copy_from_slice(&16u32.to_ne_bytes());
-    message[4..8].copy_from_slice(&NOTIFY_INC_EPOCH.to_ne_bytes());
-    device.write_all(&message)
+/// Makes the kernel look a name up before it uses it again.
+fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()> {
+    // At most 255 bytes.
+    let name_len = name.len() as u32;
+    // The header of an answer (length, code and, as nobody has asked, no request), the notification, the name.
+    let len = 16 + 16 + name_len + 1;
+    let mut message = Vec::with_capacity(len as usize);
+    message.extend_from_slice(&len.to_ne_bytes());
+    message.extend_from_slice(&NOTIFY_INVAL_ENTRY.to_ne_bytes());
+    message.extend_from_slice(&0u64.to_ne_bytes());
+    message.extend_from_slice(&parent.0.to_ne_bytes());
+    message.extend_from_slice(&name_len.to_ne_bytes());
+    message.extend_from_slice(&EXPIRE_ONLY.to_ne_bytes());
+    message.extend_from_slice(name);
+    message.push(0);
+    match device.write_all(&message) {
+        // The kernel does not know the name.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        written => written,
+    }
+}
+
+/// How long the kernel may keep the name of something whose attributes it may keep.
+pub(super) fn name_lifetime(attr: &Attr) -> Duration {
+    match attr.kind {
+        _ if !attr.node.is_live() => FOREVER,
+        FileKind::Directory => DIRECTORY_NAME_LIFETIME,
+        _ => NAME_LIFETIME,
+    }
 }

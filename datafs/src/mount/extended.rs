@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
-use super::coherence::Kept;
+use super::coherence::{Kept, name_lifetime};
 use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::acl::is_acl;
@@ -208,7 +208,7 @@ impl Adapter {
                 let lifetime = match &mut answering {
                     _ if dots || !names_kept => NOT_AT_ALL,
                     None => FOREVER,
-                    Some(answering) => lifetime_of(answering.note(attr, true)),
+                    Some(answering) => lifetime_of(answering.note(attr, true)).min(name_lifetime(attr)),
                 };
                 let shown = self.inodes.attr(attr);
                 if reply.add(ino, offset, &entry.name, &lifetime, &shown, Generation(0)) {

@@ -327,3 +327,6 @@ impl Drop for Mount {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,9 +3,11 @@
 
 use std::fs::{self, File};
 use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::{OpenFlags, Owner};
 
@@ -107,6 +109,56 @@ pub(super) fn what_others_do_is_soon_seen_without_opening() {
         fs::remove_file(one.join("f")).unwrap();
         eventually("the removal", || fs::metadata(two.join("f")).is_err());
     });
+}
+
+/// The names that another process has made are told to the kernel, which is told once more later: neither takes a
+/// folder out of its tree.
+#[test]
+fn a_folder_in_use_keeps_its_path_while_others_change_the_volume() {
+    let Some(home) = Home::new() else { return };
+    let (mount, other) = (home.mount("data"), home.again());
+    let view = other.view(&"data".parse().unwrap()).unwrap();
+    let (x, y) = (mount.path().join("x"), mount.path().join("y"));
+    assert_eq!(names(mount.path()), Vec::<String>::new());
+    for folder in ["x", "y", "y/z"] {
+        view.create_dir_all(folder).unwrap();
+    }
+    let open = [File::open(&x).unwrap(), File::open(y.join("z")).unwrap()];
+    let path = |file: &File| fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+    let until = Instant::now() + Duration::from_millis(500);
+    for i in 0.. {
+        assert_eq!(path(&open[0]), x);
+        assert_eq!(path(&open[1]), y.join("z"));
+        if Instant::now() >= until {
+            break;
+        }
+        view.write_file(&format!("y/{i}"), b"x").unwrap();
+    }
+    view.rename_path("y", "moved").unwrap();
+    eventually("the old name", || fs::metadata(&y).is_err());
+    assert!(fs::metadata(mount.path().join("moved")).unwrap().is_dir());
+    assert_eq!(path(&open[1]), mount.path().join("moved/z"), "it is where the folder is now");
+}
+
+/// A notification may overtake the answer that it takes back, so it is repeated: once.
+#[test]
+fn a_name_that_others_have_made_is_soon_kept_by_the_kernel() {
+    let Some(home) = Home::new() else { return };
+    let (mount, other) = (home.mount("data"), home.again());
+    let view = other.view(&"data".parse().unwrap()).unwrap();
+    assert_eq!(names(mount.path()), Vec::<String>::new());
+    view.write_file("f", b"x").unwrap();
+    let lookups = || {
+        let operations = mount.stats().operations;
+        operations.iter().filter(|of| of.op == "lookup").map(|of| of.latency.count()).sum::<u64>()
+    };
+    let before = lookups();
+    let until = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < until {
+        fs::metadata(mount.path().join("f")).unwrap();
+    }
+    let asked = lookups() - before;
+    assert!((1..=4).contains(&asked), "{asked} times in a second");
 }
 
 #[test]
