@@ -5,6 +5,7 @@
 
 mod coherence;
 mod contents;
+mod direct;
 mod extended;
 mod full;
 mod lifecycle;

@@ -69,8 +69,6 @@ impl Filesystem for Adapter {
             InitFlags::FUSE_ATOMIC_O_TRUNC,
             InitFlags::FUSE_PARALLEL_DIROPS,
             InitFlags::FUSE_CACHE_SYMLINKS,
-            // A large direct read comes as several requests at once, for several threads.
-            InitFlags::FUSE_ASYNC_DIO,
             // Else the kernel asks for an attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
             InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO,
@@ -79,10 +77,15 @@ impl Filesystem for Adapter {
         ] {
             let _ = config.add_capabilities(wish);
         }
-        if !self.handles.view.is_snapshot() {
-            let wish = InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS;
-            let _ = config.add_capabilities(wish);
-        }
+        let wish = if self.handles.view.is_snapshot() {
+            // A large direct read comes as several requests at once, for several threads. Not where files are
+            // written: after an asynchronous direct write the kernel keeps the pages that a reader has filled
+            // during it.
+            InitFlags::FUSE_ASYNC_DIO
+        } else {
+            InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS
+        };
+        let _ = config.add_capabilities(wish);
         if self.asks_for_passthrough {
             let granted = config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
                 && config.set_max_stack_depth(stack_depth(&self.handles.view)).is_ok();

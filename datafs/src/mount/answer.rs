@@ -221,8 +221,12 @@ impl Adapter {
         let mut reply = Some(reply);
         // At most WRITE_BYTES_MAX.
         let len = data.len() as u32;
+        let node = self.node(ino);
         let mut answer = || {
             if let Some(reply) = reply.take() {
+                if !privileged {
+                    self.coherence.drops_privileges(node);
+                }
                 outcome::moved(data.len());
                 reply.written(len);
             }

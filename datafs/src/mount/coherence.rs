@@ -310,6 +310,16 @@ impl Coherence {
         }
     }
 
+    /// A change without privilege may have taken the set-user-ID and set-group-ID bits of a file. The kernel takes
+    /// its size and times for outdated after most of such changes, its mode after none.
+    pub(super) fn drops_privileges(&self, node: Node) {
+        let had = self.known.lock().get_mut(node.ino).is_some_and(|entry| std::mem::take(&mut entry.set_id));
+        if had {
+            // Attributes alone: that waits for nobody, so it may be said by a thread that serves.
+            self.say(&News::Attributes(node.ino));
+        }
+    }
+
     /// A file was written past the kernel's pages, of which a mapping may have got some meanwhile.
     pub(super) fn outdates(&self, node: Node) {
         if let Some(entry) = self.known.lock().get_mut(node.ino) {

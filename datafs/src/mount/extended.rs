@@ -161,7 +161,9 @@ impl Adapter {
             return Ok(());
         }
         let set = SetAttr { drop_privileges: true, ..SetAttr::default() };
-        self.handles.view.setattr(node, &set).map(drop)
+        self.handles.view.setattr(node, &set)?;
+        self.coherence.drops_privileges(node);
+        Ok(())
     }
 
     /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `found`
@@ -184,6 +186,9 @@ impl Adapter {
         let drop_privileges = !is_privileged(request);
         let set = SetAttr { size: Some(0), drop_privileges, ..SetAttr::default() };
         let attr = self.handles.view.setattr(node, &set)?;
+        if drop_privileges {
+            self.coherence.drops_privileges(node);
+        }
         Ok((file, attr, kept))
     }
 

@@ -92,13 +92,13 @@ impl Handles {
         mut handle: Handle,
         backing: impl FnOnce(&Handle) -> Option<BackingId>,
     ) -> Registered {
+        // Opening a backing file may take a look at the disk: other files are opened and closed meanwhile.
+        let is_first = !self.nodes.lock().contains_key(&handle.node);
+        let mut backing = if is_first { backing(&handle).map(Arc::new) } else { None };
         let (backing, direct) = {
             let mut nodes = self.nodes.lock();
-            let node = nodes.entry(handle.node).or_insert_with(|| OpenNode {
-                count: 0,
-                streams: 0,
-                backing: backing(&handle).map(Arc::new),
-            });
+            let new = || OpenNode { count: 0, streams: 0, backing: backing.take() };
+            let node = nodes.entry(handle.node).or_insert_with(new);
             handle.streams &= node.count == 0 && node.backing.is_none();
             node.count += 1;
             node.streams += usize::from(handle.streams);
@@ -225,5 +225,36 @@ impl Handles {
     /// Whether the kernel takes files from us.
     pub(super) fn has_passthrough(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::fs::OpenFlags;
+    use crate::fs::tests::{owner, setup};
+
+    #[test]
+    fn other_files_are_opened_while_a_backing_file_is() {
+        let (_home, _datafs, view) = setup();
+        let handles = Handles::new(view.clone());
+        let handle = |name: &str| {
+            let flags = OpenFlags::READ_WRITE;
+            let (attr, file) = view.create(view.root(), name.as_ref(), 0o644, owner(), flags).unwrap();
+            let node = attr.node;
+            Handle { file, node, writes: true, executes: false, data_version: 0, streams: true }
+        };
+        let slow = handle("slow");
+        let node = slow.node;
+        let registered = handles.insert(slow, |_| {
+            assert!(handles.nodes.try_lock().is_some(), "the table is locked");
+            let other = handles.insert(handle("other"), |_| None).number;
+            handles.release(other);
+            None
+        });
+        assert!(registered.direct && registered.backing.is_none() && !handles.is_shared(node));
+        handles.release(registered.number);
+        assert_eq!(handles.count(), 0);
     }
 }

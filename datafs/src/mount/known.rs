@@ -38,6 +38,8 @@ pub(super) struct Known {
     pub(super) data_version: u64,
     /// Change time of those attributes, see [`stamp`].
     pub(super) ctime: u64,
+    /// Whether it was told a mode with the set-user-ID or set-group-ID bit.
+    pub(super) set_id: bool,
     /// Whether older pages are surely gone: they go with the answer to an open, which has arrived once
     /// the file is closed again.
     pub(super) pages_settled: bool,
@@ -83,6 +85,7 @@ impl KnownNodes {
                 access: 0,
                 data_version: 0,
                 ctime: 0,
+                set_id: false,
                 pages_settled: false,
             }),
         };
@@ -92,6 +95,7 @@ impl KnownNodes {
             entry.told = 0;
         }
         entry.access = access_of(attr);
+        entry.set_id = attr.mode & 0o6000 != 0;
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
         true

@@ -35,6 +35,8 @@ pub(super) struct Locks {
     /// Entries of `held`, so that most closes need not look.
     held_count: AtomicUsize,
     coherence: Arc<Coherence>,
+    /// Locks whose files are closed and that could not be given up.
+    left: Mutex<Vec<(Node, LockOwner)>>,
     state: Mutex<State>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -87,6 +89,7 @@ impl Locks {
             held: Mutex::default(),
             held_count: AtomicUsize::new(0),
             coherence,
+            left: Mutex::default(),
             state: Mutex::default(),
             changed: Condvar::new(),
             thread: Mutex::default(),
@@ -162,6 +165,8 @@ impl Locks {
             self.give_up(handles, node, lock.owner, (lock.start, lock.end), Some(handle))?;
             return Ok(Answer::Now(None));
         }
+        // From now on the owner has it again.
+        self.left.lock().retain(|left| *left != (node, lock.owner));
         let blockers = match handles.view.lock(node, lock)? {
             Locking::Held(attr) => {
                 return Ok(match self.took(node, lock.owner, handle, attr.as_ref()) {
@@ -226,11 +231,15 @@ impl Locks {
             self.wake();
         }
         if (start, end) == (0, LOCK_END_MAX) {
-            let mut held = self.held.lock();
-            held.remove(&(node, owner));
-            self.held_count.store(held.len(), Ordering::Release);
+            self.gave_up(node, owner);
         }
         published
+    }
+
+    fn gave_up(&self, node: Node, owner: LockOwner) {
+        let mut held = self.held.lock();
+        held.remove(&(node, owner));
+        self.held_count.store(held.len(), Ordering::Release);
     }
 
     /// A process has closed the file: its `fcntl` locks go.
@@ -267,7 +276,31 @@ impl Locks {
     fn let_go(&self, handles: &Handles, node: Node, owner: LockOwner, handle: u64) {
         if let Err(error) = self.give_up(handles, node, owner, (0, LOCK_END_MAX), Some(handle)) {
             tracing::warn!(%error, node = node.to_u64(), "giving up a lock at the close of a file");
+            if self.held.lock().contains_key(&(node, owner)) {
+                self.left.lock().push((node, owner));
+                let mut state = self.state.lock();
+                state.news += 1;
+                self.changed.notify_all();
+            }
         }
+    }
+
+    /// Tries again to give up the locks that are left of closed files. Returns whether none is.
+    fn give_up_left(&self, handles: &Handles) -> bool {
+        // Held meanwhile, so that an owner that comes back takes its lock after this.
+        let mut left = self.left.lock();
+        left.retain(|(node, owner)| match handles.view.unlock(*node, *owner, 0, LOCK_END_MAX) {
+            Ok(_) => {
+                self.gave_up(*node, *owner);
+                self.wake();
+                false
+            }
+            Err(error) => {
+                tracing::debug!(%error, node = node.to_u64(), "giving up a lock of a closed file");
+                true
+            }
+        });
+        left.is_empty()
     }
 
     /// Answers a question for the lock that would be in the way.
@@ -365,12 +398,12 @@ fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
 
 fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
     let mut pause = RETRY_FIRST;
-    let mut news = 0;
+    let (mut news, mut none_left) = (0, true);
     while let (Some(locks), Some(handles)) = (locks.upgrade(), handles.upgrade()) {
         let queue = {
             let mut state = locks.state.lock();
             while !state.stopped && state.news == news {
-                if state.queue.is_empty() {
+                if state.queue.is_empty() && none_left {
                     locks.changed.wait(&mut state);
                 } else if locks.changed.wait_for(&mut state, pause).timed_out() {
                     pause = (pause * 2).min(RETRY_LAST);
@@ -386,6 +419,7 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
             news = state.news;
             std::mem::take(&mut state.queue)
         };
+        none_left = locks.give_up_left(&handles);
         let waiting: Vec<_> =
             queue.into_iter().filter_map(|waiting| locks.retry(&handles, waiting)).collect();
         let waiting = break_circles(waiting);
@@ -398,3 +432,6 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
         state.queue.extend(later);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -333,6 +333,18 @@ pub(super) fn whoever_changes_a_program_takes_its_privileges() {
     f.write_at(0, b"x").unwrap();
     f.flush().unwrap();
     assert!(matches!(get(&view, f.node(), capability), Err(Error::NoAttribute { .. })));
+    set(&view, f.node(), capability, b"all", SetXattr::Any).unwrap();
+    view.allocate(f.node(), 0, 1, Allocate::PunchHole).unwrap();
+    assert!(matches!(get(&view, f.node(), capability), Err(Error::NoAttribute { .. })));
+    let source = file(&view, "source");
+    source.write_at(0, &[7; 300_000]).unwrap();
+    let program = file(&view, "program");
+    for len in [1_000, 300_000] {
+        set(&view, program.node(), capability, b"all", SetXattr::Any).unwrap();
+        assert_eq!(source.copy_to(0, &program, 0, len).unwrap(), len);
+        program.flush().unwrap();
+        assert!(matches!(get(&view, program.node(), capability), Err(Error::NoAttribute { .. })), "{len}");
+    }
     let d = view.mkdir(view.root(), "d".as_ref(), 0o3777, owner()).unwrap().node;
     assert_eq!(view.setattr(d, &SetAttr { gid: Some(5), ..SetAttr::default() }).unwrap().mode, 0o3777);
 }
