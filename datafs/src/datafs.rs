@@ -146,7 +146,7 @@ fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metad
     let meta = Metadata::grouped(engine)?;
     create_dir(sessions_dir)?;
     let session = Session::start(&meta, sessions_dir)?;
-    meta.restore_reserve();
+    meta.take_back_reserve();
     Ok((meta, session))
 }
 

@@ -195,6 +195,7 @@ impl View {
     /// Begins a file that nobody sees until it is published.
     pub fn stage(&self) -> Result<StagedWriter> {
         self.writable(self.root())?;
+        self.shared.meta.check_reserve()?;
         Ok(StagedWriter { view: self.clone(), head: Vec::new(), object: None })
     }
 

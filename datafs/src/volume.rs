@@ -153,8 +153,11 @@ impl Datafs {
                 )));
             }
             let old = row.key.replace(new.clone());
-            if let Some(former) = &mut row.former_keys {
-                former.extend(old.filter(|old| *old != new && !former.contains(old)));
+            if let (Some(former), Some(old)) = (&mut row.former_keys, old)
+                && old != new
+                && !former.contains(&old)
+            {
+                former.push(old);
             }
             txn.put(&keys::volume(id), &row.encode())
         })

@@ -299,7 +299,9 @@ fn kills_leave_everything_whole(count: u64) {
         let run = if mounted { through_mount } else { through_library };
         let (reached, status) = run(home, seed, &end);
         killed[2] += u64::from(beside.is_some());
-        beside.map_or((), |maintenance| maintenance.kill(&what));
+        if let Some(maintenance) = beside {
+            maintenance.kill(&what);
+        }
         assert!(status.success() || status.signal() == Some(9), "{what}: failed by itself");
         let was_killed = status.signal().is_some();
         killed[usize::from(mounted)] += u64::from(was_killed);

@@ -32,15 +32,6 @@ const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
 /// First and longest pause before a commit that found no space is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// What a commit that makes room, and finds none, tries in turn: to begin the log anew, so that it takes no more
-/// space, and to give up the space that is set aside. Each tells whether it may have helped.
-const RELIEFS: [fn(&Shared) -> bool; 2] = [
-    |shared| {
-        checkpoint::copy_all(shared);
-        true
-    },
-    |shared| shared.reserve.release(),
-];
 /// Records that are put into the cache in one go.
 const CACHE_CHUNK: usize = 256;
 
@@ -150,11 +141,15 @@ fn give_up_turn(shared: &Shared) {
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
     let mut pause = RETRY_PAUSE;
-    let mut reliefs = RELIEFS.iter();
+    let mut relieved = false;
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
-            Err(Error::NoSpace { .. }) if frozen.makes_room && reliefs.any(|relieve| relieve(shared)) => {
+            Err(Error::NoSpace { .. }) if frozen.makes_room && !relieved => {
+                relieved = true;
+                shared.reserve.release();
+                // With that, the log can be copied back, and begins anew.
+                checkpoint::copy_all(shared);
                 continue;
             }
             Err(error) => error,
@@ -164,6 +159,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
             cause
                 if frozen.careful && (cause.is_store_trouble() || matches!(cause, Error::NoSpace { .. })) =>
             {
+                shared.reserve.take_back();
                 state.take_back(shared, error);
                 shared.progress.notify_all();
                 return;
@@ -191,6 +187,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         std::thread::sleep(pause);
         pause = (pause * 2).min(RETRY_PAUSE_MAX);
     };
+    if relieved {
+        shared.reserve.take_back();
+    }
     if let Some(error) = failure {
         shared.fail(&error);
         return;

@@ -628,7 +628,11 @@ impl Shared {
                     .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))
             };
             match write() {
-                Err(Error::NoSpace { .. }) if self.reserve.release() => write()?,
+                Err(Error::NoSpace { .. }) if self.reserve.release() => {
+                    let written = write();
+                    self.reserve.take_back();
+                    written?;
+                }
                 done => done?,
             }
         }

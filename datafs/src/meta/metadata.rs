@@ -121,6 +121,13 @@ impl Metadata {
         }
     }
 
+    /// Sets aside again what was given up for the opening.
+    pub(crate) fn take_back_reserve(&self) {
+        if let Kind::Group(group) = &self.0 {
+            group.reserve().take_back();
+        }
+    }
+
     /// Fails while that space is given up. For what takes space and is not in the metadata.
     pub(crate) fn check_reserve(&self) -> Result<()> {
         match &self.0 {

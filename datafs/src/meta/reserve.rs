@@ -12,12 +12,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
+use super::shared_page;
 use crate::error::{Error, Result};
 
 /// The part of the disk that is set aside, in bytes of it for each, and the limits of that.
 const PART: u64 = 64;
-const BYTES_MIN: u64 = 256 << 10;
-const BYTES_MAX: u64 = 4 << 20;
+const BYTES_MIN: u64 = 1 << 20;
+const BYTES_MAX: u64 = 8 << 20;
+/// Steps in which a nearly full disk is asked for it.
+const STEP_BYTES: u64 = 64 << 10;
 /// With less free space the file is given up before the metadata is opened, which takes some.
 const OPENING_BYTES: u64 = 256 << 10;
 
@@ -35,14 +38,15 @@ impl Reserve {
     pub(crate) fn of(metadata: &Path) -> Reserve {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-reserve");
-        let (total, _) = space_beside(metadata).unwrap_or((0, 0));
+        let total = Space::beside(metadata).map_or(0, |space| space.total);
         let bytes = (total / PART).clamp(BYTES_MIN, BYTES_MAX);
         Reserve { path: path.into(), place: metadata.to_owned(), bytes, short: AtomicBool::new(false) }
     }
 
-    /// Gives up the space where the metadata could not be opened without it.
+    /// Gives up the space where the metadata could not be opened without it. To be followed by
+    /// [`Reserve::take_back`].
     pub(crate) fn let_open(&self) {
-        if space_beside(&self.place).is_some_and(|(_, free)| free < OPENING_BYTES) {
+        if Space::beside(&self.place).is_some_and(|space| space.available < OPENING_BYTES) {
             self.release();
         }
     }
@@ -63,7 +67,9 @@ impl Reserve {
 
     /// Sees that the space is set aside. Returns false where there is too little.
     pub(crate) fn restore(&self) -> bool {
-        let whole = self.is_whole() || self.set_aside();
+        // With less than twice as much, what room was just made for would find none.
+        let has_room = || Space::beside(&self.place).is_none_or(|space| space.free >= 2 * self.bytes);
+        let whole = self.is_whole() || (has_room() && self.set_aside(self.bytes));
         self.short.store(!whole, Ordering::Release);
         whole
     }
@@ -75,28 +81,28 @@ impl Reserve {
         held && OpenOptions::new().write(true).open(&self.path).and_then(|file| file.set_len(0)).is_ok()
     }
 
+    /// Sets aside again what was given up and not used, however little that is: others take free space, too.
+    pub(crate) fn take_back(&self) {
+        let mut bytes = STEP_BYTES;
+        while !self.is_whole() && self.set_aside(bytes.min(self.bytes)) {
+            bytes += STEP_BYTES;
+        }
+    }
+
     fn is_whole(&self) -> bool {
         fs::metadata(&self.path)
             .is_ok_and(|file| file.len() >= self.bytes && file.blocks() * 512 >= self.bytes)
     }
 
-    fn set_aside(&self) -> bool {
-        // Not the last of it: somebody just made that room for a purpose.
-        if space_beside(&self.place).is_some_and(|(_, free)| free < 2 * self.bytes) {
-            return false;
-        }
+    fn set_aside(&self, bytes: u64) -> bool {
         let open =
             || OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&self.path);
         let Ok(file) = open() else { return false };
-        match fallocate(&file, FallocateFlags::empty(), 0, self.bytes as libc::off_t) {
+        match fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t) {
             Ok(()) => true,
             // Nothing can be set aside there, and nobody is made to suffer for it.
             Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => true,
-            Err(_) => {
-                // What of it was allocated is worth more as free space.
-                let _ = file.set_len(0);
-                false
-            }
+            Err(_) => false,
         }
     }
 }
@@ -114,10 +120,43 @@ pub(crate) fn allocate(file: &File, bytes: u64) -> std::io::Result<()> {
     }
 }
 
-/// Size and free bytes of the disk of a file, whose folder exists.
-fn space_beside(file: &Path) -> Option<(u64, u64)> {
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let stat = nix::sys::statvfs::statvfs(folder).ok()?;
-    let bytes = |blocks: u64| blocks.saturating_mul(stat.fragment_size());
-    Some((bytes(stat.blocks()), bytes(stat.blocks_available())))
+/// [`allocate`] of a file that something else in this process has open. It is not opened: to close it once more
+/// would drop the locks (`fcntl`) that the process has on it.
+pub(crate) fn allocate_open(path: &Path, bytes: u64) -> std::io::Result<()> {
+    let identity = |file: fs::Metadata| (file.dev(), file.ino());
+    let wanted = identity(fs::metadata(path)?);
+    for entry in fs::read_dir("/proc/self/fd")? {
+        let entry = entry?;
+        let descriptor = entry.file_name().to_str().and_then(|number| number.parse().ok());
+        if let Some(descriptor) = descriptor
+            && fs::metadata(entry.path()).is_ok_and(|file| identity(file) == wanted)
+        {
+            return match shared_page::fallocate(descriptor, bytes) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            };
+        }
+    }
+    Ok(())
+}
+
+/// The space of a disk, in bytes.
+struct Space {
+    total: u64,
+    /// What this process may take of it.
+    free: u64,
+    /// What is left without privilege, and without what the file system keeps for itself.
+    available: u64,
+}
+
+impl Space {
+    /// That of the disk of a file, whose folder exists; `None` where the system does not tell.
+    fn beside(file: &Path) -> Option<Space> {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let stat = nix::sys::statvfs::statvfs(folder).ok()?;
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.fragment_size());
+        let [total, available] = [stat.blocks(), stat.blocks_available()].map(bytes);
+        let free = if nix::unistd::geteuid().is_root() { bytes(stat.blocks_free()) } else { available };
+        Some(Space { total, free, available })
+    }
 }

@@ -115,6 +115,12 @@ pub(crate) fn wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
+/// `fallocate(2)` of the first bytes of a file that is open; returns what the system returned.
+pub(crate) fn fallocate(file: std::os::fd::RawFd, bytes: u64) -> libc::c_int {
+    // SAFETY: it takes numbers and touches no memory.
+    unsafe { libc::fallocate(file, 0, 0, bytes as libc::off_t) }
+}
+
 /// `flock(2)`, which locks a file for whoever has it open in the same way: two of one process exclude
 /// each other as well. Returns what the system returned.
 pub(crate) fn flock(file: std::os::fd::RawFd, operation: libc::c_int) -> libc::c_int {

@@ -20,7 +20,7 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, pa
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::keys;
-use super::reserve::allocate;
+use super::reserve::allocate_open;
 use crate::error::{Error, Result};
 use crate::private;
 
@@ -38,6 +38,8 @@ const CHECKPOINT_PAGES: u32 = 4_096;
 /// times as long as it is before it is copied back.
 const SHARED_REGION_BYTES: u64 = 32 << 10;
 const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
+/// With less free space only the first region is allocated.
+const SHARED_ROOM_BYTES: u64 = 16 << 20;
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -94,13 +96,13 @@ impl Sqlite {
     fn allocate_shared_memory(&self) -> Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push("-shm");
-        let file = match File::options().read(true).write(true).open(&path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-            opened => opened.map_err(|e| Error::io("open", &path, e))?,
-        };
-        let fail = |e| Error::io("allocate", &path, e);
-        allocate(&file, file.metadata().map_err(fail)?.len().max(SHARED_REGION_BYTES)).map_err(fail)?;
-        if let Err(error) = allocate(&file, SHARED_BYTES) {
+        let path = PathBuf::from(path);
+        let allocate = |bytes| allocate_open(&path, bytes).map_err(|e| Error::io("allocate", &path, e));
+        if let Err(error @ Error::NoSpace { .. }) = allocate(SHARED_REGION_BYTES) {
+            return Err(error);
+        }
+        let has_room = self.free_bytes().is_none_or(|free| free >= SHARED_ROOM_BYTES);
+        if has_room && let Err(error) = allocate(SHARED_BYTES) {
             tracing::debug!(%error, "allocating shared memory for a long log");
         }
         Ok(())

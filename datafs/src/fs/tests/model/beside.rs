@@ -36,8 +36,12 @@ impl Beside {
         };
         let mut number = 0;
         let threads = vec![
-            run(Box::new(move || drop(compactor.compact(None, &ALL).unwrap()))),
-            run(Box::new(move || drop(collector.gc().unwrap()))),
+            run(Box::new(move || {
+                compactor.compact(None, &ALL).unwrap();
+            })),
+            run(Box::new(move || {
+                collector.gc().unwrap();
+            })),
             run(Box::new(move || {
                 number += 1;
                 one_snapshot(&snapshots, number);

@@ -147,7 +147,9 @@ impl World {
             self.close_all(actor);
             self.look_at_all(1 - actor);
         }
-        self.beside.take().map_or((), Beside::finish);
+        if let Some(beside) = self.beside.take() {
+            beside.finish();
+        }
         let [one, other] = self.sessions.map(Option::unwrap);
         for session in [&one, &other] {
             check_tree(&session.view, session.view.root(), &self.tree, ROOT, true);
