@@ -50,6 +50,12 @@ impl Place {
         Datafs::open(&self.home(), &self.config).unwrap()
     }
 
+    /// Deletes the objects of removed files at once.
+    pub(crate) fn collect(&self) {
+        let config = Config { garbage_grace_ms: 0, ..self.config.clone() };
+        Datafs::open(&self.home(), &config).unwrap().gc().unwrap();
+    }
+
     pub(crate) fn snapshot(&self, name: &str) {
         self.datafs().snapshot_create(&volume(), &name.parse().unwrap()).unwrap();
     }
