@@ -16,7 +16,7 @@ use crate::view::View;
 pub enum Allocate {
     /// Extends the file to the end of the range when it is shorter. What is there stays.
     Extend,
-    /// Changes nothing: holes are filled when they are written, space beyond the end is not reserved.
+    /// Changes the times alone: holes are filled when they are written, space beyond the end is not reserved.
     KeepSize,
     /// The range reads as zeroes and takes no space; the size stays.
     PunchHole,
@@ -59,13 +59,11 @@ impl View {
             if matches!(how, Allocate::Extend | Allocate::Zero) {
                 inode.size = inode.size.max(end);
             }
-            if how != Allocate::KeepSize {
-                writer.settle(ino, &mut inode);
-                inode.written_by(writer.writer());
-                inode.mtime = Timestamp::now();
-                inode.ctime = inode.mtime;
-                tree::put_inode(writer, ino, &inode)?;
-            }
+            writer.settle(ino, &mut inode);
+            inode.written_by(writer.writer());
+            inode.mtime = Timestamp::now();
+            inode.ctime = inode.mtime;
+            tree::put_inode(writer, ino, &inode)?;
             Ok(inode)
         })?;
         Ok(self.attr_of(node, &inode))

@@ -239,7 +239,7 @@ mod tests {
         let removed = |ino| Removed { attr: attr(ino), target: None };
         known.note(&attr(7), true, 1);
         known.note(&attr(8), false, 1);
-        [7, 8, 9].map(|ino| known.remove(removed(ino)));
+        (7..10).for_each(|ino| known.remove(removed(ino)));
         assert_eq!([7, 8, 9].map(|ino| known.removed(ino).is_some()), [true, false, false]);
         known.forget(7, 1);
         assert!(known.removed(7).is_none() && known.removed.is_empty());

@@ -354,7 +354,7 @@ fn one_tree_is_removed_twice_at_once() {
     let Some(both) = Both::new() else { return };
     let other = both.home.again();
     let second = super::mount_of(&other, "data", &both.home.at("second"));
-    for (round, at) in (0..8).flat_map(|round| [(round, both.mount.path()), (round, second.path())]) {
+    for (round, at) in (0..4).flat_map(|round| [(round, both.mount.path()), (round, second.path())]) {
         let tree = both.mount.path().join(format!("tree-{round}"));
         for (i, j) in (0..8).flat_map(|i| (0..8).map(move |j| (i, j))) {
             let folder = tree.join(format!("{i}/{j}"));
@@ -403,6 +403,64 @@ fn dates_before_1970_are_exact() {
         })
     });
     assert_eq!(seen, times);
+}
+
+/// Waits until the clock of a file system shows a later time than the changes of a path.
+fn tick(dir: &Path, path: &Path) {
+    let changed = |path: &Path| fs::metadata(path).map(|of| (of.ctime(), of.ctime_nsec())).unwrap();
+    let (scratch, before) = (dir.join("scratch"), changed(path));
+    while {
+        fs::write(&scratch, b"x").unwrap();
+        changed(&scratch) <= before
+    } {}
+}
+
+#[test]
+fn times_change_as_on_a_local_disk() {
+    let Some(both) = Both::new() else { return };
+    both.same(|dir| {
+        let (sub, path, other) = (dir.join("sub"), dir.join("sub/file"), dir.join("sub/other"));
+        fs::create_dir(&sub).unwrap();
+        fs::write(&path, b"some bytes").unwrap();
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let allocate = |mode: i32, len: i64| {
+            // SAFETY: the descriptor is open.
+            assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), mode, 0, len) }, 0);
+        };
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        let steps: [(&str, &Path, &dyn Fn()); 19] = [
+            ("chmod", &path, &|| chmod(&file, 0o600)),
+            ("link", &path, &|| fs::hard_link(&path, &other).unwrap()),
+            ("unlink", &path, &|| fs::remove_file(&other).unwrap()),
+            ("truncate to the same size", &path, &|| file.set_len(10).unwrap()),
+            ("truncate", &path, &|| file.set_len(20).unwrap()),
+            ("open and empty", &path, &|| drop(File::create(&path).unwrap())),
+            ("open and empty what is empty", &path, &|| drop(File::create(&path).unwrap())),
+            ("write", &path, &|| (&file).write_all(b"bytes").unwrap()),
+            ("write nothing", &path, &|| drop((&file).write(b"").unwrap())),
+            ("sync", &path, &|| file.sync_all().unwrap()),
+            ("set an attribute", &path, &|| drop(set(&path, c"user.a", b"x", 0).unwrap())),
+            ("allocate and keep the size", &path, &|| allocate(keep, 100_000)),
+            ("allocate", &path, &|| allocate(0, 10_000)),
+            ("punch", &path, &|| allocate(libc::FALLOC_FL_PUNCH_HOLE | keep, 4_096)),
+            ("create", &sub, &|| drop(File::create(&other).unwrap())),
+            ("write inside", &sub, &|| fs::write(&other, b"x").unwrap()),
+            ("rename over", &sub, &|| fs::rename(&other, &path).unwrap()),
+            ("make a folder", &sub, &|| fs::create_dir(&other).unwrap()),
+            ("remove a folder", &sub, &|| fs::remove_dir(&other).unwrap()),
+        ];
+        steps.map(|(what, path, step)| {
+            let times = || {
+                let of = fs::metadata(path).unwrap();
+                [(of.atime(), of.atime_nsec()), (of.mtime(), of.mtime_nsec()), (of.ctime(), of.ctime_nsec())]
+            };
+            let before = times();
+            tick(dir, path);
+            step();
+            let after = times();
+            (what, [0, 1, 2].map(|i| before[i] != after[i]))
+        })
+    });
 }
 
 /// Takes an overlay off.
