@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::{Datafs, Name, VolumeSpec};
+use millrace_datafs::{Datafs, Name, VolumeSpec, private};
 use millrace_streams::broker::{self, Broker};
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
@@ -18,7 +18,6 @@ use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
 use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
-use millrace_datafs::private;
 
 /// How often a command looks whether it may have, or may stop, the embedded broker.
 const BROKER_POLL: Duration = Duration::from_millis(50);
@@ -48,6 +47,12 @@ impl Context {
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
     }
 
+    /// The same where other work goes on. A signal ends the waiting for a server that does not answer.
+    pub(crate) async fn volumes(&self) -> Result<Datafs> {
+        let own = self.clone();
+        self.apart(move || own.datafs()).await
+    }
+
     /// Tells who runs something that programs talk to many times a second, where idle cores halt at once.
     pub(crate) fn advise_on_cores(&self) {
         if let Some(setting) = halting(Path::new("/sys")) {
@@ -73,13 +78,26 @@ impl Context {
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let (sender, receiver) = tokio::sync::oneshot::channel();
+        self.apart_for(Duration::ZERO, work).await
+    }
+
+    /// The same for work that looks at the signal itself, and has so long to end in order.
+    pub(crate) async fn apart_for<T: Send + 'static>(
+        &self,
+        grace: Duration,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (sender, mut receiver) = tokio::sync::oneshot::channel();
         std::thread::Builder::new().name("apart".into()).spawn(move || {
             sender.send(work()).ok();
         })?;
         tokio::select! {
-            done = receiver => done?,
-            () = self.stop.cancelled() => fail(Exit::Failed, "interrupted"),
+            done = &mut receiver => return done?,
+            () = self.stop.cancelled() => {}
+        }
+        match tokio::time::timeout(grace, receiver).await {
+            Ok(done) => done?,
+            Err(_) => fail(Exit::Failed, "interrupted"),
         }
     }
 

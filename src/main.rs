@@ -110,7 +110,10 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         // These stop in order by themselves.
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,
-        Command::Copy(args) => tokio::task::block_in_place(|| commands::copy::run(&context, &args)),
+        Command::Copy(args) => {
+            let own = context.clone();
+            context.apart_for(PATIENCE, move || commands::copy::run(&own, &args)).await
+        }
         Command::Stats(args) => commands::stats::run(&context, args).await,
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,

@@ -152,10 +152,7 @@ impl Service {
         let settings = &context.loaded.settings;
         settings.ingest.validate()?;
         let lock = context.home.lock(command)?;
-        let datafs = {
-            let context = context.clone();
-            context.clone().blocking(move || context.datafs()).await?
-        };
+        let datafs = context.volumes().await?;
         let broker = if settings.streams.is_embedded() {
             let dir = broker::dir(context.home.root());
             Some(Broker::start(settings.streams.broker.clone(), &dir, CancellationToken::new()).await?)
@@ -357,7 +354,7 @@ impl Service {
 /// Trains a job once its snapshot exists.
 async fn train_when_ready(context: &Context, path: &std::path::Path, stop: CancellationToken) -> Result<()> {
     let job = millrace_trainer::job::JobFile::load(path)?;
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     loop {
         let (datafs, spec) = (datafs.clone(), job.dataset.source.clone());
         match context.blocking(move || Ok(datafs.view(&spec))).await? {

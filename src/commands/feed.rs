@@ -17,7 +17,7 @@ use crate::output::count;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let options = PlanOptions { seed: args.seed, batch_rows: args.batch_rows, ..PlanOptions::default() };
     let dataset = args.dataset.open(&datafs).await?;
     let plan = dataset.plan(&options).await?;

@@ -14,7 +14,7 @@ use crate::output::{bytes, count};
 pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
     let job = job(context, &args)?;
     let volume: Name = job.volume.parse()?;
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     {
         let datafs = datafs.clone();
         context.blocking(move || ensure_volume(&datafs, &volume)).await?;

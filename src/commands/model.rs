@@ -47,7 +47,7 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             files(context.out, command)
         }
         ModelCommand::Show { model, volume: Some(volume), version } => {
-            let datafs = context.datafs()?;
+            let datafs = context.volumes().await?;
             let spec = volume.clone();
             let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
             let root = millrace_serving::config::VOLUME_ROOT;

@@ -9,6 +9,7 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, MountOptions, TraceOptions};
+use millrace_datafs::private;
 use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
@@ -18,7 +19,6 @@ use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{Output, quoted};
 use crate::ready;
-use millrace_datafs::private;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
@@ -31,7 +31,7 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     if args.supervised {
         end_with_input(context)?;
     }
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let (spec, path) = (args.spec.clone(), args.path.clone());
     let trace =
         args.trace.clone().map(|file| TraceOptions { file, file_bytes_max: args.trace_file_mib << 20 });

@@ -18,7 +18,7 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     // No client can tell this process what to load.
     serving.control = Control::Poll;
     serving.load.clear();
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let spec = live(&args.volume);
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
     let repository = Repository::open(Source::volume(&view), &serving).await?;

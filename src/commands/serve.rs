@@ -41,7 +41,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     }
     let source = match (&args.volume, &args.models) {
         (Some(spec), _) => {
-            let datafs = context.datafs()?;
+            let datafs = context.volumes().await?;
             let spec = spec.clone();
             Source::volume(&context.blocking(move || Ok(datafs.view(&spec)?)).await?)
         }

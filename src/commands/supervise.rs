@@ -120,6 +120,8 @@ async fn serve(
     daemon: &mut Child,
     ready: impl FnOnce(&serde_json::Value) -> Result<()>,
 ) -> Result<Served> {
+    // Waiting for a child closes its input, which this one takes for the end of its supervisor.
+    let _alive = daemon.stdin.take();
     let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
     let mut said = BufReader::new(stdout).lines();
     let mut was_ready = false;

@@ -88,8 +88,7 @@ pub(crate) async fn train(
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
-    let opened = context.clone();
-    let datafs = context.blocking(move || opened.datafs()).await?;
+    let datafs = context.volumes().await?;
     let settings = &context.loaded.settings;
     let setup = Setup {
         datafs,

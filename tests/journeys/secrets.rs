@@ -33,7 +33,7 @@ bootstrap_servers = "127.0.0.1:1"
 [streams.properties]
 "security.protocol" = "SASL_PLAINTEXT"
 "sasl.mechanism" = "PLAIN"
-"sasl.username" = { env = "MILLRACE_TEST_USER" }
+"sasl.username" = { env = "TEST_USER_OF_MILLRACE" }
 "sasl.password" = "planted-sasl-password"
 "ssl.key.password" = "planted-key-password"
 "socket.timeout.ms" = 100
@@ -46,7 +46,7 @@ headers = { authorization = "planted-header-value", other = { file = "secret" } 
 /// Everything that a command says, with the most that is ever logged.
 fn said(home: &Home, args: &[&str]) -> (i32, String) {
     let mut command = home.command();
-    command.args(["--log", "trace"]).args(args).env("MILLRACE_TEST_USER", "planted-in-a-variable");
+    command.args(["--log", "trace"]).args(args).env("TEST_USER_OF_MILLRACE", "planted-in-a-variable");
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
@@ -67,7 +67,8 @@ fn nothing_that_is_printed_or_logged_shows_a_secret() {
         let (code, text) = said(&home, args);
         assert_eq!(code, 0, "{text}");
         // The keys show, and where a value is to be found.
-        for shown in ["sasl.password", "secret_access_key", "authorization", "MILLRACE_TEST_USER", "(set)"] {
+        for shown in ["sasl.password", "secret_access_key", "authorization", "TEST_USER_OF_MILLRACE", "(set)"]
+        {
             assert!(text.contains(shown), "{shown} is missing in\n{text}");
         }
         shows_none(&text, "config");

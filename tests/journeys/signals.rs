@@ -54,7 +54,11 @@ fn the_first_signal_ends_commands_that_wait_for_a_server() {
         &["warmup", "v@s"],
         &["volume", "list"],
         &["snapshot", "list", "v"],
+        &["cp", model, "v:/m.onnx"],
         &["model", "import", model, "--name", "m", "--volume", "v"],
+        &["model", "show", "m", "--volume", "v"],
+        &["feed", "v@s:/t"],
+        &["ingest", "--topic", "t", "--volume", "v"],
     ] {
         interrupted(&home, args, &taken, Signal::SIGINT);
     }

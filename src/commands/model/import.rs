@@ -22,7 +22,7 @@ pub(super) async fn into_volume(
     name: String,
     volume: &Name,
 ) -> Result<Bundle> {
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let (spec, runtime) = (live(volume), Handle::current());
     let make = move || {
         let view = datafs.view(&spec)?;

@@ -37,7 +37,7 @@ const INTERRUPTED: &str = "quantize was interrupted";
 
 /// Quantizes a model of a volume.
 pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Name) -> Result<()> {
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let (opened, spec) = (datafs.clone(), live(volume));
     let store = context.blocking(move || Ok(opened.view(&spec)?.object_store())).await?;
     let source =

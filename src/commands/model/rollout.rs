@@ -35,7 +35,7 @@ pub(super) struct Versions {
 
 /// Runs the command on a model in a volume.
 pub(super) async fn in_volume(context: &Context, command: &RolloutCommand, volume: &Name) -> Result<()> {
-    let datafs = context.datafs()?;
+    let datafs = context.volumes().await?;
     let spec = live(volume);
     let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
     let versions =
