@@ -5,6 +5,7 @@
 mod support;
 
 mod bad_input;
+mod before;
 mod habits;
 mod images;
 mod imported;
