@@ -185,7 +185,11 @@ impl Filesystem for Adapter {
         };
         let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
-            Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
+            Ok(attr) => {
+                let lifetime = self.lifetime(&attr, moment, false);
+                self.coherence.changes_attributes(node);
+                reply.attr(&lifetime, &self.inodes.attr(&attr));
+            }
             Err(error) => {
                 reply.error(self.failed_for("setattr", (request.pid(), Refused::Node, node), &error))
             }

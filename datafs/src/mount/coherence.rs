@@ -225,11 +225,11 @@ impl Coherence {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
-        if entry.names_version != attr.names_version || entry.access != access {
+        let access_changed = entry.access != access || entry.access_in_doubt;
+        if entry.names_version != attr.names_version || access_changed {
             // Who comes back has no other path, as by `/proc/self/fd`.
             if !found && (entry.told != thread || thread == 0) {
                 entry.told = thread;
-                let access_changed = entry.access != access;
                 drop(known);
                 if access_changed {
                     // The kernel has decided by the old ones.
@@ -238,6 +238,7 @@ impl Coherence {
                 return Kept::Stale;
             }
             (entry.names_version, entry.access) = (attr.names_version, access);
+            entry.access_in_doubt = false;
         }
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;
@@ -250,6 +251,13 @@ impl Coherence {
             self.say(&News::Attributes(attr.node.ino));
         }
         kept
+    }
+
+    /// The kernel has changed attributes itself: it does not drop the answer to that.
+    pub(super) fn changes_attributes(&self, node: Node) {
+        if let Some(entry) = self.known.lock().get_mut(node.ino) {
+            entry.access_in_doubt = false;
+        }
     }
 
     /// A file that was opened with this version of its contents is closed.

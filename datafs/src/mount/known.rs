@@ -32,8 +32,11 @@ pub(super) struct Known {
     pub(super) told: u32,
     /// When it was told attributes last, in milliseconds since the mount.
     pub(super) answered_ms: u32,
-    /// Owner and permissions that it was told, see [`access_of`].
+    /// Owner and permissions that it was told last, see [`access_of`].
     pub(super) access: u32,
+    /// It was told others before. It drops an answer that was under way when it was told of a change, and then goes
+    /// on deciding by the old ones.
+    pub(super) access_in_doubt: bool,
     /// What its pages are of, at the oldest.
     pub(super) data_version: u64,
     /// Change time of those attributes, see [`stamp`].
@@ -82,7 +85,8 @@ impl KnownNodes {
                 names_version: attr.names_version,
                 told: 0,
                 answered_ms,
-                access: 0,
+                access: access_of(attr),
+                access_in_doubt: false,
                 data_version: 0,
                 ctime: 0,
                 set_id: false,
@@ -94,7 +98,8 @@ impl KnownNodes {
             entry.names_version = attr.names_version;
             entry.told = 0;
         }
-        entry.access = access_of(attr);
+        let access = access_of(attr);
+        entry.access_in_doubt = std::mem::replace(&mut entry.access, access) != access;
         entry.set_id = attr.mode & 0o6000 != 0;
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
