@@ -163,6 +163,13 @@ pub enum Error {
         /// The metadata file.
         place: String,
         /// The version found.
+    /// Another file was put in the place of one that this process has open (EIO), such as an older copy. Nothing
+    /// more is read or written through the old one.
+    #[error("{what} was replaced by another file: end this process and start it again")]
+    Replaced {
+        /// What was replaced.
+        what: String,
+    },
         found: u32,
         /// The newest version that this build knows.
         supported: u32,

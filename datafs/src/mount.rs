@@ -155,6 +155,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::NotWritable { .. } | Error::WrongKey { .. } => Errno::EACCES,
         Error::Unsupported(_) => Errno::EOPNOTSUPP,
         Error::NewerFormat { .. }
+        | Error::Replaced { .. }
         | Error::Corrupt { .. }
         | Error::Object(_)
         | Error::StoreAway { .. }

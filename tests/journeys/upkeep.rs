@@ -40,6 +40,21 @@ fn fsck_finds_what_is_lost_and_says_so() {
 }
 
 #[test]
+fn an_older_copy_of_the_metadata_is_taken_up() {
+    let home = Home::new();
+    home.ok(["volume", "create", "kept"]);
+    let (metadata, copy) = (home.path().join("datafs/meta.sqlite"), home.dir.path().join("copy"));
+    std::fs::copy(&metadata, &copy).unwrap();
+    home.ok(["volume", "create", "lost"]);
+    home.ok(["snapshot", "create", "lost@s"]);
+    std::fs::copy(&copy, &metadata).unwrap();
+    let listed = home.json(["volume", "list"]);
+    assert_eq!((listed[0]["name"].as_str(), listed.as_array().unwrap().len()), (Some("kept"), 1), "{listed}");
+    home.ok(["volume", "create", "lost"]);
+    home.ok(["gc"]);
+}
+
+#[test]
 fn a_damaged_volume_is_named_and_the_others_are_listed() {
     let home = Home::new();
     home.ok(["volume", "create", "sound"]);

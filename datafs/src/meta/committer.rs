@@ -228,6 +228,10 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
 
 fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     failpoint::hit("group-frozen");
+    // A commit to a file that has lost its name is lost.
+    if shared.turn.is_outdated() || !shared.engine.is_in_place() {
+        return Err(shared.replaced());
+    }
     frozen.prerequisites.run()?;
     failpoint::hit("group-prerequisites");
     checkpoint::finish(shared);

@@ -547,7 +547,11 @@ impl Shared {
             }
             drop(state);
             drop(outdated);
-            fresh = Some(Snapshot::take(&self.engine)?);
+            let taken = Snapshot::take(&self.engine)?;
+            if taken.batch() < committed {
+                return Err(self.refuse_replaced());
+            }
+            fresh = Some(taken);
         }
     }
 
@@ -574,11 +578,26 @@ impl Shared {
     }
 
     /// Waits until a transaction may run: it is the only one, this process has the turn, and there is
+    /// The error after the metadata file was replaced under this process.
+    pub(super) fn replaced(&self) -> Error {
+        let what = format!("the metadata file {} that this process has open", self.engine.place());
+        Error::Replaced { what }
+    }
+
+    fn refuse_replaced(&self) -> Error {
+        let error = self.replaced();
+        self.fail(&error);
+        error
+    }
+
     /// room in memory.
     fn begin_write(&self) -> Result<MutexGuard<'_, ()>> {
         loop {
             let writing = self.writing.lock();
             let mut state = self.state.lock();
+            if self.turn.is_outdated() {
+                return Err(self.refuse_replaced());
+            }
             state.check(self)?;
             state.check_space()?;
             if state.yielding || state.current.full {
@@ -617,6 +636,7 @@ impl Shared {
     /// has the turn, and no batches.
     fn repair(&self) -> Result<()> {
         let started = self.turn.started();
+            let committed = state.base;
         if self.turn.finished() >= started {
             return Ok(());
         }

@@ -46,6 +46,8 @@ pub(crate) struct Words {
     pub(crate) taken: AtomicU32,
     /// Raised with `finished`; futex.
     pub(crate) finish_bell: AtomicU32,
+    /// Times that the numbers above were set anew.
+    pub(crate) generation: AtomicU64,
 }
 
 /// The mapped page.

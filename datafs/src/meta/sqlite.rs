@@ -9,6 +9,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -60,6 +61,8 @@ pub(crate) struct Sqlite {
     log_pages: AtomicU32,
     /// The name of the log is on the disk.
     log_named: AtomicBool,
+    /// Device and inode of the file.
+    file: (u64, u64),
 }
 
 struct Writer {
@@ -77,6 +80,7 @@ impl Sqlite {
     /// Opens the file, which is created when missing; its directory exists.
     pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Sqlite> {
         let connection = connect(path, lock_wait)?;
+        let file = file_at(path).map_err(|e| Error::io("look at metadata file", path, e))?;
         let engine = Sqlite {
             path: path.to_owned(),
             lock_wait,
@@ -85,6 +89,7 @@ impl Sqlite {
             copier: Mutex::new(None),
             log_pages: AtomicU32::new(0),
             log_named: AtomicBool::new(false),
+            file,
         };
         engine.prepare()?;
         engine.allocate_shared_memory()?;
@@ -194,6 +199,11 @@ impl Sqlite {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the file still has its name, and no other file has it.
+    pub(crate) fn is_in_place(&self) -> bool {
+        file_at(&self.path).is_ok_and(|file| file == self.file)
     }
 
     /// Free bytes on the disk of the file, if the system tells.
@@ -455,6 +465,12 @@ impl WriteTxn for Txn<'_> {
     fn as_read(&mut self) -> &mut dyn ReadTxn {
         self
     }
+}
+
+/// Device and inode of what is at a path.
+fn file_at(path: &Path) -> std::io::Result<(u64, u64)> {
+    let found = std::fs::metadata(path)?;
+    Ok((found.dev(), found.ino()))
 }
 
 fn connect(path: &Path, lock_wait: Duration) -> Result<Connection> {

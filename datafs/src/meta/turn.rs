@@ -5,6 +5,10 @@
 //! metadata file lies that file with a page of shared numbers: batches have numbers, `started` is the
 //! newest one of which an operation may have been answered, and all up to `finished` are committed,
 //! or lost with the process that was killed before it could commit them.
+//!
+//! The newest batch in the metadata file is never older than `finished` and never newer than `started`. Where
+//! it is, another file was put in its place, such as an older copy: the next process that opens it sets the
+//! numbers anew and raises `generation`, so that processes with the file before open refuse to go on.
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
@@ -36,6 +40,8 @@ pub(crate) struct Turn {
     wants_before: AtomicU32,
     /// `taken` when the turn was last given up because somebody wanted it.
     given_up_at: AtomicU64,
+    /// The page's when this process opened it.
+    generation: u64,
 }
 
 impl Turn {
@@ -61,21 +67,23 @@ impl Turn {
         allocate(&file, PAGE_BYTES).map_err(fail)?;
         let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
         let log = ChangeLog::new(file.try_clone().map_err(fail)?);
-        let turn = Turn {
+        let mut turn = Turn {
             path,
             file,
             page,
             log,
             wants_before: AtomicU32::new(0),
             given_up_at: AtomicU64::new(u64::MAX),
+            generation: 0,
         };
-        if !turn.is_valid() {
+        if !turn.agrees(committed)? {
             turn.take(lock_wait)?;
-            if !turn.is_valid() {
+            if !turn.agrees(committed)? {
                 turn.initialize(committed()?);
             }
             turn.release();
         }
+        turn.generation = turn.words().generation.load(Ordering::Acquire);
         Ok(turn)
     }
 
@@ -87,7 +95,31 @@ impl Turn {
         &self.log
     }
 
-    fn is_valid(&self) -> bool {
+    /// Whether the page is of this boot and of this metadata file.
+    fn agrees(&self, committed: &mut dyn FnMut() -> Result<u64>) -> Result<bool> {
+        if !self.is_of_this_boot() {
+            return Ok(false);
+        }
+        // In this order, because others commit meanwhile.
+        let finished = self.finished();
+        let committed = committed()?;
+        let started = self.started();
+        if (finished..=started).contains(&committed) {
+            return Ok(true);
+        }
+        tracing::warn!(
+            path = %self.path.display(), committed, finished, started,
+            "the metadata file was replaced: its newest batch is not one of those that were counted last"
+        );
+        Ok(false)
+    }
+
+    /// Whether another process has found another metadata file in the place of the one that this process has open.
+    pub(crate) fn is_outdated(&self) -> bool {
+        self.words().generation.load(Ordering::Acquire) != self.generation
+    }
+
+    fn is_of_this_boot(&self) -> bool {
         let words = self.words();
         let [high, low] = boot_id();
         words.magic.load(Ordering::Acquire) == MAGIC
@@ -95,10 +127,11 @@ impl Turn {
             && words.boot[1].load(Ordering::Acquire) == low
     }
 
-    /// Makes the page one of this boot. The caller holds the turn.
+    /// Makes the page one of this boot and this file. The caller holds the turn.
     fn initialize(&self, committed: u64) {
         let words = self.words();
         words.magic.store(0, Ordering::Release);
+        words.generation.fetch_add(1, Ordering::AcqRel);
         words.started.store(committed, Ordering::Release);
         words.finished.store(committed, Ordering::Release);
         // What an earlier boot has left is on the disk or lost.

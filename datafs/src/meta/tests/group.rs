@@ -302,3 +302,87 @@ fn a_process_that_is_locked_out_is_told() {
     impatient.transact(Durability::Relaxed, |txn| txn.put(b"xb", b"1")).unwrap();
     assert_eq!(meta.view(|txn| txn.get(b"xb")).unwrap(), Some(b"1".to_vec()));
 }
+
+/// Runs `call` on a thread of its own, which must end.
+fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, result) = mpsc::channel();
+    std::thread::spawn(move || drop(done.send(call())));
+    result.recv_timeout(LIMIT).expect("the call ends")
+}
+
+/// Writes `count` batches and closes the file; returns a copy of it.
+fn write_batches(dir: &Path, count: u64) -> std::path::PathBuf {
+    let meta = metadata(dir);
+    for i in 0..count {
+        meta.transact(Durability::Durable, |txn| txn.put(b"x", &i.to_be_bytes())).unwrap();
+    }
+    drop(meta);
+    let copy = dir.join(format!("copy-{count}"));
+    std::fs::copy(dir.join("meta.sqlite"), &copy).unwrap();
+    copy
+}
+
+/// Puts a copy in the place of the file, in a new inode or in the old one.
+fn put_in_place(dir: &Path, copy: &Path, rename: bool) {
+    let path = dir.join("meta.sqlite");
+    for suffix in ["-wal", "-shm"] {
+        let mut beside = path.clone().into_os_string();
+        beside.push(suffix);
+        let _ = std::fs::remove_file(beside);
+    }
+    if rename {
+        std::fs::copy(copy, dir.join("new")).unwrap();
+        std::fs::rename(dir.join("new"), &path).unwrap();
+    } else {
+        std::fs::copy(copy, &path).unwrap();
+    }
+}
+
+#[test]
+fn an_older_or_newer_copy_of_the_file_opens_and_goes_on() {
+    for rename in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path().to_owned();
+        let older = write_batches(&home, 3);
+        let newer = write_batches(&home, 9);
+        for (copy, value) in [(older, 2), (newer, 8)] {
+            put_in_place(&home, &copy, rename);
+            let home = home.clone();
+            in_time(move || {
+                let processes = [metadata(&home), metadata(&home)];
+                for meta in &processes {
+                    assert_eq!(number(meta.view(|txn| txn.get(b"x")).unwrap()), value);
+                }
+                for i in 100..110u64 {
+                    let [writer, reader] = [i as usize % 2, 1 - i as usize % 2];
+                    let put = |txn: &mut dyn crate::meta::engine::WriteTxn| txn.put(b"x", &i.to_be_bytes());
+                    processes[writer].transact(Durability::Durable, put).unwrap();
+                    assert_eq!(number(processes[reader].view(|txn| txn.get(b"x")).unwrap()), i);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_process_whose_file_was_replaced_writes_and_reads_nothing_more() {
+    for opened_again in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path().to_owned();
+        let copy = write_batches(&home, 3);
+        write_batches(&home, 9);
+        let meta = metadata(&home);
+        meta.transact(Durability::Durable, |txn| txn.put(b"x", &50u64.to_be_bytes())).unwrap();
+        put_in_place(&home, &copy, true);
+        let other = opened_again.then(|| metadata(&home));
+        in_time(move || {
+            let put = |txn: &mut dyn crate::meta::engine::WriteTxn| txn.put(b"x", &51u64.to_be_bytes());
+            let error = meta.transact(Durability::Durable, put).unwrap_err();
+            assert!(error.to_string().contains("meta.sqlite"), "{error}");
+            assert!(error.to_string().contains("replaced by another file"), "{error}");
+            meta.view(|txn| txn.get(b"x")).unwrap_err();
+        });
+        let other = other.unwrap_or_else(|| metadata(&home));
+        assert_eq!(number(other.view(|txn| txn.get(b"x")).unwrap()), 2);
+    }
+}
