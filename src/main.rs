@@ -17,6 +17,7 @@ mod quickstart;
 mod ready;
 mod service;
 mod settings;
+mod snapshots;
 
 use std::process::ExitCode;
 use std::sync::Arc;

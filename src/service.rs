@@ -5,9 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use chrono::Utc;
 use millrace_datafs::mount::{self, Mount, MountOptions};
-use millrace_datafs::{Datafs, Name, VolumeSpec};
+use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_ingest::Until;
 use millrace_serving::pipe::{self, Deps};
 use millrace_serving::{MetricsServer, Serving, Source};
@@ -20,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::context::{Context, ensure_volume, live};
 use crate::failure::{Exit, fail, failure};
 use crate::home::{Addresses, HomeLock};
-use crate::settings::SnapshotSchedule;
+use crate::snapshots::Schedule;
 
 /// How often a training of `[up]` looks whether its snapshot is there.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
@@ -227,16 +226,13 @@ impl Service {
                 train_when_ready(&context, &path, stop).await
             });
         }
-        for schedule in &settings.up.snapshots {
-            if schedule.every_s == 0 {
-                return fail(
-                    Exit::Usage,
-                    format!("up.snapshots of {}: every_s must be at least 1", schedule.volume),
-                );
-            }
-            let (datafs, schedule, stop) =
-                (self.datafs.clone(), schedule.clone(), self.middle.stop.child_token());
-            self.middle.spawn(format!("snapshots of {}", schedule.volume), snapshots(datafs, schedule, stop));
+        for schedule in Schedule::all(&settings.up.snapshots)? {
+            let (datafs, stop) = (self.datafs.clone(), self.middle.stop.child_token());
+            let what = format!("snapshots {} of {}", schedule.name, schedule.volume);
+            self.middle.spawn(what, async move {
+                schedule.run(datafs, stop).await;
+                Ok(())
+            });
         }
         self.lock.announce(self.addresses.clone())
     }
@@ -369,41 +365,5 @@ async fn train_when_ready(context: &Context, path: &std::path::Path, stop: Cance
     }
     let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
     tracing::info!(model = %job.model_name(), version = report.version, end = ?report.end, "training ended");
-    Ok(())
-}
-
-/// Takes snapshots named after the time, and deletes this schedule's oldest beyond `keep`.
-async fn snapshots(datafs: Datafs, schedule: SnapshotSchedule, stop: CancellationToken) -> Result<()> {
-    let mut ticks = tokio::time::interval(Duration::from_secs(schedule.every_s));
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    ticks.tick().await;
-    loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            () = stop.cancelled() => return Ok(()),
-        }
-        let (datafs, schedule) = (datafs.clone(), schedule.clone());
-        tokio::task::spawn_blocking(move || snapshot_now(&datafs, &schedule)).await??;
-    }
-}
-
-/// Snapshots of a schedule start with this, which tells them from those that people take.
-const SCHEDULED: &str = "scheduled-";
-
-fn snapshot_now(datafs: &Datafs, schedule: &SnapshotSchedule) -> Result<()> {
-    let name: Name = format!("{SCHEDULED}{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ")).parse()?;
-    datafs.snapshot_create(&schedule.volume, &name)?;
-    let mut taken: Vec<Name> = datafs
-        .snapshot_list(&schedule.volume)?
-        .into_iter()
-        .map(|snapshot| snapshot.name)
-        .filter(|name| name.as_str().starts_with(SCHEDULED))
-        .collect();
-    // The time is in the name, so the order of names is the order of time.
-    taken.sort_by(|a, b| a.as_str().cmp(b.as_str()));
-    let surplus = taken.len().saturating_sub(schedule.keep.max(1));
-    for name in taken.into_iter().take(surplus) {
-        datafs.snapshot_delete(&schedule.volume, &name)?;
-    }
     Ok(())
 }

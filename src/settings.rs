@@ -73,9 +73,12 @@ pub(crate) struct MountConfig {
 pub(crate) struct SnapshotSchedule {
     /// The volume.
     pub(crate) volume: Name,
-    /// Seconds from one snapshot to the next, at least 1.
+    /// Its own among the schedules of the volume, and part of its snapshots' names; `every-Ns` without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<Name>,
+    /// Seconds from one snapshot to the next, at least 1; counted from 1970-01-01 (UTC), so that 3600 is each hour.
     pub(crate) every_s: u64,
-    /// How many of this schedule's snapshots are kept; older ones are deleted.
+    /// How many of this schedule's snapshots are kept, at least 1; older ones are deleted.
     pub(crate) keep: usize,
 }
 

@@ -102,6 +102,35 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
 }
 
 #[test]
+fn snapshot_schedules_leave_each_other_alone_and_survive_errors() {
+    let home = Home::new();
+    let config = home.file(
+        "up.toml",
+        "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\nsnapshots = [\n\
+         { volume = \"v\", every_s = 1, keep = 2 },\n{ volume = \"v\", name = \"slow\", every_s = 2, keep = 3 },\n\
+         { volume = \"late\", every_s = 1, keep = 1 },\n{ volume = \"v\", name = \"rare\", every_s = 86400, keep = 1 }]\n",
+    );
+    let config = config.to_str().unwrap();
+    let mut up = home.start(["--config", config, "up", "--json"]);
+    up.object();
+    let names = |volume: &str| -> Vec<String> {
+        let listed = home.json(["snapshot", "list", volume]);
+        listed.as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let count = |names: &[String], prefix: &str| names.iter().filter(|name| name.starts_with(prefix)).count();
+    until("each schedule has its own snapshots", || {
+        let names = names("v");
+        count(&names, "scheduled-every-1s-") == 2
+            && count(&names, "scheduled-slow-") == 3
+            && count(&names, "scheduled-rare-") == 1
+    });
+    // The volume that was missing appears while the service runs.
+    home.ok(["volume", "create", "late"]);
+    until("the missing volume is tried again", || count(&names("late"), "scheduled-every-1s-") == 1);
+    assert_eq!(up.stop(), 0);
+}
+
+#[test]
 fn a_service_without_models_serves_the_metrics_of_its_mounts() {
     if !fuse_permitted() {
         return;
