@@ -111,6 +111,23 @@ fn connections_are_as_safe_as_the_url_says() {
         drop(datafs);
     }
     drop(open("127.0.0.1", "right", "sslmode=disable").unwrap());
+    // A unix socket beside another host: it has no TLS, and takes none from the other.
+    let socket = folder.display().to_string().replace('/', "%2F");
+    for (hosts, options, expected) in [
+        (format!("%2Fnowhere:{port},localhost"), format!("sslmode=verify-full&{authority}"), true),
+        (format!("localhost:{port},{socket}"), String::new(), true),
+        (format!("{socket}:{port},localhost"), format!("sslmode=verify-full&{authority}"), false),
+    ] {
+        let datafs = open(&hosts, "right", &options).unwrap_or_else(|error| panic!("{hosts}: {error}"));
+        // The server may not have noticed yet that the connections before are closed.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while (encrypted() != "0") != expected {
+            assert!(Instant::now() < deadline, "{hosts}");
+        }
+        drop(datafs);
+    }
+    let hosts = format!("%2Fnowhere:{port},localhost");
+    refused(&hosts, "right", &format!("sslmode=verify-full&{other}"), &["certificate", "UnknownIssuer"]);
     // Certificates that will not do.
     let unknown = ["localhost", "certificate", "UnknownIssuer"];
     refused("localhost", "right", &format!("sslmode=verify-full&{other}"), &unknown);

@@ -126,14 +126,14 @@ fn tell(signal: &Signal) {
 
 /// Opens a connection that raises the signal with every commit of another client.
 fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
-    let (config, tls) = (shared.pool.target().config().clone(), shared.pool.target().tls());
+    let target = shared.pool.target().clone();
     let own = shared.client.to_string();
     let raised = Arc::clone(signal);
     let client = shared
         .pool
         .threads()
         .wait(async move {
-            let (client, mut connection) = config.connect(tls).await?;
+            let (client, mut connection) = target.connect().await?;
             tokio::spawn(async move {
                 loop {
                     match std::future::poll_fn(|context| connection.poll_message(context)).await {

@@ -177,9 +177,9 @@ impl Pool {
 
     /// A connection that may meet an empty database.
     pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
-        let (config, tls) = (self.target.config().clone(), self.target.tls());
+        let target = self.target.clone();
         let connected = self.threads.wait(async move {
-            let (client, connection) = config.connect(tls).await?;
+            let (client, connection) = target.connect().await?;
             // It ends when the client is dropped; how it ends, each call on it tells.
             tokio::spawn(connection);
             Ok::<Client, tokio_postgres::Error>(client)

@@ -8,9 +8,11 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio_postgres::config::Host;
+use rand::seq::SliceRandom as _;
+use tokio_postgres::config::{Host, LoadBalanceHosts, SslMode};
+use tokio_postgres::{Client, Config, Connection, Socket};
 
-use super::tls::{Tls, Wanted};
+use super::tls::{Stream, Tls, Wanted};
 use crate::error::{Error, Result};
 
 /// Longest name of a schema: PostgreSQL cuts identifiers off at 63 bytes, and some are made from it.
@@ -21,7 +23,9 @@ const CONNECT_WAIT: Duration = Duration::from_secs(10);
 /// A server, a database, a user and a schema.
 #[derive(Clone)]
 pub(crate) struct Target {
-    config: tokio_postgres::Config,
+    config: Config,
+    /// What connections are made from, in turn: `config`, or one for each of its hosts.
+    attempts: Vec<Config>,
     tls: Tls,
     schema: String,
     place: String,
@@ -43,10 +47,10 @@ impl Target {
         check_schema(schema)?;
         // The parser's own message may quote what it could not read, and that may be the password.
         let (wanted, rest) = Wanted::take_from(url);
-        let mut config: tokio_postgres::Config = rest.parse().map_err(|_| {
+        let mut config: Config = rest.parse().map_err(|_| {
             invalid("it is not of the form postgres://user:password@host:port/database?option=value")
         })?;
-        let (tls, mode) = wanted.prepare(config.get_hosts())?;
+        let (tls, mode) = wanted.prepare()?;
         config.ssl_mode(mode);
         if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
             return Err(invalid("it names no host (for a unix socket: ?host=/folder/of/the/socket)"));
@@ -73,17 +77,27 @@ impl Target {
             config.password(password);
         }
         let place = place_of(&config, schema);
-        Ok(Target { config, tls, schema: schema.to_owned(), place })
+        let attempts = attempts(&config);
+        Ok(Target { config, attempts, tls, schema: schema.to_owned(), place })
     }
 
-    /// What connections are made from.
-    pub(crate) fn config(&self) -> &tokio_postgres::Config {
+    /// What the URL says.
+    #[cfg(test)]
+    pub(crate) fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What makes connections safe.
-    pub(crate) fn tls(&self) -> Tls {
-        self.tls.clone()
+    /// Connects to the first host that accepts; fails with the error of the last one.
+    pub(crate) async fn connect(
+        &self,
+    ) -> std::result::Result<(Client, Connection<Socket, Stream<Socket>>), tokio_postgres::Error> {
+        let (last, others) = self.attempts.split_last().unwrap_or((&self.config, &[]));
+        for attempt in others {
+            if let Ok(connected) = attempt.connect(self.tls.clone()).await {
+                return Ok(connected);
+            }
+        }
+        last.connect(self.tls.clone()).await
     }
 
     /// The schema, which is safe in SQL as it is.
@@ -99,6 +113,74 @@ impl Target {
 
 fn invalid(reason: &str) -> Error {
     Error::Invalid(format!("[datafs] meta_url: {reason}"))
+}
+
+/// One configuration where all hosts have TLS, or none has. The mode of TLS is that of a whole configuration,
+/// and unix sockets have none: beside other hosts each host gets a configuration of its own.
+fn attempts(config: &Config) -> Vec<Config> {
+    let (hosts, ports) = (config.get_hosts(), config.get_ports());
+    let is_socket = |host: &Host| matches!(host, Host::Unix(_));
+    // With `hostaddr` the name of a socket is not used. Numbers that do not match are refused at the connection.
+    let matching = config.get_hostaddrs().is_empty() && (ports.len() <= 1 || ports.len() == hosts.len());
+    if !matching || !hosts.iter().any(is_socket) {
+        return vec![config.clone()];
+    }
+    let alone = |(i, host): (usize, &Host)| {
+        let mut alone = without_hosts(config);
+        match host {
+            Host::Tcp(name) => alone.host(name),
+            Host::Unix(path) => alone.host_path(path).ssl_mode(SslMode::Disable),
+        };
+        if let Some(port) = ports.get(i).or(ports.first()) {
+            alone.port(*port);
+        }
+        alone
+    };
+    let mut attempts: Vec<Config> = hosts.iter().enumerate().map(alone).collect();
+    if config.get_load_balance_hosts() == LoadBalanceHosts::Random {
+        attempts.shuffle(&mut rand::rng());
+    }
+    attempts
+}
+
+/// A copy without hosts and ports.
+fn without_hosts(config: &Config) -> Config {
+    let mut copy = Config::new();
+    if let Some(user) = config.get_user() {
+        copy.user(user);
+    }
+    if let Some(password) = config.get_password() {
+        copy.password(password);
+    }
+    if let Some(name) = config.get_dbname() {
+        copy.dbname(name);
+    }
+    if let Some(options) = config.get_options() {
+        copy.options(options);
+    }
+    if let Some(name) = config.get_application_name() {
+        copy.application_name(name);
+    }
+    if let Some(wait) = config.get_connect_timeout() {
+        copy.connect_timeout(*wait);
+    }
+    if let Some(wait) = config.get_tcp_user_timeout() {
+        copy.tcp_user_timeout(*wait);
+    }
+    if let Some(interval) = config.get_keepalives_interval() {
+        copy.keepalives_interval(interval);
+    }
+    if let Some(retries) = config.get_keepalives_retries() {
+        copy.keepalives_retries(retries);
+    }
+    copy.ssl_mode(config.get_ssl_mode())
+        .ssl_negotiation(config.get_ssl_negotiation())
+        .keepalives(config.get_keepalives())
+        .keepalives_idle(config.get_keepalives_idle())
+        .target_session_attrs(config.get_target_session_attrs())
+        .channel_binding(config.get_channel_binding())
+        .load_balance_hosts(config.get_load_balance_hosts());
+    copy
 }
 
 /// A name that needs no quotes, so that it can be put into SQL.
@@ -218,6 +300,31 @@ mod tests {
         assert!(Target::parse("postgres:///db", "millrace", None).is_err());
         let socket = Target::parse("postgres:///db?host=/run/pg&user=u", "millrace", None).unwrap();
         assert!(socket.place().contains("/run/pg:5432"), "{}", socket.place());
+    }
+
+    #[test]
+    fn a_socket_beside_other_hosts_takes_no_tls_from_them() {
+        let modes = |url: &str| {
+            let target = Target::parse(url, "millrace", None).unwrap();
+            let of = |config: &Config| {
+                (config.get_hosts().len(), config.get_ports().first().copied(), config.get_ssl_mode())
+            };
+            target.attempts.iter().map(of).collect::<Vec<_>>()
+        };
+        let (off, on) = (SslMode::Disable, SslMode::Require);
+        assert_eq!(
+            modes("postgres://u@%2Frun%2Fpg:1,db1:2,db2:3/d?sslmode=require"),
+            [(1, Some(1), off), (1, Some(2), on), (1, Some(3), on)]
+        );
+        assert_eq!(
+            modes("postgres://u@db1/d?host=/run/pg&sslmode=require"),
+            [(1, Some(5432), on), (1, Some(5432), off)]
+        );
+        assert_eq!(modes("postgres://u@db1,db2:7/d?sslmode=require"), [(2, Some(5432), on)]);
+        assert_eq!(modes("postgres:///d?user=u&host=/run/pg&sslmode=verify-full"), [(1, None, off)]);
+        // An address is spoken to over TCP, whatever its name.
+        let address = "postgres:///d?user=u&host=/run/pg&hostaddr=10.0.0.1&sslmode=require";
+        assert_eq!(modes(address), [(1, None, on)]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! `disable` speaks none, `prefer` (what holds when nothing is said) whatever the server offers,
 //! `require` insists on it. None of these looks at the certificate, unless `require` comes with an
 //! `sslrootcert`. `verify-ca` has it issued by somebody trusted, `verify-full` also for this host. A unix
-//! socket has none in any mode. Whoever is in the file of `sslrootcert` is trusted, without one
+//! socket has none in any mode; other hosts of the same URL keep theirs (see `target.rs`). Whoever is in the file of `sslrootcert` is trusted, without one
 //! (or with `system`) those whom the system trusts; the server's own certificate may be in the file.
 
 use std::fmt;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres::config::SslMode;
 use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream as Encrypted;
@@ -68,7 +68,7 @@ impl Wanted {
     }
 
     /// What connects so, and the mode for the protocol.
-    pub(super) fn prepare(&self, hosts: &[Host]) -> Result<(Tls, SslMode)> {
+    pub(super) fn prepare(&self) -> Result<(Tls, SslMode)> {
         let rooted = self.roots.is_some();
         let (mode, check) = match self.mode.as_deref().unwrap_or("prefer") {
             "disable" => (SslMode::Disable, Check::Nothing),
@@ -83,8 +83,7 @@ impl Wanted {
                 )));
             }
         };
-        let local = hosts.iter().any(|host| matches!(host, Host::Unix(_)));
-        if mode == SslMode::Disable || local {
+        if mode == SslMode::Disable {
             return Ok((Tls { config: None }, SslMode::Disable));
         }
         let provider = Arc::new(rustls::crypto::ring::default_provider());
