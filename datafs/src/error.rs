@@ -155,6 +155,13 @@ pub enum Error {
         /// What is gone.
         what: String,
     },
+    /// Another file was put in the place of one that this process has open (EIO), such as an older copy. Nothing
+    /// more is read or written through the old one.
+    #[error("{what} was replaced by another file: end this process and start it again")]
+    Replaced {
+        /// What was replaced.
+        what: String,
+    },
     /// The data on disk was written by a newer Millrace (EIO).
     #[error(
         "{place} has format version {found}, this build reads up to {supported}: use a newer millrace or another --home"
@@ -163,13 +170,6 @@ pub enum Error {
         /// The metadata file.
         place: String,
         /// The version found.
-    /// Another file was put in the place of one that this process has open (EIO), such as an older copy. Nothing
-    /// more is read or written through the old one.
-    #[error("{what} was replaced by another file: end this process and start it again")]
-    Replaced {
-        /// What was replaced.
-        what: String,
-    },
         found: u32,
         /// The newest version that this build knows.
         supported: u32,

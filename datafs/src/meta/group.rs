@@ -502,11 +502,26 @@ impl Shared {
         Error::corrupt(self.engine.place(), reason)
     }
 
+    /// The error after the metadata file was replaced under this process.
+    pub(super) fn replaced(&self) -> Error {
+        let what = format!("the metadata file {} that this process has open", self.engine.place());
+        Error::Replaced { what }
+    }
+
+    fn refuse_replaced(&self) -> Error {
+        let error = self.replaced();
+        self.fail(&error);
+        error
+    }
+
     /// What this process sees now.
     pub(super) fn open_view(&self) -> Result<View<'_>> {
         let mut fresh: Option<Snapshot> = None;
         loop {
             let mut outdated = Vec::new();
+            if self.turn.is_outdated() {
+                return Err(self.refuse_replaced());
+            }
             let mut state = self.state.lock();
             state.check(self)?;
             if state.turn_since.is_none() {
@@ -545,6 +560,7 @@ impl Shared {
                     epoch,
                 });
             }
+            let committed = state.base;
             drop(state);
             drop(outdated);
             let taken = Snapshot::take(&self.engine)?;
@@ -578,26 +594,11 @@ impl Shared {
     }
 
     /// Waits until a transaction may run: it is the only one, this process has the turn, and there is
-    /// The error after the metadata file was replaced under this process.
-    pub(super) fn replaced(&self) -> Error {
-        let what = format!("the metadata file {} that this process has open", self.engine.place());
-        Error::Replaced { what }
-    }
-
-    fn refuse_replaced(&self) -> Error {
-        let error = self.replaced();
-        self.fail(&error);
-        error
-    }
-
     /// room in memory.
     fn begin_write(&self) -> Result<MutexGuard<'_, ()>> {
         loop {
             let writing = self.writing.lock();
             let mut state = self.state.lock();
-            if self.turn.is_outdated() {
-                return Err(self.refuse_replaced());
-            }
             state.check(self)?;
             state.check_space()?;
             if state.yielding || state.current.full {
@@ -636,7 +637,6 @@ impl Shared {
     /// has the turn, and no batches.
     fn repair(&self) -> Result<()> {
         let started = self.turn.started();
-            let committed = state.base;
         if self.turn.finished() >= started {
             return Ok(());
         }
