@@ -21,6 +21,7 @@ use crate::fs::open_table::OpenTable;
 use crate::fs::orphan::Orphans;
 use crate::fs::types::{FIRST_INO, INO_MAX};
 use crate::gc::{Collector, RoomMaker};
+use crate::identity;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Prerequisite};
 use crate::meta::keys;
@@ -97,6 +98,16 @@ impl Datafs {
     /// Fails with [`Error::NewerFormat`] when a newer Millrace has written it, and with
     /// [`Error::NotWritable`] when it cannot be written.
     pub fn open(home: &Path, config: &Config) -> Result<Datafs> {
+        let shared = Shared::open(home, config)?;
+        identity::check(&shared.meta, &shared.pool)?;
+        Collector::start(&shared)?;
+        Ok(Datafs { in_use: Arc::new(InUse(Arc::downgrade(&shared))), shared })
+    }
+}
+
+impl Shared {
+    /// Opens what [`Datafs::open`] does, whatever store the metadata belongs to. Nothing is collected.
+    pub(crate) fn open(home: &Path, config: &Config) -> Result<Arc<Shared>> {
         if !(1..=LOCK_WAIT_MS_MAX).contains(&config.lock_wait_ms) {
             return Err(Error::Invalid(format!(
                 "[datafs] lock_wait_ms must be 1 to {LOCK_WAIT_MS_MAX}, a day, not {}",
@@ -112,8 +123,8 @@ impl Datafs {
         if config.store_url.is_none() {
             create_dir(&config.store_path(home))?;
         }
-        let pool = ObjectPool::open(home, config, session.id())?;
-        let shared = Arc::new(Shared {
+        let pool = ObjectPool::open(home, config, session.id()).inspect_err(|_| session.end(&meta))?;
+        Ok(Arc::new(Shared {
             home: home.to_owned(),
             config: config.clone(),
             meta,
@@ -131,9 +142,7 @@ impl Datafs {
             compaction: Compaction::default(),
             expected_keys: RwLock::default(),
             inos: Mutex::new(HashMap::new()),
-        });
-        Collector::start(&shared)?;
-        Ok(Datafs { in_use: Arc::new(InUse(Arc::downgrade(&shared))), shared })
+        }))
     }
 }
 

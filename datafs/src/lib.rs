@@ -56,6 +56,7 @@ mod failpoint;
 pub mod fs;
 mod fsck;
 mod gc;
+mod identity;
 mod meta;
 mod meta_url;
 mod metrics;

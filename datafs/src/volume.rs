@@ -10,6 +10,7 @@ use crate::data::{Codec, Compression, ExpectedKeys, KeyIdentity, ObjectError, Ob
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::types::{FileKind, ROOT_INO};
+use crate::identity;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::inode::{Inode, Timestamp};
@@ -127,6 +128,9 @@ impl Datafs {
                 key: key.clone(),
                 former_keys: Some(Vec::new()),
             };
+            if let Some((name, check)) = &key {
+                identity::note_key(txn, name, check)?;
+            }
             txn.put(keys::LAST_VOLUME, &id.to_be_bytes())?;
             txn.put(&name_key, &id.to_be_bytes())?;
             txn.put(&keys::volume(id), &row.encode())?;
@@ -152,6 +156,7 @@ impl Datafs {
                     "volume {name} is not encrypted: make an encrypted one and copy the files"
                 )));
             }
+            identity::note_key(txn, &new.0, &new.1)?;
             let old = row.key.replace(new.clone());
             if let (Some(former), Some(old)) = (&mut row.former_keys, old)
                 && old != new

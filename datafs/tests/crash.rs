@@ -229,7 +229,7 @@ fn kills_leave_everything_whole() {
     datafs.gc().unwrap();
     let mut left = Vec::new();
     for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
-        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).into_iter().flatten() {
             let name = file.unwrap().file_name().into_string().unwrap();
             // Half-written files have names of their own and go by age.
             if !name.contains('#') {

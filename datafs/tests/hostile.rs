@@ -282,7 +282,7 @@ fn assert_nothing_is_left(home: &Path) {
         datafs.gc().unwrap();
         let mut left = Vec::new();
         for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
-            let files = std::fs::read_dir(directory.unwrap().path()).unwrap();
+            let files = std::fs::read_dir(directory.unwrap().path()).into_iter().flatten();
             left.extend(files.map(|file| file.unwrap().file_name()));
         }
         if left.is_empty() {

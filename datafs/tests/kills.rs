@@ -343,7 +343,7 @@ fn assert_nothing_is_left(home: &Path) {
     datafs.gc().unwrap();
     let mut left = Vec::new();
     for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
-        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).into_iter().flatten() {
             left.push(file.unwrap().file_name().into_string().unwrap());
         }
     }

@@ -62,7 +62,7 @@ fn names(view: &View) -> Vec<String> {
 
 fn objects(home: &Path) -> usize {
     let folders = std::fs::read_dir(home.join("datafs/objects")).unwrap();
-    let objects = folders.flat_map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap());
+    let objects = folders.flat_map(|folder| std::fs::read_dir(folder.unwrap().path()).into_iter().flatten());
     let names = objects.map(|object| object.unwrap().file_name().into_string().unwrap());
     // Half-written ones go by age.
     names.filter(|name| !name.ends_with(".sums") && !name.contains('#')).count()

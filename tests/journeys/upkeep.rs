@@ -25,7 +25,7 @@ fn fsck_finds_what_is_lost_and_says_so() {
         let entries = std::fs::read_dir(folder).unwrap();
         entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()
     };
-    for file in below(&objects).iter().flat_map(|folder| below(folder)) {
+    for file in below(&objects).iter().filter(|path| path.is_dir()).flat_map(|folder| below(folder)) {
         std::fs::remove_file(file).unwrap();
     }
     let output = home.run(["fsck", "--json"]);

@@ -46,7 +46,7 @@ impl Home {
     fn stored(&self) -> u64 {
         let mut bytes = 0;
         for directory in std::fs::read_dir(self.dir.path().join("datafs/objects")).unwrap() {
-            for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+            for file in std::fs::read_dir(directory.unwrap().path()).into_iter().flatten() {
                 bytes += file.unwrap().metadata().unwrap().len();
             }
         }

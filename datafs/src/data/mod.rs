@@ -34,6 +34,7 @@ mod keyring;
 mod local;
 mod local_data;
 mod local_file;
+mod marker;
 mod object;
 mod pack;
 mod pack_ahead;

@@ -23,6 +23,7 @@ use tokio::sync::Semaphore;
 
 use super::error::{ObjectError, Result};
 use super::image;
+use super::marker::{MARKER, MARKER_BYTES_MAX};
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::retry::insist;
 
@@ -35,6 +36,8 @@ const PARTS_KEPT: usize = PARTS_AT_A_TIME;
 const NOTE_BYTES_MAX: u64 = 64 * 1024;
 /// How long taking back an upload may hold up whoever has dropped it.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
+/// How long the marker of the store is asked for.
+const MARKER_LIMIT: Duration = Duration::from_secs(5);
 /// Entries of a listing that are in memory at a time.
 const SURVEY_PAGE: usize = 10_000;
 /// Requests for listings that end in deletions, at a time.
@@ -154,6 +157,32 @@ impl RemoteStore {
             }
         });
         put.await
+    }
+
+    /// The marker of the store; see `marker.rs`. Opening a home waits for it, and goes on without it.
+    pub(super) async fn read_marker(&self) -> Result<Option<Vec<u8>>> {
+        let path = self.below(&[MARKER]);
+        let read = insist("read", &self.place, MARKER_LIMIT.min(self.timeout), |_| async {
+            let range = Some(GetRange::Bounded(0..MARKER_BYTES_MAX));
+            let answer = self.objects.get_opts(&path, GetOptions { range, ..GetOptions::default() }).await?;
+            whole(answer).await
+        });
+        match read.await {
+            Ok(bytes) => Ok(Some(bytes.to_vec())),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(super) async fn write_marker(&self, text: Vec<u8>) -> Result<()> {
+        self.put_over(&self.below(&[MARKER]), text.into()).await
+    }
+
+    /// Stores what may be there under that name already.
+    pub(super) async fn put_over(&self, path: &StorePath, payload: PutPayload) -> Result<()> {
+        insist("write", &self.place, self.timeout, |_| self.objects.put(path, payload.clone()))
+            .await
+            .map(drop)
     }
 
     /// Deletes an object with what belongs to it.

@@ -71,7 +71,7 @@ pub(crate) fn rows(datafs: &Datafs, table: u8) -> usize {
 pub(crate) fn objects(home: &Path) -> usize {
     let mut count = 0;
     for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
-        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).into_iter().flatten() {
             let name = file.unwrap().file_name().into_string().unwrap();
             count += usize::from(!name.ends_with(".sums"));
         }

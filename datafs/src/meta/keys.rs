@@ -19,6 +19,8 @@ pub(crate) const BATCH: &[u8] = b"mbatch";
 pub(crate) const ROSTER: &[u8] = b"mroster";
 /// The number of the last round of questions about orphans.
 pub(crate) const ROUND: &[u8] = b"mround";
+/// The object store that the metadata belongs to.
+pub(crate) const STORE: &[u8] = b"mstore";
 /// The last volume id that was given out.
 pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
 
@@ -247,6 +249,16 @@ pub(crate) fn session_in_cleanup(id: u64) -> Vec<u8> {
 /// All dead sessions in cleanup.
 pub(crate) fn sessions_in_cleanup() -> Vec<u8> {
     table(b'q', &[])
+}
+
+/// What tells an encryption key from others of its name.
+pub(crate) fn encryption_key(name: &str) -> Vec<u8> {
+    table(b'e', &[name.as_bytes()])
+}
+
+/// All encryption keys.
+pub(crate) fn encryption_keys() -> Vec<u8> {
+    table(b'e', &[])
 }
 
 /// Record key: everything about one inode, and the entries of a directory.

@@ -151,7 +151,7 @@ fn large_files_are_copied_by_reference() {
     let stored = || {
         let objects = home.dir.path().join("home/datafs/objects");
         let folders = fs::read_dir(objects).unwrap();
-        let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).unwrap());
+        let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).into_iter().flatten());
         files.map(|file| file.unwrap().metadata().unwrap().len()).sum::<u64>()
     };
     let before = stored();

@@ -146,7 +146,7 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
     let expected = pattern(200_000, 1);
     let mut damaged = 0;
     for fan_out in fs::read_dir(objects).unwrap() {
-        for object in fs::read_dir(fan_out.unwrap().path()).unwrap() {
+        for object in fs::read_dir(fan_out.unwrap().path()).into_iter().flatten() {
             let path = object.unwrap().path();
             let mut bytes = fs::read(&path).unwrap();
             // Files of this size may share an object.

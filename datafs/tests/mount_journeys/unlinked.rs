@@ -23,7 +23,7 @@ fn open(home: &Path) -> Datafs {
 
 fn objects(home: &Path) -> usize {
     let folders = fs::read_dir(home.join("home/datafs/objects")).unwrap();
-    let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).unwrap());
+    let files = folders.flat_map(|folder| fs::read_dir(folder.unwrap().path()).into_iter().flatten());
     files.filter(|file| !file.as_ref().unwrap().file_name().to_string_lossy().ends_with(".sums")).count()
 }
 

@@ -176,3 +176,31 @@ fn a_server_that_stays_away_is_named_and_everything_goes_on_when_it_is_back() {
     assert_eq!(view.read_file("f").unwrap(), b"during"[..]);
     view.write_file("after", b"after").unwrap();
 }
+
+#[test]
+fn a_home_with_another_store_is_refused_and_the_others_go_on() {
+    let Some(server) = Server::shared() else { return };
+    let (dir, schema) = (tempfile::tempdir().unwrap(), server.new_schema());
+    let common = Config {
+        meta_schema: schema,
+        store_url: Some(format!("file://{}", dir.path().join("store").display())),
+        ..config(&server.url())
+    };
+    let home = |name: &str| dir.path().join(name);
+    let first = Datafs::open(&home("first"), &common).unwrap();
+    first.volume_create(&"v".parse().unwrap()).unwrap();
+    let second = Datafs::open(&home("second"), &common).unwrap();
+    let write = |datafs: &Datafs, name: &str| {
+        datafs.view(&"v".parse().unwrap()).unwrap().write_file(name, &[7; 2 << 20]).unwrap();
+    };
+    write(&first, "a");
+    // Its objects would be on its own disk, where the others do not find them.
+    let alone = Config { store_url: None, ..common.clone() };
+    let error = Datafs::open(&home("third"), &alone).unwrap_err().to_string();
+    assert!(error.contains("third/datafs/objects") && error.contains("store_url"), "{error}");
+    write(&second, "b");
+    for (datafs, name) in [(&first, "b"), (&second, "a")] {
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        assert_eq!(view.read_file(name).unwrap().len(), 2 << 20);
+    }
+}

@@ -1,0 +1,61 @@
+//! The marker of a store: a small file, or object, that tells the store from others.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::durable;
+use super::error::{ObjectError, Result};
+use super::object::Layout;
+use super::pool::ObjectPool;
+use super::store::Store;
+
+/// Its name at the root of a local store, and below the prefix of one in the cloud.
+pub(super) const MARKER: &str = "store.json";
+/// Longest marker.
+pub(super) const MARKER_BYTES_MAX: u64 = 4_096;
+
+impl ObjectPool {
+    /// What errors call the store.
+    pub(crate) fn place(&self) -> &str {
+        self.store().place()
+    }
+
+    /// The marker of the store, if it has one.
+    pub(crate) fn read_marker(&self) -> Result<Option<Vec<u8>>> {
+        match self.store() {
+            Store::Local(local) => match fs::read(local.root().join(MARKER)) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+                read => read.map(Some).map_err(|e| ObjectError::io("read", local.root().join(MARKER), e)),
+            },
+            Store::Remote(remote) => {
+                let remote = Arc::clone(remote);
+                self.answer(self.runtime().wait(async move { remote.read_marker().await }))
+            }
+        }
+    }
+
+    /// Sets the marker of the store; durable when it returns.
+    pub(crate) fn write_marker(&self, text: &[u8]) -> Result<()> {
+        match self.store() {
+            // Processes that set it at the same time set the same.
+            Store::Local(local) => write_file(local.root(), &self.new_id(Layout::Framed).to_string(), text),
+            Store::Remote(remote) => {
+                let (remote, text) = (Arc::clone(remote), text.to_vec());
+                self.answer(self.runtime().wait(async move { remote.write_marker(text).await }))
+            }
+        }
+    }
+}
+
+/// Replaces the marker in a directory as a whole.
+fn write_file(root: &Path, unique: &str, text: &[u8]) -> Result<()> {
+    let fail = |e| ObjectError::io("write", root.join(MARKER), e);
+    let staged = root.join(format!("{MARKER}#{unique}"));
+    File::create(&staged)
+        .and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
+        .and_then(|()| fs::rename(&staged, root.join(MARKER)))
+        .map_err(fail)?;
+    durable::sync_directory(root)
+}
