@@ -43,6 +43,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
         | E::Conflict { .. }
         | E::Changed { .. }
         | E::Busy { .. }
+        | E::InUse { .. }
         | E::Replaced { .. }
         | E::NewerFormat { .. } => Exit::Conflict,
         E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) | E::WrongKey { .. } => Exit::Usage,

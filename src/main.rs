@@ -115,6 +115,14 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
             let own = context.clone();
             context.apart_for(PATIENCE, move || commands::copy::run(&own, &args)).await
         }
+        Command::Backup { to } => {
+            let own = context.clone();
+            context.apart_for(PATIENCE, move || commands::backup::backup(&own, &to)).await
+        }
+        Command::Restore(args) => {
+            let own = context.clone();
+            context.apart_for(PATIENCE, move || commands::backup::restore(&own, &args)).await
+        }
         Command::Stats(args) => commands::stats::run(&context, args).await,
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,

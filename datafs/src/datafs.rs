@@ -179,6 +179,14 @@ fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata,
 }
 
 impl Shared {
+    /// The metadata file or server, for messages.
+    pub(crate) fn place_of_metadata(&self) -> String {
+        match &self.config.meta_url {
+            Some(url) => format!("{url}, schema {}", self.config.meta_schema),
+            None => self.config.meta_path(&self.home).display().to_string(),
+        }
+    }
+
     /// Inode numbers that nobody else uses. Not to be called inside a transaction.
     pub(crate) fn allocate_inos(&self, volume: u64, count: u64) -> Result<std::ops::Range<u64>> {
         let mut inos = self.inos.lock();

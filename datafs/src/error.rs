@@ -148,6 +148,14 @@ pub enum Error {
         /// How long this call waited.
         waited_ms: u64,
     },
+    /// Other processes have the volumes open (EBUSY), and what was asked for needs them alone.
+    #[error(
+        "the volumes at {place} are open in another process: end its mounts, services and commands, then retry"
+    )]
+    InUse {
+        /// The metadata file or server.
+        place: String,
+    },
     /// What the handle, the view or the staged file refers to is gone (ESTALE): the snapshot or volume
     /// was deleted, or another process took this one for dead. Open it again.
     #[error("{what} is gone")]

@@ -42,6 +42,8 @@ const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 pub struct GcReport {
     /// Objects deleted from the store.
     pub objects: u64,
+    /// Objects that stay until a backup or a restore that is running has ended.
+    pub held: u64,
     /// Snapshots whose deletion was completed.
     pub snapshots: u64,
     /// Volumes whose deletion was completed.
@@ -304,6 +306,10 @@ impl Shared {
                 Ok(txn.get(&keys::references(object))?.is_some()
                     || txn.get(&keys::garbage(object))?.is_some())
             })?;
+            // A restore may be about to point at it. The session stays in cleanup.
+            if !known && self.is_held()? {
+                return Ok(());
+            }
             if !known {
                 self.pool.delete(object)?;
                 failpoint::hit("gc-session-object-deleted");
@@ -398,7 +404,10 @@ impl Shared {
                     due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
                 }
             }
-            if !due.is_empty() {
+            // Looked at after the page was read: what a hold protects became garbage after the hold.
+            if !due.is_empty() && self.is_held()? {
+                report.held += due.len() as u64;
+            } else if !due.is_empty() {
                 self.delete_objects(&due, report)?;
             }
             match page.into_iter().nth(BATCH - 1) {
@@ -406,6 +415,11 @@ impl Shared {
                 None => return Ok(()),
             }
         }
+    }
+
+    /// Whether a backup or a restore wants to find every object. The holds of dead processes go with their sessions.
+    fn is_held(&self) -> Result<bool> {
+        Ok(!self.page(&keys::holds(), None)?.is_empty())
     }
 
     fn delete_objects(&self, due: &[ObjectId], report: &mut GcReport) -> Result<()> {

@@ -47,6 +47,7 @@
 //! # }
 //! ```
 
+mod backup;
 mod compact;
 mod config;
 mod data;
@@ -74,6 +75,7 @@ mod volume;
 mod warmup;
 mod watch;
 
+pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, Secret};
 pub use data::Compression;

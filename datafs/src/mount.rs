@@ -150,7 +150,7 @@ pub(crate) fn errno(error: &Error) -> Errno {
         Error::NoSpace { quota: false, .. } | Error::NoSpaceToCommit { quota: false, .. } => Errno::ENOSPC,
         Error::NoSpace { quota: true, .. } | Error::NoSpaceToCommit { quota: true, .. } => Errno::EDQUOT,
         Error::Conflict { .. } | Error::Changed { .. } => Errno::EAGAIN,
-        Error::Busy { .. } => Errno::EBUSY,
+        Error::Busy { .. } | Error::InUse { .. } => Errno::EBUSY,
         Error::Stale { .. } => Errno::ESTALE,
         Error::NotWritable { .. } | Error::WrongKey { .. } => Errno::EACCES,
         Error::Unsupported(_) => Errno::EOPNOTSUPP,

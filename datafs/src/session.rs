@@ -146,10 +146,15 @@ impl DeadSession {
     }
 }
 
-fn write_row(meta: &Metadata, id: u64) -> Result<()> {
+/// The row of this process's session.
+pub(crate) fn row() -> Vec<u8> {
     let (seconds, nanos) = Timestamp::now().parts();
-    let row = Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish();
-    // Whoever wants to make room begins with a session.
+    Encoder::default().u32(std::process::id()).i64(seconds).u32(nanos).finish()
+}
+
+fn write_row(meta: &Metadata, id: u64) -> Result<()> {
+    let row = row();
+    // A process that makes room begins with a session.
     meta.transact_making_room(Durability::Durable, |txn| {
         let mut all = roster(txn.as_read())?;
         all.retain(|other| *other != id);
@@ -165,6 +170,7 @@ pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
     all.retain(|other| *other != id);
     put_roster(txn, &all)?;
     txn.delete(&keys::answered(id))?;
+    txn.delete(&keys::hold(id))?;
     txn.delete(&keys::session(id))
 }
 

@@ -1,6 +1,7 @@
 //! Integration tests of the crate, one binary.
 #![allow(clippy::unwrap_used)]
 
+mod backup;
 mod buckets;
 mod child;
 mod close_to_open;

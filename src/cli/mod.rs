@@ -25,7 +25,7 @@ pub(crate) use models::{
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
-pub(crate) use volumes::{CopyArgs, FsckArgs, SnapshotCommand, VolumeCommand};
+pub(crate) use volumes::{CopyArgs, FsckArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.
 #[derive(Debug, Parser)]
@@ -85,6 +85,20 @@ pub(crate) enum Command {
         after_help = "SRC and DST are a path of this machine, VOLUME[@SNAPSHOT]:/PATH, or a URL: s3://BUCKET/PATH,\ngs://, az://, file:// (credentials, region and endpoint from AWS_…, GOOGLE_… and AZURE_… variables).\n\nDST becomes a copy of SRC: folders are merged, files that differ in size or time are replaced, nothing\nis deleted. A file appears only when it is complete, and one that is there already is not copied again,\nso an interrupted copy goes on when it is run again. Modes, times, links, extended attributes and\nholes are kept where both sides have them.\n\nExamples:\n  millrace cp -r ./images digits:/images\n  millrace cp digits@monday:/train/part-0.parquet .\n  millrace cp -r s3://bucket/images digits:/images --parallel 16"
     )]
     Copy(CopyArgs),
+    /// Back up all volumes and snapshots of this home into a folder
+    #[command(
+        after_help = "Copies the metadata, as of one moment, and every object that it points at. Runs beside live mounts; while\nit runs, no process deletes objects. A folder with an earlier backup of the same store is brought up\nto date: only what is new is copied. Killed anywhere, it leaves the earlier backup or the new one.\nTopics, the configuration and encryption keys are not part of it.\n\nExamples:\n  millrace backup /backups/volumes\n  millrace backup /backups/volumes --json"
+    )]
+    Backup {
+        /// The folder: missing, empty, or one with a backup
+        #[arg(value_name = "DIR")]
+        to: PathBuf,
+    },
+    /// Replace all volumes of this home by those of a backup
+    #[command(
+        after_help = "Brings objects that are missing or damaged back into the store, then replaces all metadata in one step:\nkilled anywhere, it leaves the volumes of before or those of the backup. End all mounts and services of\nthe home first. The metadata engine and the store may be others than those of the backup. Objects that\nare newer than the backup stay in the store until `millrace fsck --repair` and `millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
+    )]
+    Restore(RestoreArgs),
     /// Check volumes: names, inodes, reference counts, objects, snapshots
     #[command(
         after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair mends what can be mended without losing what was written: files\nwithout a name appear in lost+found, wrong counts are counted anew, objects that nothing points at\nare left to the next collection. Data that is gone is named with the inode that it belonged to\n(find MOUNT -inum INODE shows the path); restore it from a snapshot or a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"

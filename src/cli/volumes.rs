@@ -1,5 +1,7 @@
 //! Flags of what works on volumes themselves: volume, snapshot, cp, fsck.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 use millrace_datafs::{Compression, Name, VolumeSpec};
 
@@ -89,6 +91,17 @@ pub(crate) struct CopyArgs {
     /// Files copied at the same time
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) parallel: u16,
+}
+
+/// `millrace restore`
+#[derive(Debug, Args)]
+pub(crate) struct RestoreArgs {
+    /// The folder of the backup
+    #[arg(value_name = "DIR")]
+    pub(crate) from: PathBuf,
+    /// Really replace all volumes: what was written since the backup is lost
+    #[arg(long)]
+    pub(crate) yes: bool,
 }
 
 /// `millrace fsck`

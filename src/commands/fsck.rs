@@ -91,6 +91,7 @@ pub(crate) fn gc(context: &Context) -> Result<()> {
         &["collected", ""],
         [
             row("objects", report.objects),
+            row("objects held for a backup", report.held),
             row("unlinked files", report.inodes),
             row("snapshots", report.snapshots),
             row("volumes", report.volumes),

@@ -1,5 +1,6 @@
 //! One file per command: arguments in, library calls, a table or JSON out.
 
+pub(crate) mod backup;
 pub(crate) mod broker;
 pub(crate) mod copy;
 pub(crate) mod feed;

@@ -40,6 +40,29 @@ fn fsck_finds_what_is_lost_and_says_so() {
 }
 
 #[test]
+fn volumes_are_backed_up_and_restored() {
+    let home = Home::new();
+    landed(&home);
+    let folder = home.dir.path().join("backup");
+    let folder = folder.to_str().unwrap();
+    let inside = home.path().join("backup");
+    assert_eq!(home.fails(["backup", inside.to_str().unwrap()]).0, 2);
+    let report = home.json(["backup", folder]);
+    assert!(report["objects"].as_u64().unwrap() > 0 && report["missing"] == 0, "{report}");
+    home.ok(["volume", "delete", "v", "--yes"]);
+    home.ok(["volume", "create", "newer"]);
+    home.ok(["gc"]);
+    let (code, line) = home.fails(["restore", folder]);
+    assert!(code == 2 && line.contains("--yes"), "{code}: {line}");
+    assert_eq!(home.fails(["restore", home.dir.path().to_str().unwrap(), "--yes"]).0, 3);
+    home.ok(["restore", folder, "--yes"]);
+    let listed = home.json(["volume", "list"]);
+    assert_eq!((listed[0]["name"].as_str(), listed.as_array().unwrap().len()), (Some("v"), 1), "{listed}");
+    let report = home.json(["fsck", "--scrub"]);
+    assert!(report["problems"] == 0 && report["scrubbed_bytes"].as_u64().unwrap() > 1_000, "{report}");
+}
+
+#[test]
 fn an_older_copy_of_the_metadata_is_taken_up() {
     let home = Home::new();
     home.ok(["volume", "create", "kept"]);

@@ -185,6 +185,25 @@ impl RemoteStore {
             .map(drop)
     }
 
+    /// How many bytes are stored under a name; `None` when there is nothing.
+    pub(super) async fn size(&self, path: &StorePath) -> Result<Option<u64>> {
+        match insist("look at", &self.place, self.timeout, |_| self.objects.head(path)).await {
+            Ok(meta) => Ok(Some(meta.size)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Bytes of `range`, or fewer at the end, and how long the object is. An object without bytes has none.
+    pub(super) async fn get_part(&self, path: &StorePath, range: Range<u64>) -> Result<(Bytes, u64)> {
+        if range.start == 0
+            && let Some(0) = self.size(path).await?
+        {
+            return Ok((Bytes::new(), 0));
+        }
+        self.get(path, Some(GetRange::Bounded(range))).await
+    }
+
     /// Deletes an object with what belongs to it.
     pub(super) async fn delete(&self, id: ObjectId) -> Result<()> {
         self.delete_path(&self.data_path(id)).await?;

@@ -100,9 +100,14 @@ impl ChangeLog {
             Ok(()) => words.log_end.store(end, Ordering::SeqCst),
             Err(error) => {
                 tracing::debug!(%error, "the change log cannot be written");
-                words.log_gaps.fetch_add(1, Ordering::SeqCst);
+                self.lose(words);
             }
         }
+    }
+
+    /// Notes that a batch has touched anything; the caller holds the turn.
+    pub(crate) fn lose(&self, words: &Words) {
+        words.log_gaps.fetch_add(1, Ordering::SeqCst);
     }
 
     /// The next entry, of a batch up to `until`.

@@ -9,6 +9,8 @@ use crate::error::{Error, Result};
 
 /// A key and its value.
 pub(crate) type Pair = (Vec<u8>, Vec<u8>);
+/// Pairs from elsewhere, one after the other.
+pub(crate) type Pairs<'a> = &'a mut dyn Iterator<Item = Result<Pair>>;
 
 /// What a commit promises once it has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -95,6 +97,18 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// milliseconds, where that is cheaper.
     fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         self.read(body)
+    }
+
+    /// [`Engine::read`] of so much that no run of `body` may be repeated: it runs once, on what is committed.
+    fn read_once(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.read(body)
+    }
+
+    /// Replaces everything by other pairs, which have different keys, in one durable transaction. Nobody else
+    /// commits from before `check` until it is done; nothing is replaced when `check` fails.
+    fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
+        let _ = (check, pairs);
+        Err(Error::Unsupported("replacing all metadata of this engine"))
     }
 
     /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything

@@ -30,7 +30,7 @@ use super::change_log::{Cursor, Read};
 use super::changes::{ChangeListener, Subscription};
 use super::checkpoint::Checkpoints;
 use super::committer;
-use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, Order, Pairs, ReadTxn, WriteTxn};
 use super::key_hash::key_hash;
 use super::keys;
 use super::layer::Layer;
@@ -312,6 +312,54 @@ impl Group {
         }
     }
 
+    /// Runs `body` once on what is committed, with all that any process was answered before the call.
+    pub(crate) fn read_committed(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.settle()?;
+        self.barrier()?;
+        self.shared.engine.read(body)
+    }
+
+    /// See [`Engine::replace`].
+    pub(crate) fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
+        let shared = &self.shared;
+        let _writing = shared.begin_write()?;
+        shared.wait_committed(shared.commit_soon()?)?;
+        let number = {
+            let mut state = shared.state.lock();
+            while state.frozen.is_some() {
+                shared.progress.wait(&mut state);
+            }
+            state.next_batch()
+        };
+        check()?;
+        shared.turn.start(number);
+        let replaced = shared.engine.write(Durability::Durable, &mut |txn| {
+            delete_all(txn)?;
+            failpoint::hit("replace-deleted");
+            for pair in &mut *pairs {
+                let (key, value) = pair?;
+                txn.put(&key, &value)?;
+            }
+            failpoint::hit("replace-written");
+            txn.put(keys::BATCH, &number.to_be_bytes())
+        });
+        failpoint::hit("replace-committed");
+        // The answer may have gone wrong, and not the commit.
+        let committed =
+            replaced.is_ok() || Snapshot::take(&shared.engine).is_ok_and(|now| now.batch() == number);
+        let mut state = shared.state.lock();
+        if !committed {
+            shared.turn.start(state.base);
+            return replaced;
+        }
+        shared.turn.log().lose(shared.turn.words());
+        shared.turn.finish(number);
+        let outdated = state.replace(number, shared);
+        drop(state);
+        drop(outdated);
+        Ok(())
+    }
+
     /// See [`Engine::sync`].
     pub(crate) fn sync(&self) -> Result<()> {
         let shared = &self.shared;
@@ -373,6 +421,21 @@ impl Group {
     /// See [`Engine::on_change`].
     pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
         committer::follow(&self.shared, listener)
+    }
+}
+
+/// Records that are deleted between two looks for more.
+const DELETE_PAGE: usize = 10_000;
+
+fn delete_all(txn: &mut dyn WriteTxn) -> Result<()> {
+    loop {
+        let page = txn.as_read().scan(&[], &[u8::MAX], Order::Ascending, DELETE_PAGE)?;
+        for (key, _) in &page {
+            txn.delete(key)?;
+        }
+        if page.len() < DELETE_PAGE {
+            return Ok(());
+        }
     }
 }
 
@@ -470,6 +533,15 @@ impl State {
     fn take_outdated(&mut self) -> Vec<Snapshot> {
         let base = self.base;
         self.idle.extract_if(.., |snapshot| snapshot.batch() != base).collect()
+    }
+
+    /// Takes note of a batch that has replaced everything.
+    fn replace(&mut self, number: u64, shared: &Shared) -> Vec<Snapshot> {
+        (self.base, self.committed) = (number, number);
+        self.cursor = shared.turn.log().end(shared.turn.words());
+        shared.cache.lock().clear();
+        self.begin_epoch(shared);
+        self.take_outdated()
     }
 
     /// Takes note of what others have committed. This process has no batches.

@@ -251,6 +251,16 @@ pub(crate) fn sessions_in_cleanup() -> Vec<u8> {
     table(b'q', &[])
 }
 
+/// A session that keeps garbage from being deleted.
+pub(crate) fn hold(session: u64) -> Vec<u8> {
+    table(b'b', &[&session.to_be_bytes()])
+}
+
+/// All holds.
+pub(crate) fn holds() -> Vec<u8> {
+    table(b'b', &[])
+}
+
 /// What tells an encryption key from others of its name.
 pub(crate) fn encryption_key(name: &str) -> Vec<u8> {
     table(b'e', &[name.as_bytes()])

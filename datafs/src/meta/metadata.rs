@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use super::engine::{Durability, Engine, Outcome, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, Outcome, Pairs, ReadTxn, WriteTxn};
 use super::group::Group;
 use super::sqlite::Sqlite;
 use crate::error::Result;
@@ -65,6 +65,26 @@ impl Metadata {
             Kind::Group(group) => group.read_recent(&mut body)?,
         }
         outcome.take()
+    }
+
+    /// Runs `body` once, in a read transaction on what is committed: everything that it points at is in the store.
+    /// What any process was answered before the call is part of it.
+    pub(crate) fn view_committed<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
+        let mut outcome = Outcome::default();
+        let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
+        match &self.0 {
+            Kind::Direct(engine) => engine.read_once(&mut body)?,
+            Kind::Group(group) => group.read_committed(&mut body)?,
+        }
+        outcome.take()
+    }
+
+    /// See [`Engine::replace`].
+    pub(crate) fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
+        match &self.0 {
+            Kind::Direct(engine) => engine.replace(check, pairs),
+            Kind::Group(group) => group.replace(check, pairs),
+        }
     }
 
     /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything

@@ -21,6 +21,7 @@ mod flush;
 mod follow;
 mod group;
 mod pool;
+mod replace;
 mod replay;
 mod rows;
 mod schema;
@@ -48,7 +49,7 @@ use self::rows::{Rows, Value};
 use self::target::Target;
 use self::txn::Txn;
 use super::changes::{ChangeListener, Subscription};
-use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, Order, Pair, Pairs, ReadTxn, WriteTxn};
 use super::sqlite::FORMAT_VERSION;
 use crate::error::{Error, Result};
 
@@ -373,6 +374,11 @@ impl Shared {
             }
         }
         // Others change what it reads faster than it reads.
+        self.view_once(body)
+    }
+
+    /// Runs a reading body in a transaction of the server's, which is not repeated unless the server takes it back.
+    fn view_once(&self, body: &mut dyn FnMut(&mut Txn<'_>) -> Result<()>) -> Result<()> {
         let deadline = self.pool.deadline();
         let mut pause = pool::Pause::default();
         loop {
@@ -449,6 +455,19 @@ impl Engine for Postgres {
     fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         self.shared.check_lost()?;
         self.shared.view(false, &mut |txn| body(txn))
+    }
+
+    fn read_once(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
+        self.shared.check_lost()?;
+        self.shared.view_once(&mut |txn| body(txn))
+    }
+
+    fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
+        // What is committed again after a crash of the server must not be older than what is restored.
+        self.sync()?;
+        let replaced = self.shared.replace(check, pairs);
+        self.shared.state.lock().rows.start_over();
+        replaced
     }
 
     fn write(

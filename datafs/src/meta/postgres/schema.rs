@@ -226,6 +226,40 @@ pub(super) fn lives(schema: &str, client: i64) -> String {
     )
 }
 
+/// How many clients but one are registered and have renewed their rows in time.
+pub(super) fn others(schema: &str, client: i64) -> String {
+    let heard = heard(schema);
+    format!(
+        "SELECT count(*) FROM {schema}.clients \
+         WHERE client <> {client} AND {heard} > now() - lease_ms * interval '1 ms'"
+    )
+}
+
+/// Begins the transaction that replaces everything, while nobody commits or registers.
+pub(super) fn begin_replace(lock: i64) -> String {
+    format!(
+        "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL synchronous_commit = on; \
+         SELECT pg_advisory_xact_lock({lock})"
+    )
+}
+
+/// Adds pairs. Parameters: keys, values.
+pub(super) fn insert(schema: &str) -> String {
+    format!(
+        "INSERT INTO {schema}.kv (k, v) SELECT e.k, e.v FROM unnest($1::bytea[], $2::bytea[]) AS e (k, v)"
+    )
+}
+
+/// Tells every client that anything may have changed, as the commit of a client that there is not, and commits.
+pub(super) fn end_replace(schema: &str) -> String {
+    let channel = channel(schema);
+    format!(
+        "INSERT INTO {schema}.commits (client, n, xid, touched) \
+           VALUES (-1, pg_current_xact_id()::text::int8, pg_current_xact_id()::text::int8, NULL); \
+         SELECT pg_notify('{channel}', '-1'); COMMIT"
+    )
+}
+
 /// Forgets commits before `horizon`, and clients that are gone for long.
 pub(super) fn trim(schema: &str, horizon: i64) -> String {
     let heard = heard(schema);

@@ -1,0 +1,462 @@
+//! Backups of all volumes, and restoring them: metadata and the objects that it points at, of either engine.
+//!
+//! A backup is a folder. `objects/` holds objects, laid out like a local store; `metadata.sqlite` says which of them
+//! are part of the backup. Making a backup into a folder that has one adds objects, then replaces the metadata in one
+//! step, then removes objects that it does not point at: a crash leaves the backup of before or the new one.
+//!
+//! While objects are copied, a *hold* in the metadata keeps garbage from being deleted, in every process. It goes with
+//! the session of its process, so that what died holds nothing.
+//!
+//! Restoring adds objects to the store, then replaces all metadata in one transaction. A crash leaves the volumes as
+//! they were or as they are in the backup; objects that nothing points at then are found by `fsck`.
+
+mod file;
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use nix::fcntl::{Flock, FlockArg};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use self::file::BackupFile;
+use crate::config::Config;
+use crate::data::{Copied, ObjectId, ObjectPool, sync_names};
+use crate::datafs::{Datafs, Shared};
+use crate::error::{Error, Result};
+use crate::failpoint;
+use crate::identity::{StoreId, StoreRow, check_known_keys};
+use crate::meta::codec::{Decoder, Encoder};
+use crate::meta::engine::{Durability, Pair};
+use crate::meta::inode::Timestamp;
+use crate::meta::keys;
+use crate::session::{self, DeadSession};
+
+/// Format of the folder.
+const FORMAT: u32 = 1;
+/// Says that a folder is one of backups, and of which store.
+const ABOUT: &str = "backup.json";
+const LOCK: &str = "backup.lock";
+const METADATA: &str = "metadata.sqlite";
+const PARTIAL: &str = "metadata.sqlite.partial";
+const OBJECTS: &str = "objects";
+/// Objects that are copied at a time.
+const PARALLEL: usize = 8;
+
+/// What a backup has done.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct BackupReport {
+    /// Objects in the backup.
+    pub objects: u64,
+    /// Bytes that were copied; objects of an earlier backup in the folder stay as they are.
+    pub bytes: u64,
+    /// Objects that the volumes need and the store does not have: damage, which `fsck` tells more about.
+    pub missing: u64,
+    /// Objects of earlier backups that were removed.
+    pub removed: u64,
+}
+
+/// What restoring has done.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct RestoreReport {
+    /// Objects that the volumes need.
+    pub objects: u64,
+    /// Bytes that were copied into the store; objects that it had stay as they are.
+    pub bytes: u64,
+    /// Objects that were missing already when the backup was made.
+    pub missing: u64,
+}
+
+/// Is told the bytes that were copied so far; `false` stops the work.
+type Progress<'a> = &'a (dyn Fn(u64) -> bool + Sync);
+
+impl Datafs {
+    /// Makes a backup of all volumes with their snapshots, as they are at one moment during the call, into a folder
+    /// that is missing, empty, or has a backup of the same store. Runs beside everything else.
+    pub fn backup(&self, to: &Path, progress: Progress<'_>) -> Result<BackupReport> {
+        let shared = &self.shared;
+        let store = shared.meta.view(StoreRow::get)?.filter(|row| row.marked).ok_or_else(|| {
+            Error::Invalid(
+                "which object store belongs to the metadata is not recorded yet: open it again".into(),
+            )
+        })?;
+        let folder = Folder::make(to, store.id)?;
+        let hold = Hold::take(shared)?;
+        failpoint::hit("backup-held");
+        let file = BackupFile::create(&folder.path(PARTIAL))?;
+        shared.meta.view_committed(|txn| file.fill(txn))?;
+        failpoint::hit("backup-metadata-copied");
+        let objects = folder.path(OBJECTS);
+        let file = Mutex::new(file);
+        let copied = for_each_object(&file, progress, |id| match shared.pool.export(id, &objects)? {
+            Copied::Missing => file.lock().note_missing(id).map(|()| Copied::Missing),
+            copied => Ok(copied),
+        })?;
+        sync_names(&objects)?;
+        file.into_inner().finish()?;
+        failpoint::hit("backup-objects-copied");
+        // Without it, objects may have been deleted before they were copied.
+        hold.release()?;
+        folder.replace_metadata()?;
+        failpoint::hit("backup-finished");
+        let removed = folder.remove_unused()?;
+        Ok(BackupReport { objects: copied.objects, bytes: copied.bytes, missing: copied.missing, removed })
+    }
+
+    /// Replaces all volumes of a home by those of a backup. Fails with [`Error::InUse`] while any process has them
+    /// open. The store, which may be another one than that of the backup, keeps what it has beside them.
+    pub fn restore(
+        home: &Path,
+        config: &Config,
+        from: &Path,
+        progress: Progress<'_>,
+    ) -> Result<RestoreReport> {
+        let folder = Folder::open(from)?;
+        let file = BackupFile::open(&folder.path(METADATA))?;
+        let shared = Shared::open(home, &Config { gc_interval_ms: 0, ..config.clone() })?;
+        let prefix = keys::encryption_keys();
+        check_known_keys(file.page(&prefix, &keys::after_prefix(&prefix), usize::MAX)?, &shared.pool)?;
+        // In this order: who opens the volumes after the hold deletes nothing.
+        let _hold = Hold::take(&shared)?;
+        check_alone(&shared)?;
+        failpoint::hit("restore-held");
+        let objects = folder.path(OBJECTS);
+        let file = Mutex::new(file);
+        let copied = for_each_object(&file, progress, |id| match shared.pool.import(id, &objects)? {
+            Copied::Missing if !file.lock().was_missing(id)? => Err(Error::corrupt(
+                format!("the backup in {}", from.display()),
+                format!("object {id} is missing there and in the object store"),
+            )),
+            copied => Ok(copied),
+        })?;
+        failpoint::hit("restore-objects-copied");
+        let file = file.into_inner();
+        let store = store_of(&shared.pool, &file)?;
+        failpoint::hit("restore-marked");
+        let mut pairs = restored(&shared, &file, store)?;
+        shared.meta.replace(&mut || check_alone(&shared), &mut pairs)?;
+        failpoint::hit("restore-finished");
+        Ok(RestoreReport { objects: copied.objects, bytes: copied.bytes, missing: copied.missing })
+    }
+}
+
+/// The number of the store that is restored into; one that has none gets that of the backup's store.
+fn store_of(pool: &ObjectPool, file: &BackupFile) -> Result<StoreId> {
+    match StoreId::of(pool) {
+        Ok(Some(id)) => return Ok(id),
+        Ok(None) | Err(Error::Corrupt { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    let row = file.get(keys::STORE)?;
+    let id =
+        row.map(|row| StoreRow::decode(&row)).transpose()?.map_or_else(StoreId::draw, |row| Ok(row.id))?;
+    id.mark(pool)?;
+    Ok(id)
+}
+
+/// What the metadata becomes: that of the backup, with this store and this process.
+fn restored<'a>(
+    shared: &Shared,
+    file: &'a BackupFile,
+    store: StoreId,
+) -> Result<impl Iterator<Item = Result<Pair>> + use<'a>> {
+    let own = shared.session.id();
+    let mut roster = file.get(keys::ROSTER)?.unwrap_or_default();
+    roster.extend(own.to_be_bytes());
+    let set = [
+        (keys::STORE.to_vec(), StoreRow { id: store, marked: true }.encode()),
+        (keys::ROSTER.to_vec(), roster),
+        (keys::session(own), session::row()),
+    ];
+    let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
+    let kept = move |pair: &Result<Pair>| match pair {
+        Ok((key, _)) => !left_out.contains(key) && !key.starts_with(&keys::holds()),
+        Err(_) => true,
+    };
+    Ok(file.pairs().filter(kept).chain(set.map(Ok)))
+}
+
+/// Fails while another process has the volumes open.
+fn check_alone(shared: &Shared) -> Result<()> {
+    let mut others = session::files(&shared.sessions_dir)?;
+    shared.each(&keys::sessions(), |key, _| {
+        others.push(Decoder::new("session key", &key[1..]).u64()?);
+        Ok(())
+    })?;
+    for other in others.into_iter().filter(|id| *id != shared.session.id()) {
+        if DeadSession::claim(&shared.meta, &shared.sessions_dir, other)?.is_none() {
+            return Err(Error::InUse { place: shared.place_of_metadata() });
+        }
+    }
+    Ok(())
+}
+
+/// Keeps garbage of all processes from being deleted, for as long as its session lives.
+struct Hold {
+    shared: Arc<Shared>,
+    released: bool,
+}
+
+impl Hold {
+    fn take(shared: &Arc<Shared>) -> Result<Hold> {
+        let (seconds, nanos) = Timestamp::now().parts();
+        let since = Encoder::default().i64(seconds).u32(nanos).finish();
+        let key = keys::hold(shared.session.id());
+        shared.meta.transact(Durability::Durable, |txn| {
+            if txn.get(&key)?.is_some() {
+                return Err(Error::InUse { place: shared.place_of_metadata() });
+            }
+            txn.put(&key, &since)
+        })?;
+        Ok(Hold { shared: Arc::clone(shared), released: false })
+    }
+
+    /// Fails when others took this process for dead meanwhile, and the hold with it.
+    fn release(mut self) -> Result<()> {
+        let key = keys::hold(self.shared.session.id());
+        self.shared.meta.transact(Durability::Relaxed, |txn| match txn.get(&key)? {
+            Some(_) => txn.delete(&key),
+            None => Err(Error::Stale {
+                what: "the hold on garbage, because this process was taken for dead,".into(),
+            }),
+        })?;
+        self.released = true;
+        Ok(())
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.released {
+            return;
+        }
+        let key = keys::hold(self.shared.session.id());
+        if let Err(error) = self.shared.meta.transact(Durability::Relaxed, |txn| txn.delete(&key)) {
+            tracing::warn!(%error, "garbage is not deleted before this process has ended");
+        }
+    }
+}
+
+/// What was done with all objects.
+struct Sum {
+    objects: u64,
+    bytes: u64,
+    missing: u64,
+}
+
+/// Copies the objects that a metadata points at, several at a time.
+fn for_each_object(
+    file: &Mutex<BackupFile>,
+    progress: Progress<'_>,
+    copy: impl Fn(ObjectId) -> Result<Copied> + Sync,
+) -> Result<Sum> {
+    let prefix = keys::all_references();
+    let (next, end) = (Mutex::new(prefix.clone()), keys::after_prefix(&prefix));
+    let [objects, bytes, missing] = [const { AtomicU64::new(0) }; 3];
+    let (failed, stopped) = (Mutex::new(None), AtomicBool::new(false));
+    let page = || -> Result<Vec<ObjectId>> {
+        let mut start = next.lock();
+        let page = file.lock().page(&start, &end, 64)?;
+        if let Some((last, _)) = page.last() {
+            *start = [last.as_slice(), &[0]].concat();
+        }
+        let id = |(key, _): &Pair| Ok(ObjectId::from_bytes(Decoder::new("object key", &key[1..]).array()?));
+        page.iter().map(id).collect()
+    };
+    let work = || -> Result<()> {
+        loop {
+            let page = page()?;
+            if page.is_empty() {
+                return Ok(());
+            }
+            for id in page {
+                if stopped.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+                match copy(id)? {
+                    Copied::Bytes(written) => drop(bytes.fetch_add(written, Ordering::Relaxed)),
+                    Copied::Missing => drop(missing.fetch_add(1, Ordering::Relaxed)),
+                }
+                objects.fetch_add(1, Ordering::Relaxed);
+                if !progress(bytes.load(Ordering::Relaxed)) {
+                    let source = io::Error::from(io::ErrorKind::Interrupted);
+                    return Err(Error::Io {
+                        operation: "copy objects to or from",
+                        path: OBJECTS.into(),
+                        source,
+                    });
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..PARALLEL {
+            scope.spawn(|| {
+                if let Err(error) = work() {
+                    stopped.store(true, Ordering::Relaxed);
+                    failed.lock().get_or_insert(error);
+                }
+            });
+        }
+    });
+    match failed.into_inner() {
+        Some(error) => Err(error),
+        None => Ok(Sum {
+            objects: objects.into_inner(),
+            bytes: bytes.into_inner(),
+            missing: missing.into_inner(),
+        }),
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct About {
+    format: u32,
+    store: String,
+}
+
+/// A folder of backups, locked.
+struct Folder {
+    root: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Folder {
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    /// The folder for backups of a store, made when it is missing. One that holds anything else is refused.
+    fn make(root: &Path, store: StoreId) -> Result<Folder> {
+        let fail = |e| Error::io("make folder", root, e);
+        DirBuilder::new().recursive(true).mode(0o700).create(root).map_err(fail)?;
+        let empty = fs::read_dir(root).map_err(fail)?.next().is_none();
+        match read_about(root)? {
+            // Left by a backup that was killed before it had begun, at most.
+            None if empty || is_begun(root)? => {}
+            None => {
+                return Err(Error::Invalid(format!(
+                    "{} holds other files and no backup: name a folder that is missing or empty",
+                    root.display()
+                )));
+            }
+            Some(about) if about.store != store.to_string() => {
+                return Err(Error::Invalid(format!(
+                    "{} holds a backup of another object store ({}): name another folder",
+                    root.display(),
+                    about.store
+                )));
+            }
+            Some(_) => {}
+        }
+        let lock = lock(root, FlockArg::LockExclusiveNonblock, true)?;
+        let folder = Folder { root: root.to_owned(), _lock: lock };
+        let objects = folder.path(OBJECTS);
+        DirBuilder::new().recursive(true).mode(0o700).create(&objects).map_err(fail)?;
+        let about = serde_json::json!(About { format: FORMAT, store: store.to_string() }).to_string() + "\n";
+        let partial = folder.path("backup.json.partial");
+        OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&partial)
+            .and_then(|mut file| file.write_all(about.as_bytes()).and_then(|()| file.sync_all()))
+            .and_then(|()| fs::rename(&partial, folder.path(ABOUT)))
+            .map_err(fail)?;
+        failpoint::hit("backup-begun");
+        folder.sync()?;
+        Ok(folder)
+    }
+
+    /// A folder that holds a backup.
+    fn open(root: &Path) -> Result<Folder> {
+        let missing = || Error::not_found(format!("a complete backup in {}", root.display()));
+        let about = read_about(root)?.ok_or_else(missing)?;
+        if about.format > FORMAT {
+            let place = root.join(ABOUT).display().to_string();
+            return Err(Error::NewerFormat { place, found: about.format, supported: FORMAT });
+        }
+        let lock = lock(root, FlockArg::LockSharedNonblock, false)?;
+        let folder = Folder { root: root.to_owned(), _lock: lock };
+        if folder.path(METADATA).exists() { Ok(folder) } else { Err(missing()) }
+    }
+
+    /// Makes the new metadata the backup's.
+    fn replace_metadata(&self) -> Result<()> {
+        let to = self.path(METADATA);
+        fs::rename(self.path(PARTIAL), &to).map_err(|e| Error::io("rename to", to, e))?;
+        self.sync()
+    }
+
+    fn sync(&self) -> Result<()> {
+        File::open(&self.root).and_then(|f| f.sync_all()).map_err(|e| Error::io("sync folder", &self.root, e))
+    }
+
+    /// Removes what the backup does not need, such as objects of the one before.
+    fn remove_unused(&self) -> Result<u64> {
+        let file = BackupFile::open(&self.path(METADATA))?;
+        let (objects, mut removed) = (self.path(OBJECTS), 0);
+        let fail = |e| Error::io("list", &objects, e);
+        for directory in fs::read_dir(&objects).map_err(fail)? {
+            let directory = directory.map_err(fail)?.path();
+            if !directory.is_dir() {
+                continue;
+            }
+            for entry in fs::read_dir(&directory).map_err(fail)? {
+                let path = entry.map_err(fail)?.path();
+                let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+                let id = name.strip_suffix(".sums").unwrap_or(name).parse::<ObjectId>();
+                match id {
+                    Ok(id) if file.refers_to(id)? => continue,
+                    Ok(id) => removed += u64::from(name == id.to_string()),
+                    // What a killed backup has left half-copied is `NAME#PID`.
+                    Err(()) if name.contains('#') => {}
+                    Err(()) => continue,
+                }
+                fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?;
+            }
+        }
+        Ok(removed)
+    }
+}
+
+fn read_about(root: &Path) -> Result<Option<About>> {
+    let path = root.join(ABOUT);
+    match fs::read(&path) {
+        Ok(text) => {
+            let damaged = |e: serde_json::Error| Error::corrupt(path.display().to_string(), e.to_string());
+            serde_json::from_slice(&text).map(Some).map_err(damaged)
+        }
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+        Err(e) => Err(Error::io("read", path, e)),
+    }
+}
+
+/// Whether a folder holds nothing but what [`Folder::make`] does before it says what the folder is.
+fn is_begun(root: &Path) -> Result<bool> {
+    let fail = |e| Error::io("list", root, e);
+    for entry in fs::read_dir(root).map_err(fail)? {
+        let name = entry.map_err(fail)?.file_name();
+        if ![LOCK, OBJECTS, "backup.json.partial"].iter().any(|known| name == **known) {
+            return Ok(false);
+        }
+    }
+    Ok(root.join(LOCK).exists())
+}
+
+fn lock(root: &Path, how: FlockArg, create: bool) -> Result<Flock<File>> {
+    let path = root.join(LOCK);
+    let file = OpenOptions::new().read(true).write(create).create(create).mode(0o600).open(&path);
+    let file = file.map_err(|e| Error::io("open", &path, e))?;
+    Flock::lock(file, how).map_err(|(_, errno)| match errno {
+        nix::errno::Errno::EWOULDBLOCK => {
+            Error::Invalid(format!("the backup in {} is being made or restored: wait for it", root.display()))
+        }
+        errno => Error::io("lock", path, errno.into()),
+    })
+}

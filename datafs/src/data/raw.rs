@@ -1,0 +1,260 @@
+//! Objects as the files that they consist of, copied as they are between the store and a directory of a backup,
+//! which is laid out like a local store.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek as _, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use object_store::PutPayload;
+use object_store::path::Path as StorePath;
+
+use super::error::{ObjectError, Result};
+use super::local::LocalStore;
+use super::object::ObjectId;
+use super::pool::ObjectPool;
+use super::remote::RemoteStore;
+use super::store::Store;
+
+/// Bytes of one request, and of one comparison.
+const STEP: usize = 8 << 20;
+
+/// What became of the files of an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Copied {
+    /// They are there; so many bytes were written.
+    Bytes(u64),
+    /// The object is not where it was to be copied from.
+    Missing,
+}
+
+impl ObjectPool {
+    /// Copies an object of the store into a directory; its files survive a power failure, their names once
+    /// [`sync_names`] has run. Files that are complete there stay as they are.
+    pub(crate) fn export(&self, id: ObjectId, to: &Path) -> Result<Copied> {
+        let mut bytes = 0;
+        for name in names(id) {
+            let target = to.join(&name);
+            let copied = match self.store() {
+                Store::Local(local) => export_file(&local.root().join(&name), &target)?,
+                Store::Remote(_) if target.exists() => Some(0),
+                Store::Remote(remote) => self.fetch_file(remote, remote_path(remote, id, &name), &target)?,
+            };
+            match copied {
+                Some(written) => bytes += written,
+                None => return Ok(Copied::Missing),
+            }
+        }
+        Ok(Copied::Bytes(bytes))
+    }
+
+    /// Copies an object from such a directory into the store; durable when it returns. What the store has already
+    /// stays; what is there and differs is replaced.
+    pub(crate) fn import(&self, id: ObjectId, from: &Path) -> Result<Copied> {
+        let mut bytes = 0;
+        for name in names(id) {
+            let source = from.join(&name);
+            let copied = match self.store() {
+                Store::Local(local) => import_file(local, id, &source, &local.root().join(&name))?,
+                Store::Remote(remote) => {
+                    self.send_file(remote, id, remote_path(remote, id, &name), &source)?
+                }
+            };
+            match copied {
+                Some(written) => bytes += written,
+                None => return Ok(Copied::Missing),
+            }
+        }
+        Ok(Copied::Bytes(bytes))
+    }
+
+    fn fetch_file(&self, remote: &Arc<RemoteStore>, path: StorePath, to: &Path) -> Result<Option<u64>> {
+        let mut staged = Staged::create(to)?;
+        let mut at = 0;
+        loop {
+            let (remote, path) = (Arc::clone(remote), path.clone());
+            let range = at..at + STEP as u64;
+            let got = self.runtime().wait(async move { remote.get_part(&path, range).await });
+            let (part, len) = match self.answer(got) {
+                Err(error) if error.is_not_found() => return Ok(None),
+                got => got?,
+            };
+            staged.file.write_all(&part).map_err(|e| staged.fail(e))?;
+            at += part.len() as u64;
+            if at >= len || part.is_empty() {
+                staged.keep()?;
+                return Ok(Some(at));
+            }
+        }
+    }
+
+    fn send_file(
+        &self,
+        remote: &Arc<RemoteStore>,
+        id: ObjectId,
+        path: StorePath,
+        from: &Path,
+    ) -> Result<Option<u64>> {
+        let source = open(from)?;
+        let len = source.as_ref().map(|(_, len)| *len);
+        let (store, at) = (Arc::clone(remote), path.clone());
+        let there = self.answer(self.runtime().wait(async move { store.size(&at).await }))?;
+        let (file, len) = match (source, there) {
+            (_, Some(there)) if len.is_none_or(|len| len == there) => return Ok(Some(0)),
+            (None, _) => return Ok(None),
+            (Some(source), _) => source,
+        };
+        let fail = |e| ObjectError::io("read", from, e);
+        let part = |at: u64| -> Result<Bytes> {
+            let mut part = vec![0; usize::try_from(len - at).unwrap_or(STEP).min(STEP)];
+            file.read_exact_at(&mut part, at).map_err(fail)?;
+            Ok(part.into())
+        };
+        if len <= STEP as u64 {
+            let (store, payload) = (Arc::clone(remote), PutPayload::from(part(0)?));
+            self.answer(self.runtime().wait(async move { store.put_over(&path, payload).await }))?;
+            return Ok(Some(len));
+        }
+        let store = Arc::clone(remote);
+        let upload = self.answer(self.runtime().wait(async move { store.begin_upload(id).await }))?;
+        let (mut at, mut parts) = (0, Vec::new());
+        while at < len {
+            let (store, upload, index) = (Arc::clone(remote), upload.clone(), parts.len());
+            let part = part(at)?;
+            at += part.len() as u64;
+            let put = async move { store.put_part(id, &upload, index, part.into()).await };
+            parts.push(self.answer(self.runtime().wait(put))?);
+        }
+        let store = Arc::clone(remote);
+        let complete = async move { store.complete_upload(id, &upload, parts, len).await };
+        self.answer(self.runtime().wait(complete))?;
+        Ok(Some(len))
+    }
+}
+
+/// Makes the names of what was exported into a directory survive a power failure.
+pub(crate) fn sync_names(directory: &Path) -> Result<()> {
+    let fail = |e| ObjectError::io("sync", directory, e);
+    for entry in fs::read_dir(directory).map_err(fail)? {
+        let path = entry.map_err(fail)?.path();
+        if path.is_dir() {
+            super::durable::sync_directory(&path)?;
+        }
+    }
+    super::durable::sync_directory(directory)
+}
+
+/// The files of an object, relative to a local store.
+fn names(id: ObjectId) -> Vec<String> {
+    if id.has_sums_beside() { vec![id.data_name(), id.sums_name()] } else { vec![id.data_name()] }
+}
+
+fn remote_path(remote: &RemoteStore, id: ObjectId, name: &str) -> StorePath {
+    if name == id.data_name() { remote.data_path(id) } else { remote.sums_path(id) }
+}
+
+/// A file and its length; `None` when it is missing.
+fn open(path: &Path) -> Result<Option<(File, u64)>> {
+    let opened = File::open(path).and_then(|file| {
+        let len = file.metadata()?.len();
+        Ok((file, len))
+    });
+    match opened {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some).map_err(|e| ObjectError::io("open", path, e)),
+    }
+}
+
+fn export_file(from: &Path, to: &Path) -> Result<Option<u64>> {
+    let there = fs::metadata(to).map(|meta| meta.len()).ok();
+    match open(from)? {
+        // Packs grow. A source that is shorter than its copy was cut.
+        Some((_, len)) if there.is_some_and(|there| there >= len) => Ok(Some(0)),
+        Some((source, _)) => Staged::create(to)?.fill(source, from).map(Some),
+        None => Ok(there.map(|_| 0)),
+    }
+}
+
+fn import_file(local: &LocalStore, id: ObjectId, from: &Path, to: &Path) -> Result<Option<u64>> {
+    let Some((source, len)) = open(from)? else {
+        return Ok(fs::metadata(to).is_ok().then_some(0));
+    };
+    if let Some((there, there_len)) = open(to)?
+        // A pack may have grown since.
+        && (there_len == len || id.is_pack() && there_len > len)
+        && are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))?
+    {
+        return Ok(Some(0));
+    }
+    let written = Staged::create(to)?.fill(source, from)?;
+    local.make_name_durable(id)?;
+    Ok(Some(written))
+}
+
+/// Whether two files begin with the same bytes.
+fn are_equal(a: &File, b: &File, len: u64) -> io::Result<bool> {
+    let (mut of_a, mut of_b) = (vec![0; STEP], vec![0; STEP]);
+    let mut at = 0;
+    while at < len {
+        let step = usize::try_from(len - at).unwrap_or(STEP).min(STEP);
+        a.read_exact_at(&mut of_a[..step], at)?;
+        b.read_exact_at(&mut of_b[..step], at)?;
+        if of_a[..step] != of_b[..step] {
+            return Ok(false);
+        }
+        at += step as u64;
+    }
+    Ok(true)
+}
+
+/// A file that gets its name when it is complete and synced.
+struct Staged {
+    file: File,
+    path: PathBuf,
+    to: PathBuf,
+    kept: bool,
+}
+
+impl Staged {
+    fn create(to: &Path) -> Result<Staged> {
+        let directory = to.parent().unwrap_or(to);
+        fs::create_dir_all(directory).map_err(|e| ObjectError::io("create folder", directory, e))?;
+        // The ending is that of unfinished files of a local store.
+        let mut path = to.as_os_str().to_owned();
+        path.push(format!("#{}", std::process::id()));
+        let path = PathBuf::from(path);
+        let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
+        let file = file.map_err(|e| ObjectError::io("create", &path, e))?;
+        Ok(Staged { file, path, to: to.to_owned(), kept: false })
+    }
+
+    fn fail(&self, error: io::Error) -> ObjectError {
+        ObjectError::io("write", &self.path, error)
+    }
+
+    fn fill(mut self, mut source: File, from: &Path) -> Result<u64> {
+        source.rewind().map_err(|e| ObjectError::io("read", from, e))?;
+        let copied = io::copy(&mut source, &mut self.file).map_err(|e| self.fail(e))?;
+        self.keep()?;
+        Ok(copied)
+    }
+
+    fn keep(mut self) -> Result<()> {
+        let kept = self.file.sync_all().and_then(|()| fs::rename(&self.path, &self.to));
+        kept.map_err(|e| self.fail(e))?;
+        self.kept = true;
+        Ok(())
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if !self.kept
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            tracing::debug!(path = %self.path.display(), %error, "removing an unfinished copy");
+        }
+    }
+}
