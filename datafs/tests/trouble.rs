@@ -290,7 +290,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
     let mut content = vec![0; FILE];
     let mut random = StdRng::seed_from_u64(2);
     let mut largest = 0;
-    let mut write = |at: usize, piece: &[u8], content: &mut Vec<u8>| {
+    let write = |at: usize, piece: &[u8], content: &mut Vec<u8>| {
         file.write_at(at as u64, piece).unwrap();
         content[at..at + piece.len()].copy_from_slice(piece);
     };

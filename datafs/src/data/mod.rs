@@ -64,7 +64,7 @@ mod writer;
 
 pub(crate) use codec::Codec;
 pub use codec::Compression;
-pub(crate) use error::ObjectError;
+pub(crate) use error::{ObjectError, no_space};
 pub(crate) use extent::Extent;
 pub(crate) use gather::{GATHER_BYTES, Gathered};
 pub(crate) use keyring::{ExpectedKeys, KeyIdentity};

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::shared_page;
+use crate::data::no_space;
 use crate::error::{Error, Result};
 
 /// The part of the disk that is set aside, in bytes of it for each, and the limits of that.
@@ -39,7 +40,7 @@ impl Reserve {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-reserve");
         let total = Space::beside(metadata).map_or(0, |space| space.total);
-        let bytes = (total / PART).clamp(BYTES_MIN, BYTES_MAX);
+        let bytes = (total / PART).clamp(BYTES_MIN, BYTES_MAX) / STEP_BYTES * STEP_BYTES;
         Reserve { path: path.into(), place: metadata.to_owned(), bytes, short: AtomicBool::new(false) }
     }
 
@@ -83,9 +84,10 @@ impl Reserve {
 
     /// Sets aside again what was given up and not used, however little that is: others take free space, too.
     pub(crate) fn take_back(&self) {
-        let mut bytes = STEP_BYTES;
-        while !self.is_whole() && self.set_aside(bytes.min(self.bytes)) {
-            bytes += STEP_BYTES;
+        for step in 1..=self.bytes / STEP_BYTES {
+            if self.is_whole() || !self.set_aside(step * STEP_BYTES) {
+                return;
+            }
         }
     }
 
@@ -97,13 +99,10 @@ impl Reserve {
     fn set_aside(&self, bytes: u64) -> bool {
         let open =
             || OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&self.path);
-        let Ok(file) = open() else { return false };
-        match fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t) {
-            Ok(()) => true,
-            // Nothing can be set aside there, and nobody is made to suffer for it.
-            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => true,
-            Err(_) => false,
-        }
+        let set =
+            open().and_then(|file| Ok(fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t)?));
+        // Where nothing can be set aside for another reason, writes go on without.
+        set.err().is_none_or(|error| no_space(&error).is_none())
     }
 }
 
