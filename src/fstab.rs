@@ -8,9 +8,72 @@ use crate::failure::{Exit, fail};
 
 /// The name that mount(8) looks for in /sbin.
 const NAME: &str = "mount.millrace";
-/// Options for mount(8) and systemd alone.
-const NOT_OURS: [&str; 9] =
-    ["rw", "auto", "noauto", "nofail", "_netdev", "defaults", "user", "users", "nouser"];
+/// Options for mount(8) and systemd alone, and those of access times, which reading a volume never changes.
+const NOT_OURS: [&str; 18] = [
+    "auto",
+    "noauto",
+    "nofail",
+    "_netdev",
+    "defaults",
+    "nouser",
+    "async",
+    "atime",
+    "noatime",
+    "relatime",
+    "norelatime",
+    "strictatime",
+    "nostrictatime",
+    "diratime",
+    "nodiratime",
+    "lazytime",
+    "nolazytime",
+    "silent",
+];
+
+/// The options that become flags of `millrace mount`; of two that contradict each other the later one holds.
+#[derive(Debug, Default)]
+struct Flags {
+    read_only: bool,
+    allow_other: bool,
+    suid: bool,
+    dev: bool,
+    noexec: bool,
+}
+
+impl Flags {
+    /// Takes note of an option. Returns false for one that is none of these.
+    fn note(&mut self, option: &str) -> bool {
+        match option {
+            "ro" => self.read_only = true,
+            "rw" => self.read_only = false,
+            "allow_other" => self.allow_other = true,
+            "suid" => self.suid = true,
+            "nosuid" => self.suid = false,
+            "dev" => self.dev = true,
+            "nodev" => self.dev = false,
+            "noexec" => self.noexec = true,
+            "exec" => self.noexec = false,
+            // As mount(8) has it for mounts that users may make.
+            "user" | "users" | "owner" | "group" => {
+                (self.noexec, self.suid, self.dev) = (true, false, false);
+            }
+            _ if option.starts_with("user=") => return self.note("user"),
+            _ => return false,
+        }
+        true
+    }
+
+    fn arguments(&self) -> impl Iterator<Item = OsString> {
+        let flags = [
+            (self.read_only, "--read-only"),
+            (self.allow_other, "--allow-other"),
+            (self.suid, "--suid"),
+            (self.dev, "--dev"),
+            (self.noexec, "--noexec"),
+        ];
+        flags.into_iter().filter_map(|(given, flag)| given.then(|| flag.into()))
+    }
+}
 
 /// The arguments as clap reads them, `mount.millrace`'s translated.
 pub(crate) fn arguments(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsString>> {
@@ -42,24 +105,23 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
         return fail(Exit::Usage, format!("{NAME} takes VOLUME[@SNAPSHOT] PATH [-o OPTIONS]"));
     };
     let mut arguments: Vec<OsString> = vec!["millrace".into()];
-    let (mut flags, mut read_only): (Vec<OsString>, bool) = (Vec::new(), false);
+    let (mut named, mut flags) = (Vec::<OsString>::new(), Flags::default());
     for option in options.iter().flat_map(|text| text.to_str().unwrap_or_default().split(',')) {
         match option.split_once('=') {
             Some(("home", value)) => arguments.extend(["--home".into(), value.into()]),
             Some(("config", value)) => arguments.extend(["--config".into(), value.into()]),
-            Some(("open", value)) => flags.extend(["--open".into(), value.into()]),
-            _ if option == "ro" => read_only = true,
-            _ if option == "supervise" => flags.push("--supervise".into()),
-            _ if option.is_empty() || NOT_OURS.contains(&option) || option.starts_with("x-") => {}
+            Some(("open", value)) => named.extend(["--open".into(), value.into()]),
+            Some(("comment", _)) => {}
+            _ if option == "supervise" => named.push("--supervise".into()),
+            _ if option.is_empty() || NOT_OURS.contains(&option) => {}
+            _ if option.starts_with("x-") || option.starts_with("X-") => {}
+            _ if flags.note(option) => {}
             _ => return fail(Exit::Usage, format!("{NAME} knows no option {option:?}")),
         }
     }
-    if read_only && !what.to_string_lossy().contains('@') {
-        let message = format!("{} is live and would be writable: mount a snapshot for ro", what.display());
-        return fail(Exit::Usage, message);
-    }
     arguments.extend(["mount".into(), "--detach".into()]);
-    arguments.append(&mut flags);
+    arguments.append(&mut named);
+    arguments.extend(flags.arguments());
     arguments.extend([what.clone(), at.clone()]);
     Ok(arguments)
 }
@@ -82,11 +144,21 @@ mod tests {
         );
         assert_eq!(
             translated("mount.millrace v@s /mnt -n -o ro,supervise"),
-            Ok("millrace mount --detach --supervise v@s /mnt".into())
+            Ok("millrace mount --detach --supervise --read-only v@s /mnt".into())
         );
+        for (options, flags) in [
+            ("ro,noatime,relatime,nofail", "--read-only "),
+            ("user,x-gvfs-show,comment=ours", "--noexec "),
+            ("users,exec", ""),
+            ("suid,dev,user=anna", "--noexec "),
+            ("users,suid,dev,allow_other", "--allow-other --suid --dev --noexec "),
+            ("noexec,nosuid,nodev,ro,rw", "--noexec "),
+        ] {
+            let line = format!("mount.millrace v /mnt -o {options}");
+            assert_eq!(translated(&line), Ok(format!("millrace mount --detach {flags}v /mnt")));
+        }
         assert_eq!(translated("millrace fsck --scrub"), Ok("millrace fsck --scrub".into()));
-        assert!(translated("mount.millrace v /mnt -o ro").is_err_and(|error| error.contains("snapshot")));
-        assert!(translated("mount.millrace v /mnt -o noexec").is_err_and(|error| error.contains("noexec")));
+        assert!(translated("mount.millrace v /mnt -o sync").is_err_and(|error| error.contains("sync")));
         assert!(translated("mount.millrace v").is_err_and(|error| error.contains("PATH")));
     }
 }

@@ -65,6 +65,14 @@ pub struct MountOptions {
     /// Lets users other than the one that mounts in, subject to owners and modes. Unprivileged users
     /// need `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
     pub allow_other: bool,
+    /// Has the kernel refuse every change, also of a live volume. A snapshot is mounted so in any case.
+    pub read_only: bool,
+    /// Has the kernel honour set-user-ID and set-group-ID bits and capabilities of programs. For root only.
+    pub suid: bool,
+    /// Has the kernel open device nodes. For root only.
+    pub dev: bool,
+    /// Has the kernel refuse to run programs.
+    pub noexec: bool,
     /// Threads that answer the kernel at once, 1 to 64. Default 8: requests that wait (for a commit, the
     /// disk, the network) do so beside each other; those that are not needed keep out of the way.
     pub threads: usize,
@@ -77,7 +85,16 @@ pub struct MountOptions {
 impl Default for MountOptions {
     fn default() -> Self {
         let allow_other = nix::unistd::geteuid().is_root();
-        Self { allow_other, threads: 8, open: Open::Auto, trace: None }
+        Self {
+            allow_other,
+            read_only: false,
+            suid: false,
+            dev: false,
+            noexec: false,
+            threads: 8,
+            open: Open::Auto,
+            trace: None,
+        }
     }
 }
 

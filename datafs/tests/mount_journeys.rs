@@ -12,6 +12,7 @@ mod lifecycle;
 pub(crate) mod locking;
 mod on_postgres;
 mod opening;
+mod options;
 mod permissions;
 mod semantics;
 mod sharing;

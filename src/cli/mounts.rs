@@ -28,6 +28,21 @@ pub(crate) struct MountArgs {
     /// without a message
     #[arg(long, value_name = "auto|passthrough|pages", default_value_t)]
     pub(crate) open: Open,
+    /// Refuse changes, also of a live volume
+    #[arg(long)]
+    pub(crate) read_only: bool,
+    /// Let other users in, subject to owners and modes [default: where root mounts]
+    #[arg(long)]
+    pub(crate) allow_other: bool,
+    /// Honour set-user-ID and set-group-ID bits and capabilities of programs (root only)
+    #[arg(long)]
+    pub(crate) suid: bool,
+    /// Honour device nodes (root only)
+    #[arg(long)]
+    pub(crate) dev: bool,
+    /// Refuse to run programs
+    #[arg(long)]
+    pub(crate) noexec: bool,
     /// Serve Prometheus metrics here, at /metrics
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<SocketAddr>,

@@ -35,7 +35,17 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     let (spec, path) = (args.spec.clone(), args.path.clone());
     let trace =
         args.trace.clone().map(|file| TraceOptions { file, file_bytes_max: args.trace_file_mib << 20 });
-    let options = MountOptions { open: args.open, trace, ..MountOptions::default() };
+    let default = MountOptions::default();
+    let options = MountOptions {
+        allow_other: args.allow_other || default.allow_other,
+        read_only: args.read_only,
+        suid: args.suid,
+        dev: args.dev,
+        noexec: args.noexec,
+        open: args.open,
+        trace,
+        ..default
+    };
     let metrics = match args.metrics {
         Some(address) => Some(MetricsServer::start(address, context.stop.child_token()).await?),
         None => None,
@@ -110,6 +120,14 @@ pub(super) fn same_command(
     }
     command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
     command.arg("--open").arg(args.open.to_string());
+    let flags = [
+        (args.read_only, "--read-only"),
+        (args.allow_other, "--allow-other"),
+        (args.suid, "--suid"),
+        (args.dev, "--dev"),
+        (args.noexec, "--noexec"),
+    ];
+    command.args(flags.into_iter().filter_map(|(given, flag)| given.then_some(flag)));
     if let Some(metrics) = metrics {
         command.arg("--metrics").arg(metrics.to_string());
     }

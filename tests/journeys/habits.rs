@@ -134,3 +134,42 @@ fn a_detached_mount_lives_on_and_logs_to_its_file() {
         home.json(["volume", "show", "v"])["volume"]["usage"]["files"] == 20
     });
 }
+
+/// `mount -t millrace` and /etc/fstab: the options that people write there, through the supervisor and the daemon.
+#[test]
+fn options_of_fstab_reach_the_mount() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let file = home.file("f", "x");
+    home.ok(["cp", file.to_str().unwrap(), "v:/f"]);
+    let program = home.dir.path().join("mount.millrace");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_millrace"), &program).unwrap();
+    let at = home.dir.path().join("mnt");
+    let mount = |options: &str| {
+        let mut command = std::process::Command::new(&program);
+        command.arg("v").arg(&at).arg("-o").arg(format!("home={},{options}", home.path().display()));
+        command.output().unwrap()
+    };
+    let shown = || {
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let line = table.lines().find(|line| line.split(' ').nth(4) == at.to_str()).unwrap();
+        line.split(' ').nth(5).unwrap().to_owned()
+    };
+    for (options, expected) in [
+        ("rw,users,noatime,relatime,_netdev,nofail,x-systemd.automount", "rw,nosuid,nodev,noexec,"),
+        ("supervise,ro,nosuid,nodev", "ro,nosuid,nodev,"),
+    ] {
+        let output = mount(options);
+        assert!(output.status.success(), "{output:?}");
+        assert!(format!("{},", shown()).starts_with(expected), "{options}: {}", shown());
+        assert_eq!(std::fs::read(at.join("f")).unwrap(), b"x");
+        let written = std::fs::write(at.join("new"), b"x");
+        assert_eq!(written.is_ok(), expected.starts_with("rw"), "{options}: {written:?}");
+        home.ok(["umount", at.to_str().unwrap()]);
+    }
+    let (code, line) = crate::support::failure(&mount("nonsense"), "an unknown option");
+    assert!(code == 2 && line.contains("nonsense"), "{line}");
+}

@@ -30,6 +30,11 @@ fn command() -> io::Result<Command> {
 
 /// Mounts through the helper.
 pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
+    if how.options.suid || how.options.dev {
+        let reason = "set-user-ID programs and device nodes are honoured only in a mount by root: mount as root, \
+                      or without --suid and --dev";
+        return Err(io::Error::new(ErrorKind::PermissionDenied, reason));
+    }
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_read_timeout(Some(ANSWER_MAX))?;
     // A comma would end the option.
@@ -38,8 +43,11 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
         "fsname={source},subtype=millrace,default_permissions,max_read={READ_BYTES_MAX},{}",
         if how.read_only { "ro" } else { "rw" }
     ));
-    if how.allow_other {
+    if how.options.allow_other {
         options.push(",allow_other");
+    }
+    if how.options.noexec {
+        options.push(",noexec");
     }
     let mut command = command()?;
     command.arg("-o").arg(options).arg("--").arg(at);
@@ -98,7 +106,7 @@ fn receive_descriptor(socket: &UnixStream) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::super::point;
+    use super::super::{MountOptions, point};
     use super::*;
 
     #[test]
@@ -108,7 +116,8 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let at = point::absolute(dir.path()).unwrap();
-        let how = Attach { source: "data@v1", read_only: true, allow_other: false };
+        let options = MountOptions { allow_other: false, ..MountOptions::default() };
+        let how = Attach { source: "data@v1", read_only: true, options: &options };
         let device = attach(&at, &how).unwrap();
         assert!(point::find(&at).unwrap().is_some());
         drop(device);

@@ -15,7 +15,7 @@ use std::process::Command;
 
 use nix::mount::{MntFlags, MsFlags, umount2};
 
-use super::fusermount;
+use super::{MountOptions, fusermount};
 use crate::error::{Error, Result};
 
 /// The kernel's device for FUSE.
@@ -47,8 +47,8 @@ pub(super) struct Attach<'a> {
     pub(super) source: &'a str,
     /// Refuse writes in the kernel.
     pub(super) read_only: bool,
-    /// Let other users in, subject to modes and owners.
-    pub(super) allow_other: bool,
+    /// What else was asked for.
+    pub(super) options: &'a MountOptions,
 }
 
 /// A refusal of the system. Not [`Error::io`], whose advice is about the home folder.
@@ -222,11 +222,14 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
         nix::unistd::geteuid(),
         nix::unistd::getegid(),
     );
-    if how.allow_other {
+    if how.options.allow_other {
         data.push_str(",allow_other");
     }
-    let mut flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+    let mut flags = MsFlags::empty();
     flags.set(MsFlags::MS_RDONLY, how.read_only);
+    flags.set(MsFlags::MS_NOSUID, !how.options.suid);
+    flags.set(MsFlags::MS_NODEV, !how.options.dev);
+    flags.set(MsFlags::MS_NOEXEC, how.options.noexec);
     nix::mount::mount(Some(how.source), at, Some(FS_TYPE), flags, Some(data.as_str()))
         .map_err(|e| failed(e.into()))?;
     Ok(device.into())

@@ -93,7 +93,8 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let at = point::prepare(at)?;
     let mut opening = opening::decide(&view, options.open)?;
     let source = view.spec().to_string();
-    let attach = Attach { source: &source, read_only: view.is_snapshot(), allow_other: options.allow_other };
+    let read_only = options.read_only || view.is_snapshot();
+    let attach = Attach { source: &source, read_only, options };
     // Told apart from other mounts of the volume, and from what this process does beside it.
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let device_fd = point::attach(&at, &attach)?;
