@@ -130,6 +130,9 @@ fn mode(path: &Path) -> u32 {
     u32::from(found.stx_mode) & 0o7777
 }
 
+/// What a program does to a file that it has open.
+type Change<'a> = &'a dyn Fn(&File);
+
 #[test]
 fn a_mode_alone_shows_that_a_change_has_taken_the_privileges_of_a_program() {
     if !nix::unistd::geteuid().is_root() {
@@ -149,7 +152,7 @@ fn a_mode_alone_shows_that_a_change_has_taken_the_privileges_of_a_program() {
         assert_eq!(done, 0, "{}", io::Error::last_os_error());
     };
     let pages = Box::new(Pages([7; BYTES]));
-    let changes: [(&str, &dyn Fn(&File)); 7] = [
+    let changes: [(&str, Change<'_>); 7] = [
         ("a direct write", &|file| {
             std::os::unix::fs::FileExt::write_all_at(file, &pages.0, 0).unwrap();
         }),
