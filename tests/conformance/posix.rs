@@ -203,3 +203,172 @@ fn a_database_is_written_from_two_mounts() {
     }
     mounted.end();
 }
+
+/// What one of two mounts has done goes on through the other, each step through the other one than the last.
+#[test]
+#[ignore = "needs git, sqlite3, make, a compiler, tar, Python and npm: run make conformance"]
+fn two_mounts_take_turns_under_everyday_programs() {
+    let Some(mounted) = Mounted::new(&["mnt", "m"]) else { return };
+    let turn = |step: usize, script: &str| shell(&mounted.places[step % 2], script);
+
+    turn(
+        0,
+        "git init -q repo && cd repo && git config user.name a && git config user.email a@localhost && \
+         echo 0 > f && git add f && git commit -qm 0",
+    );
+    turn(1, "sqlite3 db 'create table t(x)'");
+    turn(
+        0,
+        "mkdir made && cd made && printf '%s\\n' 'OBJECTS := $(patsubst %.c,%.o,$(wildcard *.c))' \
+         'all: $(OBJECTS)' > Makefile",
+    );
+    for step in 1..=10 {
+        turn(
+            step,
+            &format!(
+                "cd repo && test -z \"$(git status --porcelain)\" && test $(git rev-list --count HEAD) = {step}\n\
+                 echo {step} >> f && mkdir d{step} && echo x > d{step}/x && rm -f d{}/x\n\
+                 git add -A && git commit -qm {step} && git checkout -q -b b{step}",
+                step - 1
+            ),
+        );
+        let said = turn(step, &format!("sqlite3 db 'insert into t values({step}); select count(*) from t'"));
+        assert_eq!(said, format!("{step}\n"));
+        // Of what is built already nothing is built again.
+        let built = turn(step, &format!("cd made && echo 'int x{step};' > {step}.c && make"));
+        assert_eq!(built.lines().filter(|line| line.contains(" -o ")).count(), 1, "{built}");
+        turn(step + 1, "cd made && make -q");
+        turn(
+            step,
+            &format!("mkdir tar && tar -C repo -cf tar/{step}.tar . && tar -C tar -xf tar/{step}.tar"),
+        );
+        turn(step + 1, &format!("tar -C tar -df tar/{step}.tar && tar -C repo -df tar/{step}.tar"));
+        turn(step, "rm -r tar");
+    }
+    for step in 0..2 {
+        turn(step, "cd repo && git gc -q && git fsck --no-progress && test -z \"$(git status --porcelain)\"");
+        assert_eq!(turn(step, "sqlite3 db 'pragma integrity_check'"), "ok\n");
+    }
+
+    // A wheel and a package that need no network.
+    turn(
+        0,
+        "mkdir wheel && cd wheel && python3 - <<'END'\n\
+         import zipfile\n\
+         info = 'ours-1.0.dist-info/'\n\
+         with zipfile.ZipFile('ours-1.0-py3-none-any.whl', 'w') as wheel:\n\
+         \x20   for i in range(100): wheel.writestr(f'ours/m{i}.py', f'value = {i}')\n\
+         \x20   wheel.writestr('ours/__init__.py', '')\n\
+         \x20   wheel.writestr(info + 'METADATA', 'Metadata-Version: 2.1\\nName: ours\\nVersion: 1.0\\n')\n\
+         \x20   wheel.writestr(info + 'WHEEL', 'Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n')\n\
+         \x20   wheel.writestr(info + 'RECORD', '')\n\
+         END\n\
+         cd .. && python3 -m venv venv",
+    );
+    let pip = "venv/bin/python -m pip --disable-pip-version-check -q";
+    for step in 0..4 {
+        turn(step, &format!("{pip} install --no-index wheel/*.whl"));
+        let found = turn(step + 1, "venv/bin/python -c 'import ours.m99; print(ours.m99.value)'");
+        assert_eq!(found, "99\n");
+        turn(step + 1, &format!("{pip} uninstall -y ours && {pip} check"));
+        turn(step, "! venv/bin/python -c 'import ours' 2> /dev/null");
+    }
+    turn(
+        0,
+        "mkdir -p theirs app && cd theirs && echo '{\"name\":\"theirs\",\"version\":\"1.0.0\"}' > package.json && \
+         for i in $(seq 100); do echo \"module.exports = $i\" > m$i.js; done && \
+         cd ../app && echo '{\"name\":\"app\",\"version\":\"1.0.0\"}' > package.json",
+    );
+    let npm = "npm --cache ../cache --offline --no-audit --no-fund --no-update-notifier --silent";
+    turn(1, &format!("cd theirs && {npm} pack > /dev/null && mv theirs-1.0.0.tgz .."));
+    for step in 0..4 {
+        turn(step, &format!("cd app && {npm} install ../theirs-1.0.0.tgz"));
+        assert_eq!(turn(step + 1, "cd app && node -p \"require('theirs/m100')\""), "100\n");
+        turn(step + 1, &format!("cd app && {npm} uninstall theirs && test ! -e node_modules/theirs"));
+        turn(step, "cd app && ! node -p \"require('theirs/m100')\" 2> /dev/null");
+    }
+    mounted.end();
+}
+
+/// Runs a shell script in a folder as a user without privileges, to success.
+fn shell_as(user: u32, at: &Path, script: &str) -> String {
+    let user = user.to_string();
+    program(
+        Command::new("setpriv")
+            .args(["--reuid", &user, "--regid", &user, "--clear-groups", "bash", "-euo", "pipefail", "-c"])
+            .arg(script)
+            .current_dir(at)
+            .env("HOME", at),
+    )
+}
+
+#[test]
+#[ignore = "needs git, sqlite3, make, a compiler and setpriv: run make conformance"]
+fn another_user_works_beside_root_on_a_shared_mount() {
+    if !is_root() {
+        return;
+    }
+    let Some(mounted) = Mounted::new(&["mnt", "m"]) else { return };
+    shell(mounted.home.dir.path(), "chmod 755 . mnt m");
+    let [one, two] = [&mounted.places[0], &mounted.places[1]];
+    let (user, other) = (1_001, 1_002);
+    shell(
+        one,
+        "mkdir -m 700 private && echo secret > private/f && echo secret > closed && chmod 600 closed\n\
+         mkdir -m 1777 sticky && echo ours > sticky/root && install -d -o 1001 -g 1001 theirs\n\
+         install -d -m 2770 -o 0 -g 1001 group && echo root > group/root && chmod 660 group/root",
+    );
+    // A day's work of the user, through both mounts, seen and continued by root.
+    shell_as(
+        user,
+        &two.join("theirs"),
+        "git init -q repo && cd repo && git config user.name a && git config user.email a@localhost\n\
+         for i in $(seq 50); do echo \"int f$i;\" > f$i.c; done\n\
+         printf '%s\\n' 'OBJECTS := $(patsubst %.c,%.o,$(wildcard *.c))' 'all: $(OBJECTS)' > Makefile\n\
+         make -s -j2 && git add . && git commit -qm all && sqlite3 db 'create table t(x)'",
+    );
+    shell_as(
+        user,
+        &one.join("theirs/repo"),
+        "make -q && git status > /dev/null && sqlite3 db 'insert into t values(1)'",
+    );
+    let said = shell(
+        two,
+        "cat theirs/repo/f1.c && sqlite3 theirs/repo/db 'select x from t' && stat -c %u theirs/repo/f1.o",
+    );
+    assert_eq!(said, "int f1;\n1\n1001\n");
+    shell(one, "echo root >> theirs/repo/f1.c");
+    shell_as(
+        user,
+        &two.join("theirs/repo"),
+        "grep -q root f1.c && git checkout -q f1.c && ! grep -q root f1.c",
+    );
+    // What is closed to the user stays closed, whichever way.
+    let no = "no() { if \"$@\" 2> /dev/null; then echo \"allowed: $*\" >&2; exit 1; fi; }";
+    for at in [one, two] {
+        shell_as(
+            user,
+            at,
+            &format!(
+                "{no}\n\
+                 for file in closed private/f; do\n\
+                   no cat $file; no cp /dev/null $file; no tee -a $file < /dev/null; no rm -f $file; done\n\
+                 no ls private; no touch new; no mkdir new; no mv closed new; no ln -s closed new\n\
+                 no chmod 666 closed; no chown 1001 closed; no truncate -s 0 closed\n\
+                 no mv sticky/root sticky/mine; no rm -f sticky/root\n\
+                 echo mine > sticky/mine; no mv -f sticky/mine sticky/root; rm sticky/mine\n\
+                 grep -q root group/root; echo more >> group/root\n\
+                 touch group/new; test $(stat -c %g group/new) = 1001; rm group/new"
+            ),
+        );
+        shell_as(
+            other,
+            at,
+            &format!(
+                "{no}\nno ls group; no cat group/root; test -r theirs; no touch theirs/new; no rm -r theirs/repo"
+            ),
+        );
+        assert_eq!(shell(at, "cat closed private/f sticky/root"), "secret\nsecret\nours\n");
+    }
+    mounted.end();
+}
