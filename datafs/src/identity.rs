@@ -118,7 +118,6 @@ pub(crate) fn check(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
 
 fn check_store(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
     loop {
-        let marker = StoreId::of(pool)?;
         let (row, first_reference) = meta.view(|txn| {
             let (start, end) = (keys::all_references(), keys::after_prefix(&keys::all_references()));
             let row = StoreRow::get(txn)?;
@@ -126,6 +125,8 @@ fn check_store(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
             let first = if row.is_none() { txn.scan(&start, &end, Order::Ascending, 1)? } else { Vec::new() };
             Ok((row, !first.is_empty()))
         })?;
+        // After the row: the store is marked before its row says so.
+        let marker = StoreId::of(pool)?;
         match row {
             Some(StoreRow { id, marked: true }) if marker == Some(id) => return Ok(()),
             Some(StoreRow { id, marked: true }) => return Err(refused(pool, id, marker)),
