@@ -1,7 +1,8 @@
 //! The marker of a store: a small file, or object, that tells the store from others.
 
-use std::fs::{self, File};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -53,7 +54,8 @@ impl ObjectPool {
 fn write_file(root: &Path, unique: &str, text: &[u8]) -> Result<()> {
     let fail = |e| ObjectError::io("write", root.join(MARKER), e);
     let staged = root.join(format!("{MARKER}#{unique}"));
-    File::create(&staged)
+    let create = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&staged);
+    create
         .and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
         .and_then(|()| fs::rename(&staged, root.join(MARKER)))
         .map_err(fail)?;

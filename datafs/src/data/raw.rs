@@ -1,9 +1,9 @@
 //! Objects as the files that they consist of, copied as they are between the store and a directory of a backup,
 //! which is laid out like a local store.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Seek as _, Write as _};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -220,7 +220,8 @@ struct Staged {
 impl Staged {
     fn create(to: &Path) -> Result<Staged> {
         let directory = to.parent().unwrap_or(to);
-        fs::create_dir_all(directory).map_err(|e| ObjectError::io("create folder", directory, e))?;
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
+        made.map_err(|e| ObjectError::io("create folder", directory, e))?;
         // The ending is that of unfinished files of a local store.
         let mut path = to.as_os_str().to_owned();
         path.push(format!("#{}", std::process::id()));
