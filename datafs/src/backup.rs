@@ -120,7 +120,7 @@ impl Datafs {
         let shared = Shared::open(home, &Config { gc_interval_ms: 0, ..config.clone() })?;
         let prefix = keys::encryption_keys();
         check_known_keys(file.page(&prefix, &keys::after_prefix(&prefix), usize::MAX)?, &shared.pool)?;
-        // In this order: who opens the volumes after the hold deletes nothing.
+        // The hold comes first: a process that opens the volumes after it deletes nothing.
         let _hold = Hold::take(&shared)?;
         check_alone(&shared)?;
         failpoint::hit("restore-held");

@@ -107,7 +107,7 @@ pub(crate) fn check(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
             );
             Ok(())
         }
-        // A full disk must not keep anybody from making room on it.
+        // Opening works on a full disk, so that files can be removed.
         Err(Error::NoSpace { place, .. } | Error::NoSpaceToCommit { place, .. }) => {
             tracing::warn!(%place, "no space to record which object store belongs to the metadata");
             Ok(())
@@ -139,7 +139,7 @@ fn check_store(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
             }
             _ => {}
         }
-        // The metadata comes first, so that all who do this at once mark the store alike.
+        // The metadata comes first, so that processes that do this at once mark the store alike.
         let drawn = StoreId::draw()?;
         let row = meta.transact(Durability::Durable, |txn| {
             let row = match StoreRow::get(txn.as_read())? {

@@ -118,7 +118,7 @@ fn another_key_of_a_known_name_is_refused() {
         }
         let error = Datafs::open(home.path(), &with_key(2)).unwrap_err();
         assert!(matches!(error, Error::WrongKey { .. }) && error.to_string().contains("main"), "{error}");
-        // Who has no key may look after the rest.
+        // Without a key, the other volumes can be used.
         assert_eq!(
             Datafs::open(home.path(), &config("store")).unwrap().volume_list().unwrap().volumes.len(),
             1

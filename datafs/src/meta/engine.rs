@@ -104,7 +104,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         self.read(body)
     }
 
-    /// Replaces everything by other pairs, which have different keys, in one durable transaction. Nobody else
+    /// Replaces everything by other pairs, which have different keys, in one durable transaction. No other process
     /// commits from before `check` until it is done; nothing is replaced when `check` fails.
     fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
         let _ = (check, pairs);

@@ -235,7 +235,7 @@ pub(super) fn others(schema: &str, client: i64) -> String {
     )
 }
 
-/// Begins the transaction that replaces everything, while nobody commits or registers.
+/// Begins the transaction that replaces everything, while no client commits or registers.
 pub(super) fn begin_replace(lock: i64) -> String {
     format!(
         "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL synchronous_commit = on; \
