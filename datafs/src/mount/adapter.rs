@@ -24,7 +24,7 @@ use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
-use super::retry::{Created, Found, Refused};
+use super::retry::{Created, Refused};
 use crate::error::{Error, Result};
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;

@@ -1,13 +1,13 @@
 //! The kernel's less common requests: extended attributes, allocation, holes, copies, privileges.
 
 use std::ffi::OsStr;
-use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
+use super::caller::is_in_group;
 use super::coherence::{Kept, name_lifetime};
 use super::outcome;
 use crate::error::{Error, Result};
@@ -25,18 +25,6 @@ pub(super) fn is_privileged(request: &Request) -> bool {
     request.uid() == 0
 }
 
-/// Whether the caller is in a group. The kernel sends the first group only; the others of a thread that
-/// cannot be seen from here count as not its own.
-fn is_in_group(request: &Request, group: u32) -> bool {
-    request.gid() == group || has_group(request.pid(), group)
-}
-
-fn has_group(thread: u32, group: u32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
-    groups.split_whitespace().any(|own| own.parse() == Ok(group))
-}
-
 impl Adapter {
     pub(super) fn set_xattr(
         &self,
@@ -48,8 +36,10 @@ impl Adapter {
         reply: ReplyEmpty,
     ) {
         if is_acl(name) {
+            // The groups of a thread that cannot be seen from here count as not its own.
+            let in_group = |group| is_in_group(request, group).unwrap_or(false);
             let keeps_group = is_privileged(request)
-                || self.handles.view.getattr(node).is_ok_and(|attr| is_in_group(request, attr.gid));
+                || self.handles.view.getattr(node).is_ok_and(|attr| in_group(attr.gid));
             let set = self.handles.view.acl_set(node, name, value, keeps_group);
             return self.empty("setxattr", node, set, reply);
         }
