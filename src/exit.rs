@@ -60,7 +60,8 @@ fn streams(error: &millrace_streams::Error) -> Exit {
         E::Unreachable { .. } | E::NotRunning { .. } => Exit::Unavailable,
         E::UnknownTopic { .. } | E::UnknownPartition { .. } | E::OffsetOutOfRange { .. } => Exit::NotFound,
         E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
-        E::AddressTaken { .. } | E::HeldByAnother { .. } => Exit::Conflict,
+        E::AddressTaken { .. } | E::HeldByAnother { .. } | E::NewerFormat { .. } => Exit::Conflict,
+        E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } => Exit::Corrupt,
         _ => Exit::Failed,
     }
 }

@@ -126,6 +126,7 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         Command::Stats(args) => commands::stats::run(&context, args).await,
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,
+        Command::Topic(command) => commands::topic::run(&context, command).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,
         Command::Feed(args) => commands::feed::run(&context, args).await,
         Command::Train(args) => commands::train::run(&context, args).await,

@@ -23,7 +23,7 @@ pub(crate) use models::{
     ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
-pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs};
+pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
 pub(crate) use volumes::{CopyArgs, FsckArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
@@ -138,6 +138,12 @@ pub(crate) enum Command {
     /// Write lines of a file (or of standard input) to a topic, one record each
     #[command(after_help = "Example:\n  millrace produce digits examples/digits/digits.jsonl")]
     Produce(ProduceArgs),
+    /// List and delete topics
+    #[command(
+        subcommand,
+        after_help = "Examples:\n  millrace topic list\n  millrace topic delete digits --yes"
+    )]
+    Topic(TopicCommand),
     /// Land a topic in a volume as Parquet, exactly once
     #[command(
         after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow"

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use millrace_datafs::Name;
 use millrace_streams::dataset::DatasetSpec;
 
@@ -19,6 +19,21 @@ pub(crate) struct ProduceArgs {
     /// JSON field that becomes the record's key (and so its partition)
     #[arg(long, value_name = "FIELD")]
     pub(crate) key: Option<String>,
+}
+
+/// `millrace topic`
+#[derive(Debug, Subcommand)]
+pub(crate) enum TopicCommand {
+    /// List the topics with their partitions and the offsets that they hold
+    List,
+    /// Delete a topic with all of its records
+    Delete {
+        /// The topic
+        name: String,
+        /// Delete it although it holds records
+        #[arg(long)]
+        yes: bool,
+    },
 }
 
 /// `millrace ingest`

@@ -15,6 +15,7 @@ pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod stats;
 mod supervise;
+pub(crate) mod topic;
 pub(crate) mod train;
 pub(crate) mod volume;
 pub(crate) mod warmup;

@@ -171,8 +171,8 @@ pub enum Error {
     },
     /// Stored data is damaged in a place that a torn write cannot explain.
     #[error(
-        "{}: damaged at byte {position} ({reason}) with valid records after it; restore the file \
-         from a copy, or cut it to {position} bytes to give up what follows", path.display()
+        "{}: damaged at byte {position} ({reason}); restore the file from a copy, or stop the \
+         broker and {advice}", path.display()
     )]
     Corrupt {
         /// The file.
@@ -180,6 +180,31 @@ pub enum Error {
         /// Where.
         position: u64,
         /// What is wrong there.
+        reason: String,
+        /// How to go on without a copy.
+        advice: String,
+    },
+    /// A partition is damaged: it can be read up to the damage.
+    #[error(
+        "topic {topic} partition {partition} is damaged at offset {offset}; the log of the broker \
+         at {bootstrap_servers} names the file and the remedy"
+    )]
+    Damaged {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// First offset that cannot be read.
+        offset: i64,
+        /// The brokers.
+        bootstrap_servers: String,
+    },
+    /// The list of topics cannot be read.
+    #[error("{}: not a list of topics ({reason}); restore the file from a copy", path.display())]
+    DamagedMeta {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
         reason: String,
     },
     /// The file system failed.
@@ -217,6 +242,18 @@ impl Error {
             ),
             _ => false,
         }
+    }
+
+    /// Whether the disk is full.
+    pub(crate) fn is_no_space(&self) -> bool {
+        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+        matches!(self, Error::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
+    }
+
+    /// The error with its cause, for one line.
+    pub(crate) fn with_cause(&self) -> String {
+        use std::error::Error as _;
+        self.source().map_or_else(|| self.to_string(), |source| format!("{self}: {source}"))
     }
 
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {

@@ -1,5 +1,6 @@
 //! Error codes of the Kafka protocol that this broker answers with.
 
+pub(crate) const UNKNOWN_SERVER_ERROR: i16 = -1;
 pub(crate) const NONE: i16 = 0;
 pub(crate) const OFFSET_OUT_OF_RANGE: i16 = 1;
 pub(crate) const CORRUPT_MESSAGE: i16 = 2;

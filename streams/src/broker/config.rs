@@ -37,6 +37,11 @@ pub struct Config {
     pub partitions_max: usize,
     /// A segment file is closed and the next one begun at this size, in bytes.
     pub segment_bytes_max: u64,
+    /// Records older than this are removed, in milliseconds, a whole segment at a time; 0 keeps them.
+    pub retention_ms: u64,
+    /// The oldest segments of a partition are removed while the others hold as many bytes; 0 keeps
+    /// all.
+    pub retention_bytes_max: u64,
     /// Largest record batch, compressed, in bytes.
     pub message_bytes_max: usize,
     /// Largest request, in bytes; a client that announces more is disconnected.
@@ -60,6 +65,8 @@ impl Default for Config {
             partitions_default: 1,
             partitions_max: 1_000,
             segment_bytes_max: 64 << 20,
+            retention_ms: 0,
+            retention_bytes_max: 0,
             message_bytes_max: 16 << 20,
             request_bytes_max: 100 << 20,
             fetch_bytes_max: 16 << 20,

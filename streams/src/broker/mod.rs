@@ -2,8 +2,8 @@
 //!
 //! What it is: topics in segment files, produced to and consumed from by librdkafka (kcat,
 //! confluent-kafka), by the Java clients and by [`crate::topic`], with explicit assignment and
-//! with idempotent producers. What it is not: it has no consumer groups and no transactions, does
-//! not advertise them, never deletes records by itself, and has no authentication.
+//! with idempotent producers, and retention by age and size. What it is not: it has no consumer
+//! groups and no transactions, does not advertise them, and has no authentication.
 //!
 //! Two things follow for librdkafka clients: set `enable.auto.commit=false` beside an explicit
 //! assignment, else closing such a consumer waits `session.timeout.ms` for a place to commit to;
@@ -15,11 +15,13 @@
 //! system ([`Flush::Os`]): `kill -9` loses nothing that was acknowledged, and of what was not, a
 //! batch is either whole in the log or gone. With [`Flush::Always`] it is answered after a flush
 //! to the disk, so that a loss of power loses nothing either; waiting requests share a flush. A
-//! segment is flushed before the next one begins, everything is flushed when the broker stops.
+//! segment is flushed before the next one begins, everything is flushed when the broker stops. With
+//! [`Flush::Always`] the last segments are flushed at start, too, before anything of them is served.
 //!
 //! Recovery. At start every batch header is read and every checksum of the last segment of each
-//! partition; a torn end is cut off and logged. Damage with sound batches behind it is no torn
-//! end: the broker refuses to start and names file and position.
+//! partition; the other checksums are verified when their batches are read. A torn end is cut off
+//! and logged. Damage with sound batches behind it is no torn end: it is logged with file, position
+//! and remedy, the partition serves the records before it and takes no more, the others serve.
 //!
 //! One process holds the directory, see [`running_address`].
 
@@ -38,6 +40,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -57,6 +60,9 @@ pub(crate) const CLUSTER_ID_PREFIX: &str = "millrace-";
 
 /// Threads that serve connections; log files are read and written on them.
 const THREADS: usize = 2;
+
+/// How often records are looked at for their age and size; also done at start.
+const RETENTION_EVERY: Duration = Duration::from_secs(60);
 
 /// Where the broker of a home keeps its files.
 pub fn dir(home: &Path) -> PathBuf {
@@ -108,7 +114,7 @@ impl Broker {
     /// connections. It runs until [`Broker::stop`] or until `cancel` is cancelled.
     ///
     /// # Errors
-    /// [`Error::HeldByAnother`], [`Error::AddressTaken`], [`Error::Corrupt`],
+    /// [`Error::HeldByAnother`], [`Error::AddressTaken`], [`Error::DamagedMeta`],
     /// [`Error::NewerFormat`], [`Error::Config`], [`Error::Io`].
     pub async fn start(config: Config, dir: &Path, cancel: CancellationToken) -> Result<Self> {
         let dir = dir.to_path_buf();
@@ -123,6 +129,7 @@ impl Broker {
         private::create_dir_all(dir).map_err(Error::io("create", dir))?;
         let mut lock = DirLock::take(dir)?;
         let store = Store::open(dir, &config)?;
+        store.retain();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("streams-broker")
@@ -151,7 +158,7 @@ impl Broker {
         tracing::info!(address = %address, dir = %dir.display(), "the broker accepts connections");
         let (done, stopped) = oneshot::channel();
         runtime.spawn(async move {
-            accept(listener, shared.clone()).await;
+            tokio::join!(accept(listener, shared.clone()), retain(&shared));
             let flushed = tokio::task::block_in_place(|| shared.store.sync());
             if let Err(error) = &flushed {
                 tracing::error!(error = %error, "the broker could not flush its logs while stopping");
@@ -225,6 +232,12 @@ fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
+async fn retain(shared: &Shared) {
+    while shared.stopping.run_until_cancelled(tokio::time::sleep(RETENTION_EVERY)).await.is_some() {
+        tokio::task::block_in_place(|| shared.store.retain());
+    }
+}
+
 async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     let connections = TaskTracker::new();
     loop {
@@ -244,7 +257,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
             Err(error) => {
                 // Out of file descriptors, most likely; trying at once would spin.
                 tracing::error!(error = %error, "cannot accept a connection");
-                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }

@@ -12,12 +12,14 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
 use super::Config;
 use super::code;
+use super::log::segments::Retention;
 use super::log::{Partition, Refused};
 use crate::error::{Error, Result};
 use millrace_datafs::private;
@@ -62,10 +64,11 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Opens the store in `dir`, creating what is missing, and recovers every partition.
+    /// Opens the store in `dir`, creating what is missing, and recovers every partition. Damaged ones
+    /// are logged and do not keep the others from serving.
     ///
     /// # Errors
-    /// [`Error::NewerFormat`], [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::NewerFormat`], [`Error::DamagedMeta`], [`Error::Io`].
     pub(crate) fn open(dir: &Path, config: &Config) -> Result<Self> {
         let topics_dir = dir.join("topics");
         private::create_dir_all(&topics_dir).map_err(Error::io("create", &topics_dir))?;
@@ -86,10 +89,9 @@ impl Store {
         for (name, topic) in &meta.topics {
             let mut partitions = Vec::new();
             for index in 0..topic.partitions {
+                // The folder was there before the topic was, so creating it here would hide a loss.
                 let dir = topics_dir.join(name).join(index.to_string());
-                // It was there before the topic was, so creating it here would hide a loss.
-                fs::metadata(&dir).map_err(Error::io("find the records of a topic in", &dir))?;
-                partitions.push(Arc::new(Partition::open(name, index, &dir, config)?));
+                partitions.push(Arc::new(Partition::open(name, index, &dir, config)));
             }
             topics.insert(name.clone(), partitions.into());
         }
@@ -149,8 +151,8 @@ impl Store {
         self.check_new(name, partitions)?;
         let opened = self.create_files(name, partitions, &mut written.meta);
         let opened = opened.map_err(|error| {
-            tracing::error!(topic = name, error = %describe(&error), "cannot create a topic");
-            Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error))
+            tracing::error!(topic = name, error = error.with_cause(), "cannot create a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
         })?;
         self.topics.write().insert(name.to_string(), opened);
         tracing::info!(topic = name, partitions, "created topic");
@@ -167,7 +169,7 @@ impl Store {
         for index in 0..partitions {
             let dir = topic_dir.join(index.to_string());
             private::create_dir_all(&dir).map_err(Error::io("create", &dir))?;
-            opened.push(Arc::new(Partition::open(name, index, &dir, &self.config)?));
+            opened.push(Arc::new(Partition::open(name, index, &dir, &self.config)));
         }
         sync_dir(&topic_dir)?;
         sync_dir(&self.dir.join("topics"))?;
@@ -178,7 +180,8 @@ impl Store {
         Ok(opened.into())
     }
 
-    /// Deletes a topic with its records. Blocks on the disk.
+    /// Deletes a topic with its records. Blocks on the disk. On a full disk the records go first, so
+    /// that the list of topics can be written.
     pub(crate) fn delete(&self, name: &str) -> Result<(), Refused> {
         let mut written = self.written.lock();
         if self.partition_count(name).is_none() {
@@ -189,19 +192,51 @@ impl Store {
         }
         let mut next = written.meta.clone();
         next.topics.remove(name);
-        write_meta(&self.dir, &next)
-            .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
-        written.meta = next;
-        let partitions = self.topics.write().remove(name);
-        for partition in partitions.iter().flat_map(|partitions| partitions.iter()) {
-            partition.delete();
-        }
         let topic_dir = self.dir.join("topics").join(name);
-        if let Err(error) = fs::remove_dir_all(&topic_dir) {
-            tracing::warn!(path = %topic_dir.display(), %error, "cannot remove the files of a deleted topic");
+        let close = || {
+            for partition in self.topics.read().get(name).iter().flat_map(|partitions| partitions.iter()) {
+                partition.delete();
+            }
+        };
+        match write_meta(&self.dir, &next) {
+            Err(error) if error.is_no_space() => {
+                close();
+                // After a crash here the topic is damaged, and can be deleted again.
+                remove_folder(&topic_dir);
+                write_meta(&self.dir, &next)
+            }
+            other => other,
         }
+        .map_err(|error| {
+            tracing::error!(topic = name, error = error.with_cause(), "cannot delete a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
+        })?;
+        written.meta = next;
+        close();
+        self.topics.write().remove(name);
+        remove_folder(&topic_dir);
         tracing::info!(topic = name, "deleted topic");
         Ok(())
+    }
+
+    /// Removes the records of all topics that are beyond the configured retention. Blocks on the disk.
+    pub(crate) fn retain(&self) {
+        let limit = |value: u64| (value > 0).then_some(value);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as i64);
+        let retention = Retention {
+            before_ms: limit(self.config.retention_ms).map(|kept| now.saturating_sub_unsigned(kept)),
+            bytes_max: limit(self.config.retention_bytes_max),
+        };
+        if retention.before_ms.is_none() && retention.bytes_max.is_none() {
+            return;
+        }
+        for partition in self.partitions() {
+            partition.retain(retention);
+        }
+    }
+
+    fn partitions(&self) -> Vec<Arc<Partition>> {
+        self.topics.read().values().flat_map(|partitions| partitions.iter().cloned()).collect()
     }
 
     /// A producer id that was never given out before, not even before a restart.
@@ -211,7 +246,7 @@ impl Store {
             let mut next = written.meta.clone();
             next.next_producer_id = written.producer_id.saturating_add(PRODUCER_ID_BLOCK);
             write_meta(&self.dir, &next)
-                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, describe(&error)))?;
+                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause()))?;
             written.meta = next;
         }
         let id = written.producer_id;
@@ -224,10 +259,8 @@ impl Store {
     /// # Errors
     /// [`Error::Io`], after having tried all.
     pub(crate) fn sync(&self) -> Result<()> {
-        let partitions: Vec<_> =
-            self.topics.read().values().flat_map(|partitions| partitions.iter().cloned()).collect();
         let mut failed = None;
-        for partition in partitions {
+        for partition in self.partitions() {
             if let Err(error) = partition.sync() {
                 failed = Some(error);
             }
@@ -236,10 +269,13 @@ impl Store {
     }
 }
 
-/// An error with its cause, for one line.
-fn describe(error: &Error) -> String {
-    use std::error::Error as _;
-    error.source().map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
+fn remove_folder(path: &Path) {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            tracing::warn!(path = %path.display(), %error, "cannot remove the files of a deleted topic");
+        }
+        _ => {}
+    }
 }
 
 /// Kafka's rule for topic names.
@@ -278,7 +314,8 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>> {
     struct Version {
         format_version: u32,
     }
-    let damaged = |error: serde_json::Error| Error::io("understand", &path)(error.into());
+    let damaged =
+        |error: serde_json::Error| Error::DamagedMeta { path: path.clone(), reason: error.to_string() };
     // The version first: a newer format may have fields that this one refuses.
     let version: Version = serde_json::from_slice(&text).map_err(damaged)?;
     if version.format_version > FORMAT_VERSION {

@@ -230,7 +230,7 @@ async fn a_newer_format_and_a_damaged_file_are_refused() {
         Err(Error::NewerFormat { found: 2, supported: 1, .. })
     ));
     std::fs::write(dir.path().join("meta.json"), b"{").unwrap();
-    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::Io { .. })));
+    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::DamagedMeta { .. })));
     let unusable = Config { partitions_default: 0, ..anywhere() };
     assert!(matches!(
         Broker::start(unusable, dir.path(), CancellationToken::new()).await,
@@ -256,20 +256,52 @@ fn a_frame_is_released_before_its_answer_is_reserved() {
 }
 
 #[tokio::test]
-async fn a_lost_folder_of_a_topic_is_an_error() {
+async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
     let dir = TempDir::new().unwrap();
+    let value = batch((-1, -1, -1), 0, &[b"v"]);
     {
         let store = Store::open(dir.path(), &anywhere()).unwrap();
-        store.create("t", 1).unwrap();
-        store.partition("t", 0).unwrap().append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
+        store.create("t", 2).unwrap();
+        store.partition("t", 0).unwrap().append(&value).unwrap();
     }
     let folder = dir.path().join("topics/t/0");
     std::fs::rename(&folder, dir.path().join("aside")).unwrap();
-    match Store::open(dir.path(), &anywhere()) {
-        Err(Error::Io { path, .. }) => assert_eq!(path, folder),
-        other => panic!("{:?}", other.map(|_| "opened")),
+    {
+        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        let lost = store.partition("t", 0).unwrap();
+        // Not an empty partition: a reader learns that something is missing.
+        assert_eq!((lost.start_offset(), lost.high_watermark()), (0, 1));
+        let refused = lost.read(0, 1 << 20, true).unwrap_err();
+        assert_eq!(refused.code, code::CORRUPT_MESSAGE);
+        assert!(refused.reason.contains(folder.to_str().unwrap()), "{}", refused.reason);
+        assert_eq!(lost.append(&value).unwrap_err().code, code::UNKNOWN_SERVER_ERROR);
+        assert!(!folder.exists(), "opening hides no loss");
+        assert_eq!(store.partition("t", 1).unwrap().append(&value).unwrap(), 0);
+        store.sync().unwrap();
     }
     std::fs::rename(dir.path().join("aside"), &folder).unwrap();
     let store = Store::open(dir.path(), &anywhere()).unwrap();
     assert_eq!(store.partition("t", 0).unwrap().high_watermark(), 1);
+    // A damaged topic can be given up.
+    std::fs::remove_dir_all(&folder).unwrap();
+    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    store.delete("t").unwrap();
+    store.create("t", 1).unwrap();
+    assert_eq!(store.partition("t", 0).unwrap().append(&value).unwrap(), 0);
+}
+
+#[tokio::test]
+async fn old_records_are_removed_at_start() {
+    let dir = TempDir::new().unwrap();
+    {
+        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        store.create("t", 1).unwrap();
+        store.partition("t", 0).unwrap().append(&batch((-1, -1, -1), 1_000, &[b"v"])).unwrap();
+    }
+    let config = Config { retention_ms: 60_000, ..anywhere() };
+    let broker = Broker::start(config, dir.path(), CancellationToken::new()).await.unwrap();
+    broker.stop().await.unwrap();
+    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let partition = store.partition("t", 0).unwrap();
+    assert_eq!((partition.start_offset(), partition.high_watermark()), (1, 1));
 }

@@ -26,7 +26,12 @@ pub struct TopicInfo {
 pub(crate) fn inquirer(kafka: &KafkaConfig, context: &Context) -> Result<BaseConsumer<Context>> {
     let config = client_config(
         kafka,
-        &[("group.id", "millrace"), ("allow.auto.create.topics", "false"), ("socket.timeout.ms", "10000")],
+        &[
+            ("group.id", "millrace"),
+            ("allow.auto.create.topics", "false"),
+            ("check.crcs", "true"),
+            ("socket.timeout.ms", "10000"),
+        ],
         &[("enable.auto.commit", "false")],
     )?;
     BaseConsumer::from_config_and_context(&config, context.clone())

@@ -19,7 +19,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rdkafka::types::RDKafkaErrorCode as Code;
 use tokio::sync::mpsc;
 
-use super::admin::watermarks_of;
+use super::admin::{inquirer, watermarks_of};
 use super::batch::{Chunk, Records, schema};
 use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, translate};
 use crate::config::KafkaConfig;
@@ -40,6 +40,8 @@ const CHUNKS_WAITING: usize = 4;
 const AWAY_MAX: Duration = Duration::from_secs(30);
 /// How often the thread looks whether it should stop.
 const POLL: Duration = Duration::from_millis(100);
+/// How long a partition may take to show that it is damaged.
+const DAMAGE_WAIT: Duration = Duration::from_secs(5);
 
 /// A consumer of assigned partitions or of a consumer group.
 ///
@@ -190,8 +192,8 @@ impl Consumer {
     ///
     /// # Errors
     /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting),
-    /// [`Error::OffsetOutOfRange`], [`Error::UnknownTopic`] and [`Error::Client`] end the
-    /// consumer, afterwards [`Error::Closed`].
+    /// [`Error::OffsetOutOfRange`], [`Error::Damaged`], [`Error::UnknownTopic`] and
+    /// [`Error::Client`] end the consumer, afterwards [`Error::Closed`].
     pub async fn next(
         &mut self,
         rows_max: usize,
@@ -449,6 +451,7 @@ impl Reader {
                 })
             }
             Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => Some(self.out_of_range(error)),
+            Some(Code::InvalidMessage | Code::BadMessage) => Some(self.damaged(error)),
             _ => Some(translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)),
         }
     }
@@ -477,6 +480,55 @@ impl Reader {
             }
         }
         translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
+    }
+
+    /// Names the partition whose log is damaged; the library's error does not.
+    fn damaged(&self, error: KafkaError) -> Error {
+        let places = self.topics.iter().zip(&self.next).flat_map(|(topic, next)| {
+            next.iter().map(move |(&partition, &offset)| (topic, partition, offset))
+        });
+        for (topic, partition, offset) in places {
+            match self.is_damaged(topic, partition, offset) {
+                Ok(false) => {}
+                Ok(true) => {
+                    return Error::Damaged {
+                        topic: topic.clone(),
+                        partition,
+                        offset,
+                        bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                    };
+                }
+                Err(error) => return error,
+            }
+        }
+        translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
+    }
+
+    /// Whether the very next record cannot be read.
+    fn is_damaged(&self, topic: &str, partition: i32, offset: i64) -> Result<bool> {
+        let context = Context::default();
+        let client = inquirer(&self.kafka, &context)?;
+        let fail = |error| translate(&self.kafka, &context, "consume", Duration::ZERO, error);
+        let (_, high) = client.fetch_watermarks(topic, partition, ANSWER_WAIT).map_err(fail)?;
+        if offset >= high {
+            return Ok(false);
+        }
+        let mut list = TopicPartitionList::new();
+        list.add_partition_offset(topic, partition, Offset::Offset(offset)).map_err(fail)?;
+        client.assign(&list).map_err(fail)?;
+        let started = Instant::now();
+        while started.elapsed() < DAMAGE_WAIT {
+            match client.poll(POLL) {
+                None => {}
+                Some(Ok(_)) => return Ok(false),
+                Some(Err(error)) => {
+                    let damaged =
+                        matches!(error.rdkafka_error_code(), Some(Code::InvalidMessage | Code::BadMessage));
+                    return if damaged { Ok(true) } else { Err(fail(error)) };
+                }
+            }
+        }
+        Ok(false)
     }
 
     /// After brokers were away for long: asks once, and reports when nobody answers.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use millrace_streams::topic::{Consumer, EARLIEST};
+use millrace_streams::topic::{self, Consumer, EARLIEST};
 use tempfile::TempDir;
 
 use super::wire::{Wire, single};
@@ -62,5 +62,41 @@ async fn a_full_disk_refuses_and_recovers() {
     for (_, offset, value) in rows(&take(&mut consumer, appended as usize + 1).await) {
         assert_eq!(value.unwrap(), vec![offset as u8; 9_000]);
     }
+    broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn topics_of_a_full_disk_are_listed_read_and_deleted_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let Some(_tmpfs) = Tmpfs::mount(dir.path()) else {
+        eprintln!("skipped: mounting a tmpfs is not permitted here");
+        return;
+    };
+    let broker = broker_in(dir.path()).await;
+    let kafka = kafka_of(&broker);
+    topic::create_topic(&kafka, "kept", 1).await.unwrap();
+    topic::create_topic(&kafka, "large", 1).await.unwrap();
+    let mut wire = Wire::connect(broker.addr());
+    assert_eq!(wire.produce("kept", single((5, 0, 0), b"value")).error_code, 0);
+    let mut sequence = 0;
+    while wire.produce("large", single((6, 0, sequence), &[7; 9_000])).error_code == 0 {
+        sequence += 1;
+    }
+    // To the last byte.
+    let mut rest = std::fs::File::create(dir.path().join("rest")).unwrap();
+    while std::io::Write::write_all(&mut rest, &[1; 512]).is_ok() {}
+    broker.stop().await.unwrap();
+
+    let broker = broker_in(dir.path()).await;
+    let kafka = kafka_of(&broker);
+    let names: Vec<_> = topic::list_topics(&kafka).await.unwrap().into_iter().map(|t| t.name).collect();
+    assert_eq!(names, ["kept", "large"]);
+    let mut consumer = Consumer::assign(&kafka, &[("large".to_string(), 0, EARLIEST)]).await.unwrap();
+    take(&mut consumer, sequence as usize).await;
+    assert!(topic::delete_topic(&kafka, "large").await.unwrap());
+    let names: Vec<_> = topic::list_topics(&kafka).await.unwrap().into_iter().map(|t| t.name).collect();
+    assert_eq!(names, ["kept"]);
+    let mut wire = Wire::connect(broker.addr());
+    assert_eq!(wire.produce("kept", single((5, 0, 1), &[7; 9_000])).error_code, 0);
     broker.stop().await.unwrap();
 }

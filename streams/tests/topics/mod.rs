@@ -5,6 +5,7 @@
 #![allow(clippy::print_stderr, clippy::print_stdout)]
 
 mod clients;
+mod damaged;
 mod disk_full;
 mod hostile;
 mod kcat;

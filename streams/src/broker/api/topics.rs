@@ -33,13 +33,14 @@ pub(super) fn create(context: &Context<'_>, request: CreateTopicsRequest) -> Rep
     context.reply(&CreateTopicsResponse::default().with_topics(topics))
 }
 
-/// How many partitions a new topic gets; refuses what a single node without retention cannot do.
+/// How many partitions a new topic gets; refuses what a single node cannot do.
 fn partitions_of(context: &Context<'_>, topic: &CreatableTopic) -> Result<i32, Refused> {
     if let Some(config) = topic.configs.first() {
         return Err(Refused::new(
             code::INVALID_CONFIG,
             format!(
-                "the embedded broker keeps all records and has no topic settings, {} among them",
+                "the embedded broker has no settings per topic, {} among them; retention is set by \
+                 streams.broker.retention_ms and streams.broker.retention_bytes_max",
                 config.name.as_str()
             ),
         ));

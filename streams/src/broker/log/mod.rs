@@ -6,7 +6,7 @@ pub(crate) mod partition;
 mod producers;
 mod recovery;
 mod segment;
-mod segments;
+pub(crate) mod segments;
 #[cfg(test)]
 pub(crate) mod tests;
 

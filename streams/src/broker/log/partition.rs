@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::batch::{self, Malformed};
-use super::segments::{Appended, Segments};
+use super::segments::{Appended, Damage, Retention, Segments};
 use crate::broker::code;
 use crate::broker::config::Flush;
 use crate::metrics;
@@ -35,6 +35,7 @@ pub(crate) struct Partition {
     flush: Flush,
     batch_bytes_max: usize,
     log: Mutex<Segments>,
+    damage: Option<Damage>,
     visible: watch::Sender<i64>,
     durable: AtomicI64,
     /// Held by who forces the log to the disk; whoever waits for it is done by the next turn.
@@ -44,30 +45,33 @@ pub(crate) struct Partition {
 }
 
 impl Partition {
-    /// Opens the partition in `dir`, which must exist.
-    ///
-    /// # Errors
-    /// As [`Segments::open`].
-    pub(crate) fn open(
-        topic: &str,
-        index: i32,
-        dir: &Path,
-        config: &crate::broker::Config,
-    ) -> crate::error::Result<Self> {
-        let log = Segments::open(dir, config.segment_bytes_max)?;
+    /// Opens the partition in `dir`. A damaged one is logged and serves what is before the damage.
+    pub(crate) fn open(topic: &str, index: i32, dir: &Path, config: &crate::broker::Config) -> Self {
+        let log = Segments::open(dir, config.segment_bytes_max, config.flush == Flush::Always);
         let end = log.end_offset();
-        Ok(Self {
+        let damage = log.damage().cloned();
+        if let Some(damage) = &damage {
+            tracing::error!(
+                topic,
+                partition = index,
+                offset = damage.offset,
+                error = damage.reason,
+                "a partition is damaged: it is read up to this offset and takes no records; the others serve"
+            );
+        }
+        Self {
             topic: topic.to_string(),
             index,
             flush: config.flush,
             batch_bytes_max: config.message_bytes_max,
             log: Mutex::new(log),
+            damage,
             visible: watch::Sender::new(end),
             durable: AtomicI64::new(end),
             flushing: tokio::sync::Mutex::new(()),
             deleted: AtomicBool::new(false),
             storage_failed: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Appends what a producer sent; returns its first offset, also when the batch was in the log
@@ -91,6 +95,9 @@ impl Partition {
             };
             Refused::new(code, malformed.to_string())
         })?;
+        if let Some(damage) = &self.damage {
+            return Err(Refused::new(code::UNKNOWN_SERVER_ERROR, &damage.reason));
+        }
         let mut log = self.log.lock();
         if self.deleted.load(Ordering::Acquire) {
             return Err(self.gone());
@@ -132,8 +139,11 @@ impl Partition {
 
     /// Forces the log to the disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
+        if self.damage.is_some() {
+            return Ok(());
+        }
         let (file, end) = self.log.lock().sync_target()?;
-        if let Err(error) = file.sync_data() {
+        if let Some(Err(error)) = file.map(|file| file.sync_data()) {
             self.log.lock().spoil();
             return Err(error);
         }
@@ -146,6 +156,29 @@ impl Partition {
             });
         }
         Ok(())
+    }
+
+    /// Removes what is beyond `retention`; a damaged partition stays as it is.
+    pub(crate) fn retain(&self, retention: Retention) {
+        if self.damage.is_some() {
+            return;
+        }
+        let mut log = self.log.lock();
+        let settled = self.high_watermark() == log.end_offset();
+        match log.retain(retention, settled) {
+            Ok(0) => {}
+            Ok(segments) => tracing::info!(
+                topic = self.topic,
+                partition = self.index,
+                segments,
+                offset = log.start_offset(),
+                "removed records beyond the retention"
+            ),
+            Err(error) => tracing::error!(
+                topic = self.topic, partition = self.index, error = %error,
+                "cannot remove records beyond the retention"
+            ),
+        }
     }
 
     /// Offset after the last record that consumers may see.
@@ -186,12 +219,17 @@ impl Partition {
     pub(crate) fn by_time(&self, timestamp: i64) -> Result<Option<(i64, i64)>, Refused> {
         let high = self.high_watermark();
         let found = self.log.lock().by_time(timestamp).map_err(|error| self.storage_failed(&error))?;
-        Ok(found.filter(|(offset, _)| *offset < high))
+        match (&found, &self.damage) {
+            (None, Some(damage)) => Err(Refused::new(code::CORRUPT_MESSAGE, &damage.reason)),
+            _ => Ok(found.filter(|(offset, _)| *offset < high)),
+        }
     }
 
-    /// Turns every further call away and wakes who waits.
+    /// Turns every further call away, wakes the waiting ones and closes the files, whose space is free
+    /// once they are removed.
     pub(crate) fn delete(&self) {
         self.deleted.store(true, Ordering::Release);
+        self.log.lock().close();
         self.visible.send_modify(|_| {});
     }
 
@@ -200,13 +238,17 @@ impl Partition {
             return Err(self.gone());
         }
         let (low, high) = (self.start_offset(), self.high_watermark());
-        if (low..=high).contains(&offset) {
-            Ok(high)
-        } else {
-            Err(Refused::new(
+        if !(low..=high).contains(&offset) {
+            return Err(Refused::new(
                 code::OFFSET_OUT_OF_RANGE,
                 format!("offset {offset} is outside of {low}..={high}"),
-            ))
+            ));
+        }
+        match &self.damage {
+            Some(damage) if offset >= damage.offset => {
+                Err(Refused::new(code::CORRUPT_MESSAGE, &damage.reason))
+            }
+            _ => Ok(high),
         }
     }
 
@@ -214,14 +256,22 @@ impl Partition {
         Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, format!("topic {} was deleted", self.topic))
     }
 
+    /// The answer to a failure of the file system. Clients retry KAFKA_STORAGE_ERROR until their
+    /// own time is over, so it is for what may pass: a full disk, too few descriptors.
     fn storage_failed(&self, error: &io::Error) -> Refused {
+        let code = match (error.kind(), error.raw_os_error()) {
+            (io::ErrorKind::InvalidData, _) => code::CORRUPT_MESSAGE,
+            (io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded, _)
+            | (_, Some(nix::libc::EMFILE | nix::libc::ENFILE)) => code::KAFKA_STORAGE_ERROR,
+            _ => code::UNKNOWN_SERVER_ERROR,
+        };
         // One line when it begins, not one for each retry of each client.
         if !self.storage_failed.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 topic = self.topic, partition = self.index, error = %error,
-                "the broker cannot use its log; clients retry until it can"
+                "the broker cannot use the log of a partition"
             );
         }
-        Refused::new(code::KAFKA_STORAGE_ERROR, format!("the broker's disk: {error}"))
+        Refused::new(code, format!("the broker's disk: {error}"))
     }
 }

@@ -1,6 +1,7 @@
 //! Reading segment files back at start: every header of every segment, every checksum of the last
 //! one. Earlier segments were forced to the disk before their successor was created, so that only
-//! the last can end in a torn write, which is cut off.
+//! the last can end in a torn write, which is cut off. Their checksums are verified when they are
+//! read ([`super::segment::Place`]).
 
 use std::fs::File;
 use std::io;
@@ -81,23 +82,36 @@ pub(crate) fn walk(
     Ok(Sound { bytes: position, broken: None })
 }
 
-/// Whether a sound batch of the same log follows somewhere behind `position`: then the damage at
+/// Offset after the last sound batch of the same log behind `position`. With one, the damage at
 /// `position` is no torn end, and cutting there would drop records that were acknowledged.
-pub(crate) fn continues_after(file: &File, bytes: u64, position: u64, expected: i64) -> io::Result<bool> {
+fn continues_to(file: &File, bytes: u64, position: u64, mut expected: i64) -> io::Result<Option<i64>> {
     let mut window = Window::new(file, bytes);
     let mut at = position + 1;
+    let mut end = None;
     while at + HEADER_BYTES as u64 <= bytes {
         if let Ok(header) = Header::parse(window.at(at, HEADER_BYTES)?) {
             let plausible = header.base_offset >= expected
                 && header.base_offset - expected < 1 << 32
                 && header.bytes as u64 <= bytes - at;
             if plausible && header.crc_matches(window.at(at, header.bytes)?) {
-                return Ok(true);
+                expected = header.next_offset();
+                end = Some(expected);
+                at += header.bytes as u64;
+                continue;
             }
         }
         at += 1;
     }
-    Ok(false)
+    Ok(end)
+}
+
+/// Offset after the last sound batch of a segment, behind damage as well.
+pub(crate) fn end_of(path: &Path, base_offset: i64) -> io::Result<i64> {
+    let file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let mut end = base_offset;
+    let sound = walk(&file, bytes, base_offset, true, |header| end = header.next_offset())?;
+    Ok(continues_to(&file, bytes, sound.bytes, end)?.unwrap_or(end))
 }
 
 /// Cuts a torn end off the last segment; returns how many bytes went.
@@ -112,8 +126,13 @@ pub(crate) fn cut_torn_end(
     expected: i64,
 ) -> Result<u64> {
     let Some(reason) = &sound.broken else { return Ok(0) };
-    if continues_after(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))? {
-        return Err(corrupt(path, sound.bytes, reason));
+    if continues_to(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))?.is_some() {
+        let advice = format!(
+            "cut it (truncate -s {} {}) to give up the records from offset {expected} on",
+            sound.bytes,
+            path.display()
+        );
+        return Err(corrupt(path, sound.bytes, reason, advice));
     }
     file.set_len(sound.bytes).map_err(Error::io("cut the torn end of", path))?;
     file.sync_all().map_err(Error::io("flush", path))?;
@@ -125,6 +144,6 @@ pub(crate) fn cut_torn_end(
     Ok(cut)
 }
 
-pub(crate) fn corrupt(path: &Path, position: u64, reason: &str) -> Error {
-    Error::Corrupt { path: path.to_path_buf(), position, reason: reason.to_string() }
+pub(crate) fn corrupt(path: &Path, position: u64, reason: &str, advice: String) -> Error {
+    Error::Corrupt { path: path.to_path_buf(), position, reason: reason.to_string(), advice }
 }

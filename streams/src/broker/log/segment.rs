@@ -38,6 +38,7 @@ pub(crate) struct Segment {
 /// Where to read: an open file, a range of it, and the offset to cut at.
 #[derive(Debug)]
 pub(crate) struct Place {
+    path: PathBuf,
     pub(crate) file: Arc<File>,
     pub(crate) position: u64,
     pub(crate) end: u64,
@@ -147,20 +148,19 @@ impl Segment {
     pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
         let at = self.index.partition_point(|entry| entry.offset <= offset);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
-        Ok(Place { file: self.file()?, position, end: self.bytes })
+        self.place_at(position)
     }
 
     /// The last indexed position with only older records before it.
     pub(crate) fn place_by_time(&mut self, timestamp: i64) -> io::Result<Place> {
         let at = self.index.partition_point(|entry| entry.max_timestamp_before < timestamp);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
-        Ok(Place { file: self.file()?, position, end: self.bytes })
+        self.place_at(position)
     }
-}
 
-/// Sound bytes at start that are not any more.
-fn damaged(position: u64) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("the log is damaged at byte {position}"))
+    fn place_at(&mut self, position: u64) -> io::Result<Place> {
+        Ok(Place { path: self.path.clone(), file: self.file()?, position, end: self.bytes })
+    }
 }
 
 fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
@@ -178,8 +178,28 @@ fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
 }
 
 impl Place {
+    /// The error for a batch that is not what was written.
+    pub(crate) fn damaged(&self, position: u64) -> io::Error {
+        let path = self.path.display();
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("{path} is damaged at byte {position}; restore it from a copy"),
+        )
+    }
+
+    /// Checks a whole batch that was read at `position`.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`].
+    pub(crate) fn verify(&self, header: &Header, batch: &[u8], position: u64) -> io::Result<()> {
+        if header.crc_matches(batch) { Ok(()) } else { Err(self.damaged(position)) }
+    }
+
     /// Reads whole batches that hold offsets in `from..until`, at most `bytes_max` together, but
-    /// the first one whatever its size when `at_least_one`.
+    /// the first one whatever its size when `at_least_one`. Ends before a damaged batch.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] when the first batch is damaged; the file system's.
     pub(crate) fn read(
         &self,
         from: i64,
@@ -199,7 +219,7 @@ impl Place {
                     return Ok(Vec::new());
                 }
                 if skip == 0 {
-                    return Err(damaged(start));
+                    return Err(self.damaged(start));
                 }
                 start += skip as u64;
                 buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
@@ -219,22 +239,30 @@ impl Place {
                 skip = 0;
             }
         };
-        if first.bytes as u64 > self.end - (start + skip as u64) {
-            return Err(damaged(start + skip as u64));
+        let position = start + skip as u64;
+        if first.bytes as u64 > self.end - position || first.base_offset > from {
+            return Err(self.damaged(position));
         }
         if first.next_offset() > until || (first.bytes > bytes_max && !at_least_one) {
             return Ok(Vec::new());
         }
         if first.bytes > bytes_max.min(buffer.len() - skip) {
-            return self.chunk(start + skip as u64, first.bytes);
+            let batch = self.chunk(position, first.bytes)?;
+            self.verify(&first, &batch, position)?;
+            return Ok(batch);
         }
+        self.verify(&first, &buffer[skip..], position)?;
         let mut end = skip + first.bytes;
+        let mut expected = first.next_offset();
         while let Ok(header) = Header::parse(&buffer[end.min(buffer.len())..]) {
             let next = end + header.bytes;
             if next > buffer.len() || next - skip > bytes_max || header.next_offset() > until {
                 break;
             }
-            end = next;
+            if header.base_offset != expected || !header.crc_matches(&buffer[end..]) {
+                break;
+            }
+            (end, expected) = (next, header.next_offset());
         }
         buffer.truncate(end);
         buffer.drain(..skip);

@@ -1,9 +1,12 @@
-//! The segments of one partition as one log: append, read, look up by time.
+//! The segments of one partition as one log: append, read, look up by time, remove old records.
+//!
+//! A damaged log opens all the same: [`Segments::damage`] says where, the records before are read.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use super::batch::{HEADER_BYTES, Header, Records};
 use super::producers::{Producers, Verdict};
@@ -16,11 +19,32 @@ use crate::error::{Error, Result};
 pub(crate) struct Segments {
     dir: PathBuf,
     segment_bytes_max: u64,
-    /// In offset order, never empty; the last one is written to.
+    /// In offset order; the last one is written to. Empty until the first append.
     list: Vec<Segment>,
     producers: Producers,
+    damage: Option<Damage>,
     /// Index of the closed segment whose file is open, so that at most two are.
     reading: Option<usize>,
+}
+
+/// What makes a log unusable from some offset on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Damage {
+    /// First offset that cannot be read.
+    pub(crate) offset: i64,
+    /// Offset after the last record in the files, so far as that can be told.
+    pub(crate) end: i64,
+    /// The file, what is wrong, and the remedy.
+    pub(crate) reason: String,
+}
+
+/// How long records are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Retention {
+    /// Segments whose newest record is older go (milliseconds since 1970-01-01 UTC).
+    pub(crate) before_ms: Option<i64>,
+    /// The oldest segments go while the others hold as much.
+    pub(crate) bytes_max: Option<u64>,
 }
 
 /// Result of an append.
@@ -35,46 +59,62 @@ pub(crate) enum Appended {
 }
 
 impl Segments {
-    /// Opens the log in `dir`, which must exist; creates the first segment when there is none.
-    ///
-    /// # Errors
-    /// [`Error::Corrupt`], [`Error::Io`].
-    pub(crate) fn open(dir: &Path, segment_bytes_max: u64) -> Result<Self> {
+    /// Opens the log in `dir`. With `durable`, its records are forced to the disk and read back from
+    /// there: a process that was killed before may have left them in memory only.
+    pub(crate) fn open(dir: &Path, segment_bytes_max: u64, durable: bool) -> Self {
+        let mut log = Self {
+            dir: dir.to_path_buf(),
+            segment_bytes_max,
+            list: Vec::new(),
+            producers: Producers::default(),
+            damage: None,
+            reading: None,
+        };
         let mut bases = Vec::new();
-        for entry in fs::read_dir(dir).map_err(Error::io("list", dir))? {
-            let entry = entry.map_err(Error::io("list", dir))?;
+        if let Err(error) = log.recover(&mut bases, durable) {
+            let offset = log.list.last().map_or(bases.first().copied().unwrap_or(0), |last| last.next_offset);
+            let held = bases.last().map(|&base| {
+                let path = dir.join(super::segment::file_name(base));
+                recovery::end_of(&path, base).unwrap_or(base)
+            });
+            // What is damaged held a record at least.
+            let end = held.unwrap_or(0).max(offset + 1);
+            log.damage = Some(Damage { offset, end, reason: error.with_cause() });
+        }
+        log
+    }
+
+    fn recover(&mut self, bases: &mut Vec<i64>, durable: bool) -> Result<()> {
+        let dir = self.dir.clone();
+        let listing = "find the records of a partition in";
+        for entry in fs::read_dir(&dir).map_err(Error::io(listing, &dir))? {
+            let entry = entry.map_err(Error::io(listing, &dir))?;
             match entry.file_name().to_str().and_then(base_offset_of) {
                 Some(base) => bases.push(base),
                 None => tracing::warn!(path = %entry.path().display(), "not a segment, left alone"),
             }
         }
         bases.sort_unstable();
-        let mut log = Self {
-            dir: dir.to_path_buf(),
-            segment_bytes_max,
-            list: Vec::with_capacity(bases.len().max(1)),
-            producers: Producers::default(),
-            reading: None,
-        };
         for (index, &base) in bases.iter().enumerate() {
-            if let Some(before) = log.list.last().filter(|before| before.next_offset != base) {
-                let reason =
-                    format!("it ends at offset {} but the next segment begins at {base}", before.next_offset);
-                return Err(recovery::corrupt(before.path(), before.bytes, &reason));
+            if let Some(before) = self.list.last().filter(|before| before.next_offset != base) {
+                let end = before.next_offset;
+                let reason = format!("it ends at offset {end} but the next segment begins at {base}");
+                return Err(closed_damage(before.path(), before.bytes, &reason, end, base));
             }
-            let last = index + 1 == bases.len();
-            log.load(base, last)?;
+            self.load(base, bases.get(index + 1).copied(), durable)?;
         }
-        if log.list.is_empty() {
-            log.add_segment(0).map_err(Error::io("create a segment in", dir))?;
-        }
-        Ok(log)
+        Ok(())
     }
 
-    fn load(&mut self, base: i64, last: bool) -> Result<()> {
+    /// Reads one segment; `next` is the base offset of the segment after it.
+    fn load(&mut self, base: i64, next: Option<i64>, durable: bool) -> Result<()> {
         let mut segment = Segment::unread(&self.dir, base);
         let path = segment.path().to_path_buf();
         let file = segment.file().map_err(Error::io("open", &path))?;
+        let last = next.is_none();
+        if durable && last {
+            file.sync_all().and_then(|()| forget_pages(&file)).map_err(Error::io("flush", &path))?;
+        }
         let bytes = file.metadata().map_err(Error::io("read", &path))?.len();
         let producers = &mut self.producers;
         let sound = recovery::walk(&file, bytes, base, last, |header| {
@@ -82,16 +122,26 @@ impl Segments {
             producers.note(header, header.base_offset);
         })
         .map_err(Error::io("read", &path))?;
-        if last {
-            recovery::cut_torn_end(&file, &path, bytes, &sound, segment.next_offset)?;
-        } else {
-            if let Some(reason) = &sound.broken {
-                return Err(recovery::corrupt(&path, sound.bytes, reason));
-            }
+        let end = segment.next_offset;
+        if !last {
             segment.close();
         }
         self.list.push(segment);
-        Ok(())
+        match (next, &sound.broken) {
+            (None, _) => recovery::cut_torn_end(&file, &path, bytes, &sound, end).map(drop),
+            (Some(next), Some(reason)) => Err(closed_damage(&path, sound.bytes, reason, end, next)),
+            (Some(_), None) => Ok(()),
+        }
+    }
+
+    /// Closes all files.
+    pub(crate) fn close(&mut self) {
+        self.list.iter_mut().for_each(Segment::close);
+    }
+
+    /// What makes the log unusable, when something does.
+    pub(crate) fn damage(&self) -> Option<&Damage> {
+        self.damage.as_ref()
     }
 
     /// First offset in the log.
@@ -101,7 +151,10 @@ impl Segments {
 
     /// Offset of the next record.
     pub(crate) fn end_offset(&self) -> i64 {
-        self.list.last().map_or(0, |segment| segment.next_offset)
+        match &self.damage {
+            Some(damage) => damage.end,
+            None => self.list.last().map_or(0, |segment| segment.next_offset),
+        }
     }
 
     /// Bytes from the batch at `offset` on, roughly (exact to an index interval).
@@ -190,23 +243,61 @@ impl Segments {
         }
     }
 
-    /// The file to force to the disk and the offset up to which that makes the log durable.
-    pub(crate) fn sync_target(&mut self) -> io::Result<(Arc<File>, i64)> {
+    /// The file to force to the disk, when there is one, and the offset up to which that makes the
+    /// log durable.
+    pub(crate) fn sync_target(&mut self) -> io::Result<(Option<Arc<File>>, i64)> {
         let end = self.end_offset();
         match self.list.last_mut() {
             Some(active) => {
                 active.check()?;
-                Ok((active.file()?, end))
+                Ok((Some(active.file()?), end))
             }
-            None => Err(io::Error::other("the log has no segment")),
+            None => Ok((None, end)),
         }
+    }
+
+    /// Removes the oldest segments that are beyond `retention`; returns how many went. The last one
+    /// goes only when `settled` says that its records are durable.
+    ///
+    /// # Errors
+    /// The file system's; the log is then consistent, and the next call goes on.
+    pub(crate) fn retain(&mut self, retention: Retention, settled: bool) -> io::Result<usize> {
+        let mut removed = 0;
+        let mut total: u64 = self.list.iter().map(|segment| segment.bytes).sum();
+        while let Some(oldest) = self.list.first().filter(|oldest| oldest.bytes > 0) {
+            let expired = match retention.before_ms {
+                Some(before_ms) => newest_ms(oldest)? < before_ms,
+                None => false,
+            };
+            let rest = total - oldest.bytes;
+            if !expired && retention.bytes_max.is_none_or(|bytes_max| rest < bytes_max) {
+                break;
+            }
+            if self.list.len() == 1 {
+                if !expired || !settled {
+                    break;
+                }
+                self.roll(self.end_offset())?;
+            }
+            fs::remove_file(self.list[0].path())?;
+            // One after the other, so that a loss of power leaves no gap.
+            File::open(&self.dir)?.sync_all()?;
+            self.list.remove(0);
+            self.reading = self.reading.and_then(|reading| reading.checked_sub(1));
+            total = rest;
+            removed += 1;
+        }
+        Ok(removed)
     }
 
     /// Where to read from `offset`, which must be in the log.
     pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
         let index = self.list.partition_point(|segment| segment.base_offset <= offset).saturating_sub(1);
         self.open_for_reading(index);
-        self.list[index].place(offset)
+        match self.list.get_mut(index) {
+            Some(segment) => segment.place(offset),
+            None => Err(io::Error::other("the log has no segment")),
+        }
     }
 
     fn open_for_reading(&mut self, index: usize) {
@@ -247,6 +338,30 @@ impl Segments {
     }
 }
 
+fn closed_damage(path: &Path, position: u64, reason: &str, end: i64, next: i64) -> Error {
+    let advice = format!(
+        "remove this segment and all earlier ones to keep the records from offset {next} on; or cut it \
+         (truncate -s {position} {}) and remove all later ones to keep those before offset {end}",
+        path.display()
+    );
+    recovery::corrupt(path, position, reason, advice)
+}
+
+/// Time of the newest record; that of the last write where records have none.
+fn newest_ms(segment: &Segment) -> io::Result<i64> {
+    if segment.max_timestamp >= 0 {
+        return Ok(segment.max_timestamp);
+    }
+    let written = fs::metadata(segment.path())?.modified()?;
+    Ok(written.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as i64))
+}
+
+/// Drops what the kernel has cached of a file that was flushed, so that reads show what the disk has.
+fn forget_pages(file: &File) -> io::Result<()> {
+    use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+    Ok(posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
+}
+
 /// Hands whole batches to `stop` until it says so.
 fn scan(place: &Place, mut stop: impl FnMut(&Header, &[u8]) -> bool) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
@@ -254,9 +369,13 @@ fn scan(place: &Place, mut stop: impl FnMut(&Header, &[u8]) -> bool) -> io::Resu
     let mut head = [0; HEADER_BYTES];
     while position + HEADER_BYTES as u64 <= place.end {
         place.file.read_exact_at(&mut head, position)?;
-        let Ok(header) = Header::parse(&head) else { break };
+        let header = match Header::parse(&head) {
+            Ok(header) if header.bytes as u64 <= place.end - position => header,
+            _ => return Err(place.damaged(position)),
+        };
         let mut batch = vec![0; header.bytes];
         place.file.read_exact_at(&mut batch, position)?;
+        place.verify(&header, &batch, position)?;
         if stop(&header, &batch) {
             break;
         }

@@ -16,9 +16,8 @@ use tempfile::TempDir;
 
 use super::batch::{Header, Malformed, check_produced};
 use super::producers::{Producers, Verdict};
-use super::segments::{Appended, Segments};
+use super::segments::{Appended, Damage, Retention, Segments};
 use crate::broker::code;
-use crate::error::Error;
 
 /// A batch as a producer sends it: offsets from 0, one record per value, timestamps from `time`.
 pub(crate) fn batch((id, epoch, sequence): (i64, i16, i32), time: i64, values: &[&[u8]]) -> Bytes {
@@ -77,6 +76,20 @@ pub(crate) fn reseal(batch: &mut [u8]) {
 
 const NOBODY: (i64, i16, i32) = (-1, -1, -1);
 
+/// A log without damage.
+fn open(dir: &Path, segment_bytes_max: u64) -> Segments {
+    let log = Segments::open(dir, segment_bytes_max, false);
+    assert_eq!(log.damage(), None);
+    log
+}
+
+/// The damage of a log that has some.
+fn damage(dir: &Path, segment_bytes_max: u64) -> (Segments, Damage) {
+    let log = Segments::open(dir, segment_bytes_max, false);
+    let damage = log.damage().expect("no damage was found").clone();
+    (log, damage)
+}
+
 fn append(log: &mut Segments, batch: &[u8]) -> Appended {
     log.append(batch, &check_produced(batch).unwrap()).unwrap()
 }
@@ -110,7 +123,7 @@ fn segment_files(dir: &Path) -> Vec<std::path::PathBuf> {
 #[test]
 fn a_torn_end_is_cut_at_every_byte() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
     let mut ends = vec![0];
     for index in 0..5u8 {
         append(&mut log, &batch(NOBODY, 0, &[&[index], &[index, index]]));
@@ -120,7 +133,7 @@ fn a_torn_end_is_cut_at_every_byte() {
     let whole = fs::read(&file).unwrap();
     for cut in 0..=whole.len() {
         fs::write(&file, &whole[..cut]).unwrap();
-        let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+        let mut log = open(dir.path(), 1 << 20);
         let batches = ends.iter().filter(|end| **end > 0 && **end <= cut as u64).count();
         assert_eq!(log.end_offset(), batches as i64 * 2, "cut at {cut}");
         assert_eq!(fs::metadata(&file).unwrap().len(), ends[batches], "cut at {cut}");
@@ -133,7 +146,7 @@ fn a_torn_end_is_cut_at_every_byte() {
 fn garbage_and_zeros_after_the_end_are_cut() {
     for tail in [vec![0; 300], vec![0xff; 300], b"GET / HTTP/1.1\r\n".to_vec()] {
         let dir = TempDir::new().unwrap();
-        let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+        let mut log = open(dir.path(), 1 << 20);
         append(&mut log, &batch(NOBODY, 0, &[b"one", b"two"]));
         drop(log);
         let file = segment_files(dir.path()).remove(0);
@@ -141,15 +154,15 @@ fn garbage_and_zeros_after_the_end_are_cut() {
         let sound = bytes.len();
         bytes.extend_from_slice(&tail);
         fs::write(&file, bytes).unwrap();
-        assert_eq!(Segments::open(dir.path(), 1 << 20).unwrap().end_offset(), 2);
+        assert_eq!(open(dir.path(), 1 << 20).end_offset(), 2);
         assert_eq!(fs::metadata(&file).unwrap().len(), sound as u64);
     }
 }
 
 #[test]
-fn damage_in_the_middle_is_an_error_that_names_the_place() {
+fn damage_in_the_middle_ends_reading_and_names_the_place() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
     for index in 0..3u8 {
         append(&mut log, &batch(NOBODY, 0, &[&[index; 40]]));
     }
@@ -161,21 +174,22 @@ fn damage_in_the_middle_is_an_error_that_names_the_place() {
         let mut bytes = whole.clone();
         bytes[position] ^= 0x40;
         fs::write(&file, &bytes).unwrap();
-        match Segments::open(dir.path(), 1 << 20) {
-            Err(Error::Corrupt { path, position: at, .. }) => {
-                assert_eq!(path, file);
-                assert_eq!(at, size as u64, "flipped {position}");
-            }
-            other => panic!("flipped {position}: {other:?}"),
-        }
-        assert_eq!(fs::read(&file).unwrap(), bytes, "an error changes nothing");
+        let (mut log, damage) = damage(dir.path(), 1 << 20);
+        assert_eq!((damage.offset, damage.end), (1, 3), "flipped {position}");
+        assert!(damage.reason.contains(file.to_str().unwrap()), "{}", damage.reason);
+        assert!(damage.reason.contains(&format!("byte {size} ")), "{}", damage.reason);
+        assert_eq!(log.place(0).unwrap().read(0, 3, 1 << 20, true).unwrap().len(), size);
+        assert_eq!(fs::read(&file).unwrap(), bytes, "opening changes nothing");
     }
+    // The advice works.
+    OpenOptions::new().write(true).open(&file).unwrap().set_len(size as u64).unwrap();
+    assert_eq!(values(&mut open(dir.path(), 1 << 20), 1 << 20).len(), 1);
 }
 
 #[test]
-fn damage_in_an_earlier_segment_or_a_missing_one_is_an_error() {
+fn damage_in_an_earlier_segment_or_a_missing_one_ends_reading() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 200).unwrap();
+    let mut log = open(dir.path(), 200);
     for index in 0..4u8 {
         append(&mut log, &batch(NOBODY, 0, &[&[index; 150]]));
     }
@@ -184,23 +198,81 @@ fn damage_in_an_earlier_segment_or_a_missing_one_is_an_error() {
     assert_eq!(files.len(), 4);
     let kept = fs::read(&files[1]).unwrap();
     OpenOptions::new().write(true).open(&files[1]).unwrap().write_all_at(&[9], 16).unwrap();
-    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
+    let (mut log, found) = damage(dir.path(), 200);
+    assert_eq!((found.offset, found.end, log.start_offset(), log.end_offset()), (1, 4, 0, 4));
+    assert_eq!(log.place(0).unwrap().read(0, 4, 1 << 20, true).unwrap().len(), kept.len());
     fs::write(&files[1], &kept[..kept.len() - 1]).unwrap();
-    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
+    assert_eq!(damage(dir.path(), 200).1.offset, 1);
     fs::remove_file(&files[1]).unwrap();
-    assert!(matches!(Segments::open(dir.path(), 200), Err(Error::Corrupt { .. })));
-    fs::write(&files[1], &kept).unwrap();
-    // The oldest may be removed by hand: the log then begins later.
+    assert_eq!(damage(dir.path(), 200).1.offset, 1);
+    // Both ways of the advice work: to keep what is older, and to keep what is newer.
+    fs::write(&files[1], b"").unwrap();
+    let later = [fs::read(&files[2]).unwrap(), fs::read(&files[3]).unwrap()];
+    fs::remove_file(&files[2]).unwrap();
+    fs::remove_file(&files[3]).unwrap();
+    assert_eq!(values(&mut open(dir.path(), 200), 1).len(), 1);
+    fs::write(&files[2], &later[0]).unwrap();
+    fs::write(&files[3], &later[1]).unwrap();
     fs::remove_file(&files[0]).unwrap();
-    let mut log = Segments::open(dir.path(), 200).unwrap();
-    assert_eq!((log.start_offset(), log.end_offset()), (1, 4));
-    assert_eq!(values(&mut log, 1).len(), 3);
+    fs::remove_file(&files[1]).unwrap();
+    let mut log = open(dir.path(), 200);
+    assert_eq!((log.start_offset(), log.end_offset()), (2, 4));
+    assert_eq!(values(&mut log, 1).len(), 2);
+}
+
+#[test]
+fn a_flipped_byte_in_a_closed_segment_is_met_while_reading() {
+    let dir = TempDir::new().unwrap();
+    let mut log = open(dir.path(), 400);
+    for index in 0..6u8 {
+        append(&mut log, &batch(NOBODY, 1_000, &[&[index; 100]]));
+    }
+    drop(log);
+    let file = segment_files(dir.path()).remove(0);
+    let size = fs::metadata(&file).unwrap().len() / 2;
+    // The value of the second record.
+    OpenOptions::new().write(true).open(&file).unwrap().write_all_at(&[0xee], size + 90).unwrap();
+    let mut log = open(dir.path(), 400);
+    assert_eq!(log.place(0).unwrap().read(0, 6, 1 << 20, true).unwrap().len() as u64, size);
+    for bytes_max in [1, 1 << 20] {
+        let error = log.place(1).unwrap().read(1, 6, bytes_max, true).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidData);
+        assert!(error.to_string().contains(file.to_str().unwrap()), "{error}");
+        assert!(error.to_string().contains(&format!("byte {size}")), "{error}");
+    }
+    assert!(!log.place(2).unwrap().read(2, 6, 1 << 20, true).unwrap().is_empty());
+}
+
+#[test]
+fn retention_removes_the_oldest_segments_by_age_and_size() {
+    let dir = TempDir::new().unwrap();
+    let mut log = open(dir.path(), 400);
+    for index in 0..8 {
+        append(&mut log, &batch(NOBODY, index * 1_000, &[&[0; 150]]));
+    }
+    assert_eq!(segment_files(dir.path()).len(), 8);
+    let by_age = |before_ms| Retention { before_ms: Some(before_ms), bytes_max: None };
+    assert_eq!(log.retain(by_age(0), true).unwrap(), 0);
+    assert_eq!(log.retain(by_age(2_000), true).unwrap(), 2);
+    assert_eq!((log.start_offset(), log.end_offset()), (2, 8));
+    let bytes = fs::metadata(&segment_files(dir.path())[0]).unwrap().len();
+    let by_size = Retention { before_ms: None, bytes_max: Some(3 * bytes) };
+    assert_eq!(log.retain(by_size, true).unwrap(), 3);
+    assert_eq!(values(&mut log, 1 << 20).first().unwrap().0, 5);
+    // The last segment goes when its records are durable; offsets go on.
+    assert_eq!(log.retain(by_age(i64::MAX), false).unwrap(), 2);
+    assert_eq!(log.retain(by_age(i64::MAX), true).unwrap(), 1);
+    drop(log);
+    let mut log = open(dir.path(), 400);
+    assert_eq!((log.start_offset(), log.end_offset()), (8, 8));
+    append(&mut log, &batch(NOBODY, 0, &[b"next"]));
+    assert_eq!(values(&mut log, 1 << 20), [(8, b"next".to_vec())]);
 }
 
 #[test]
 fn reads_start_at_any_offset_and_respect_sizes() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 120_000).unwrap();
+    let mut log = open(dir.path(), 120_000);
     let mut expected = Vec::new();
     for index in 0..300u32 {
         let value = vec![index as u8; 50 + (index as usize * 37) % 900];
@@ -305,7 +377,7 @@ fn forgotten_producers_keep_memory_bounded() {
 #[test]
 fn duplicates_are_recognised_after_a_restart() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 300).unwrap();
+    let mut log = open(dir.path(), 300);
     for sequence in 0..8 {
         assert_eq!(
             append(&mut log, &batch((3, 2, sequence), 0, &[b"v"])),
@@ -313,7 +385,7 @@ fn duplicates_are_recognised_after_a_restart() {
         );
     }
     drop(log);
-    let mut log = Segments::open(dir.path(), 300).unwrap();
+    let mut log = open(dir.path(), 300);
     assert_eq!(append(&mut log, &batch((3, 2, 6), 0, &[b"v"])), Appended::Duplicate { base_offset: 6 });
     assert!(matches!(append(&mut log, &batch((3, 2, 9), 0, &[b"v"])), Appended::Refused(..)));
     assert_eq!(append(&mut log, &batch((3, 2, 8), 0, &[b"v"])), Appended::New { base_offset: 8 });
@@ -323,7 +395,7 @@ fn duplicates_are_recognised_after_a_restart() {
 #[test]
 fn after_a_failed_flush_nothing_is_called_durable() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
     append(&mut log, &batch((1, 0, 0), 0, &[b"one"]));
     log.spoil();
     // A retry of the same batch is a duplicate; what matters is that its flush fails again.
@@ -332,7 +404,7 @@ fn after_a_failed_flush_nothing_is_called_durable() {
     assert!(log.append(&next, &check_produced(&next).unwrap()).is_err());
     assert_eq!(values(&mut log, 1 << 20).len(), 1, "reading goes on");
     drop(log);
-    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
     append(&mut log, &next);
     assert!(log.sync_target().is_ok());
 }
@@ -340,7 +412,7 @@ fn after_a_failed_flush_nothing_is_called_durable() {
 #[test]
 fn a_segment_that_could_not_begin_leaves_no_gap() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 300).unwrap();
+    let mut log = open(dir.path(), 300);
     append(&mut log, &batch(NOBODY, 0, &[&[1; 100]]));
     // The next segment's name is taken by something that is no file.
     let taken = dir.path().join("00000000000000000001.log");
@@ -351,14 +423,14 @@ fn a_segment_that_could_not_begin_leaves_no_gap() {
     fs::remove_dir(&taken).unwrap();
     append(&mut log, &large);
     drop(log);
-    let mut log = Segments::open(dir.path(), 300).unwrap();
+    let mut log = open(dir.path(), 300);
     assert_eq!(values(&mut log, 1 << 20).len(), 3);
 }
 
 #[test]
 fn damage_met_while_reading_is_an_error_not_an_end() {
     let dir = TempDir::new().unwrap();
-    let mut log = Segments::open(dir.path(), 1 << 20).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
     for index in 0..3u8 {
         append(&mut log, &batch(NOBODY, 0, &[&[index; 40]]));
     }
@@ -402,7 +474,7 @@ proptest! {
     #[test]
     fn logs_keep_what_was_appended(steps in steps(), segment_bytes in 300u64..3_000) {
         let dir = TempDir::new().unwrap();
-        let mut log = Segments::open(dir.path(), segment_bytes).unwrap();
+        let mut log = open(dir.path(), segment_bytes);
         let mut model: Vec<Vec<Vec<u8>>> = Vec::new();
         let mut counter = 0u8;
         for step in steps {
@@ -416,15 +488,17 @@ proptest! {
                 }
                 Step::Reopen => {
                     drop(log);
-                    log = Segments::open(dir.path(), segment_bytes).unwrap();
+                    log = open(dir.path(), segment_bytes);
                 }
                 Step::TearEnd(bytes) => {
                     drop(log);
-                    let last = segment_files(dir.path()).pop().unwrap();
-                    let held = fs::metadata(&last).unwrap().len();
-                    let cut = u64::from(bytes).min(held);
-                    OpenOptions::new().write(true).open(&last).unwrap().set_len(held - cut).unwrap();
-                    log = Segments::open(dir.path(), segment_bytes).unwrap();
+                    let mut cut = 0;
+                    if let Some(last) = segment_files(dir.path()).pop() {
+                        let held = fs::metadata(&last).unwrap().len();
+                        cut = u64::from(bytes).min(held);
+                        OpenOptions::new().write(true).open(&last).unwrap().set_len(held - cut).unwrap();
+                    }
+                    log = open(dir.path(), segment_bytes);
                     let mut torn = cut;
                     while torn > 0 {
                         let Some(gone) = model.pop() else { break };
