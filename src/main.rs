@@ -53,6 +53,7 @@ const PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
 
 fn start(cli: Cli) -> Result<()> {
     let switch = logging::start(&cli.log)?;
+    raise_descriptor_limit();
     if let Command::Worker = cli.command {
         // Has a small runtime of its own.
         return commands::train::worker();
@@ -65,6 +66,17 @@ fn start(cli: Cli) -> Result<()> {
         tracing::warn!("a run of a model did not end in time");
     }
     result
+}
+
+/// Lets the process open as many files and connections as the system allows it.
+fn raise_descriptor_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+        && let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+    {
+        tracing::debug!(%error, "the limit of open files stays at {soft}");
+    }
 }
 
 async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {

@@ -48,8 +48,8 @@ pub struct Config {
     pub request_bytes_max: usize,
     /// Largest answer to a fetch request, in bytes (one batch larger than this still passes).
     pub fetch_bytes_max: usize,
-    /// Memory for large requests and fetch answers of all connections together, in bytes; who
-    /// comes later waits. At least twice `request_bytes_max` is sensible.
+    /// Memory for large requests, as they arrive, and fetch answers of all connections together, in
+    /// bytes; further ones wait. At least twice `request_bytes_max` is sensible.
     pub memory_bytes_max: usize,
     /// Connections at the same time; further ones are closed at once.
     pub connections_max: usize,

@@ -11,10 +11,10 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::Shared;
 use super::api::{self, Reply};
+use super::memory::Held;
 use crate::metrics;
 
 /// A connection without a request for so long is closed (Kafka's default).
@@ -23,7 +23,9 @@ const IDLE_MAX: Duration = Duration::from_secs(600);
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
 /// The same once the broker stops, so that a client that hangs does not keep it from stopping.
 const STOP_TIME_MAX: Duration = Duration::from_secs(3);
-/// Frames up to this size are not counted against the memory of all connections.
+/// A started request that stands still for so long is given up.
+const STALL_MAX: Duration = Duration::from_secs(10);
+/// Frames up to twice this size are not counted against the memory of all connections.
 const SMALL_BYTES: usize = 64 << 10;
 /// Key, version, correlation id: the least that a request has.
 const REQUEST_BYTES_MIN: usize = 8;
@@ -62,12 +64,12 @@ async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) ->
     loop {
         let Some((frame, held)) = read_frame(shared, stream, &mut buffer).await? else { return Ok(()) };
         match api::answer(shared, local, frame, held).await {
-            Reply::Frame { frame, permit } => {
+            Reply::Frame { frame, held } => {
                 match in_time(shared, stream.write_all(&frame)).await {
                     Some(written) => written?,
                     None => return Err(End::Refused("the client does not take its answer".to_string())),
                 }
-                drop(permit);
+                drop(held);
             }
             Reply::Nothing => {}
             Reply::Close(reason) => return Err(End::Refused(reason)),
@@ -97,7 +99,7 @@ async fn read_frame(
     shared: &Shared,
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
-) -> Result<Option<(Bytes, Option<OwnedSemaphorePermit>)>, End> {
+) -> Result<Option<(Bytes, Held)>, End> {
     while buffer.is_empty() {
         buffer.reserve(16 << 10);
         tokio::select! {
@@ -118,8 +120,9 @@ async fn read_rest(
     shared: &Shared,
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
-) -> Result<(Bytes, Option<OwnedSemaphorePermit>), End> {
-    fill(stream, buffer, 4).await?;
+) -> Result<(Bytes, Held), End> {
+    let mut held = Held::default();
+    fill(shared, stream, buffer, 4, &mut held).await?;
     let length = i32::from_be_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]);
     let bytes_max = shared.config.request_bytes_max;
     let bytes = match usize::try_from(length) {
@@ -131,8 +134,7 @@ async fn read_rest(
             )));
         }
     };
-    let held = if bytes > SMALL_BYTES { shared.reserve(bytes).await } else { None };
-    fill(stream, buffer, 4 + bytes).await?;
+    fill(shared, stream, buffer, 4 + bytes, &mut held).await?;
     let mut frame = buffer.split_to(4 + bytes).freeze();
     drop(frame.split_to(4));
     if bytes > SMALL_BYTES {
@@ -143,13 +145,29 @@ async fn read_rest(
     Ok((frame, held))
 }
 
-/// Reads until `buffer` holds at least `bytes`.
-async fn fill(stream: &mut TcpStream, buffer: &mut BytesMut, bytes: usize) -> Result<(), End> {
+/// Reads until `buffer` holds at least `bytes`; `held` grows with what arrives.
+async fn fill(
+    shared: &Shared,
+    stream: &mut TcpStream,
+    buffer: &mut BytesMut,
+    bytes: usize,
+    held: &mut Held,
+) -> Result<(), End> {
     while buffer.len() < bytes {
         let missing = bytes - buffer.len();
         // Doubling keeps copies few; the first step is small, whatever was announced.
-        buffer.reserve(missing.min(buffer.len().max(SMALL_BYTES)));
-        if stream.read_buf(buffer).await? == 0 {
+        let step = missing.min(buffer.len().max(SMALL_BYTES));
+        if buffer.len() + step > 2 * SMALL_BYTES {
+            shared.memory.grow(held, buffer.len() + step).await;
+        }
+        buffer.reserve(step);
+        let Ok(read) = tokio::time::timeout(STALL_MAX, stream.read_buf(buffer)).await else {
+            return Err(End::Refused(format!(
+                "a request stood still for {} s, {missing} bytes before its end",
+                STALL_MAX.as_secs()
+            )));
+        };
+        if read? == 0 {
             return Err(End::Refused(format!(
                 "the client went {missing} bytes before the end of its request"
             )));

@@ -75,14 +75,17 @@ impl DirLock {
     }
 }
 
+/// Whether a process holds `dir`.
+pub(crate) fn is_held(dir: &Path) -> bool {
+    let Ok(file) = File::open(dir.join(FILE)) else { return false };
+    matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+}
+
 /// Where the process that holds `dir` listens; `None` when nobody does.
 pub(crate) fn holder_address(dir: &Path) -> Option<SocketAddr> {
-    let file = File::open(dir.join(FILE)).ok()?;
-    match file.try_lock_shared() {
-        Err(TryLockError::WouldBlock) => {
-            let text = fs::read_to_string(dir.join(FILE)).ok()?;
-            text.lines().nth(1)?.parse().ok()
-        }
-        _ => None,
+    if !is_held(dir) {
+        return None;
     }
+    let text = fs::read_to_string(dir.join(FILE)).ok()?;
+    text.lines().nth(1)?.parse().ok()
 }

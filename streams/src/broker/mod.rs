@@ -31,6 +31,7 @@ mod config;
 mod connection;
 mod lock;
 mod log;
+mod memory;
 mod shape;
 mod store;
 #[cfg(test)]
@@ -44,7 +45,7 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -52,6 +53,7 @@ pub use config::{Config, Flush};
 
 use crate::error::{Error, Result};
 use lock::DirLock;
+use memory::Memory;
 use millrace_datafs::private;
 use store::Store;
 
@@ -60,6 +62,9 @@ pub(crate) const CLUSTER_ID_PREFIX: &str = "millrace-";
 
 /// Threads that serve connections; log files are read and written on them.
 const THREADS: usize = 2;
+
+/// Pause before a connection is accepted again after an error.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How often records are looked at for their age and size; also done at start.
 const RETENTION_EVERY: Duration = Duration::from_secs(60);
@@ -75,23 +80,17 @@ pub fn running_address(dir: &Path) -> Option<SocketAddr> {
     lock::holder_address(dir)
 }
 
+/// Whether a process holds `dir`, also one that has not begun to listen.
+pub fn is_held(dir: &Path) -> bool {
+    lock::is_held(dir)
+}
+
 /// What all connections share.
 pub(crate) struct Shared {
     config: Config,
     store: Store,
     stopping: CancellationToken,
-    /// One permit per KiB of [`Config::memory_bytes_max`].
-    memory: Arc<Semaphore>,
-    memory_kib: u32,
-}
-
-impl Shared {
-    /// Waits for room for `bytes`; never for more than there is in all.
-    async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX).min(self.memory_kib);
-        // The semaphore is never closed.
-        self.memory.clone().acquire_many_owned(kib).await.ok()
-    }
+    memory: Memory,
 }
 
 /// A running broker. Dropping it stops it without waiting; nothing acknowledged is lost by that.
@@ -147,14 +146,8 @@ impl Broker {
             reachable.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
         }
         lock.set_address(reachable)?;
-        let memory_kib = u32::try_from(config.memory_bytes_max >> 10).unwrap_or(u32::MAX).max(1);
-        let shared = Arc::new(Shared {
-            config,
-            store,
-            stopping: stopping.clone(),
-            memory: Arc::new(Semaphore::new(memory_kib as usize)),
-            memory_kib,
-        });
+        let memory = Memory::new(config.memory_bytes_max, config.request_bytes_max);
+        let shared = Arc::new(Shared { config, store, stopping: stopping.clone(), memory });
         tracing::info!(address = %address, dir = %dir.display(), "the broker accepts connections");
         let (done, stopped) = oneshot::channel();
         runtime.spawn(async move {
@@ -240,6 +233,7 @@ async fn retain(shared: &Shared) {
 
 async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     let connections = TaskTracker::new();
+    let mut spare = spare_descriptor();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -254,14 +248,32 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
                 crate::metrics::BROKER_REFUSED.inc();
                 tracing::warn!(peer = %peer, "turned a connection away: streams.broker.connections_max is reached");
             }
+            Err(error) if spare.is_some() && out_of_descriptors(&error) => {
+                // Refused rather than left waiting: the spare descriptor lets it in and out.
+                drop(spare.take());
+                let refused = tokio::time::timeout(ACCEPT_PAUSE, listener.accept()).await;
+                tracing::warn!(error = %error, "turned a connection away: raise the limit of open files");
+                crate::metrics::BROKER_REFUSED.inc();
+                drop(refused);
+                spare = spare_descriptor();
+            }
             Err(error) => {
-                // Out of file descriptors, most likely; trying at once would spin.
+                // Trying at once would spin.
                 tracing::error!(error = %error, "cannot accept a connection");
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                spare = spare.or_else(spare_descriptor);
             }
         }
     }
     drop(listener);
     connections.close();
     connections.wait().await;
+}
+
+fn spare_descriptor() -> Option<fs::File> {
+    fs::File::open("/dev/null").ok()
+}
+
+fn out_of_descriptors(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(nix::libc::EMFILE | nix::libc::ENFILE))
 }

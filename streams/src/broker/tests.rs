@@ -3,17 +3,19 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures::FutureExt;
 use kafka_protocol::messages::{ApiKey, ApiVersionsResponse, ResponseHeader};
 use kafka_protocol::protocol::Decodable;
 use proptest::prelude::*;
 use tempfile::TempDir;
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use super::api::{self, Reply, SPOKEN};
 use super::log::tests::batch;
+use super::memory::{Held, Memory};
 use super::store::Store;
 use super::{Broker, Config, Flush, Shared, code, running_address, shape};
 use crate::error::Error;
@@ -23,8 +25,7 @@ fn shared(dir: &TempDir, config: Config) -> Shared {
         store: Store::open(dir.path(), &config).unwrap(),
         config,
         stopping: CancellationToken::new(),
-        memory: Arc::new(Semaphore::new(1024)),
-        memory_kib: 1024,
+        memory: Memory::new(2 << 20, 1 << 20),
     }
 }
 
@@ -46,7 +47,7 @@ async fn ask(shared: &Shared, key: i16, version: i16, body: &[u8]) -> Reply {
         frame.put_u8(0);
     }
     frame.extend_from_slice(body);
-    api::answer(shared, SocketAddr::from(([127, 0, 0, 1], 1)), frame.freeze(), None).await
+    api::answer(shared, SocketAddr::from(([127, 0, 0, 1], 1)), frame.freeze(), Held::default()).await
 }
 
 #[test]
@@ -245,7 +246,7 @@ fn a_frame_is_released_before_its_answer_is_reserved() {
     let shared = shared(&dir, anywhere());
     shared.stopping.cancel();
     runtime().block_on(async {
-        let held = shared.reserve(usize::MAX).await;
+        let held = shared.memory.reserve(usize::MAX).await;
         let mut frame = BytesMut::new();
         frame.put_slice(&[0, 1, 0, 4, 0, 0, 0, 1, 0xff, 0xff]);
         frame.put_slice(&[0; 17]);
@@ -304,4 +305,39 @@ async fn old_records_are_removed_at_start() {
     let store = Store::open(dir.path(), &anywhere()).unwrap();
     let partition = store.partition("t", 0).unwrap();
     assert_eq!((partition.start_offset(), partition.high_watermark()), (1, 1));
+}
+
+#[tokio::test]
+async fn a_log_that_cannot_be_flushed_is_not_served_where_records_are_to_be_durable() {
+    let dir = TempDir::new().unwrap();
+    Store::open(dir.path(), &anywhere()).unwrap().create("t", 1).unwrap();
+    // A file that opens, is empty, and refuses to be flushed.
+    let segment = dir.path().join("topics/t/0/00000000000000000000.log");
+    std::os::unix::fs::symlink("/dev/null", &segment).unwrap();
+    let damage = |flush| {
+        let store = Store::open(dir.path(), &Config { flush, ..anywhere() }).unwrap();
+        store.partition("t", 0).unwrap().read(0, 1, true).err()
+    };
+    assert_eq!(damage(Flush::Os), None);
+    let refused = damage(Flush::Always).expect("the log was served without a flush");
+    assert!(refused.reason.contains("flush"), "{}", refused.reason);
+}
+
+#[tokio::test]
+async fn requests_that_fill_the_memory_in_part_all_come_to_their_end() {
+    let memory = Arc::new(Memory::new(4 << 20, 2 << 20));
+    let mut arriving = Vec::new();
+    for _ in 0..8 {
+        let mut held = Held::default();
+        // Two fill the pool, one goes beyond it, the others wait without holding anything.
+        let started = memory.grow(&mut held, 1 << 20).now_or_never().is_some();
+        arriving.push((held, started));
+    }
+    assert_eq!(arriving.iter().filter(|(_, started)| *started).count(), 3);
+    let mut ended = tokio::task::JoinSet::new();
+    for (mut held, _) in arriving {
+        let memory = memory.clone();
+        ended.spawn(async move { memory.grow(&mut held, 2 << 20).await });
+    }
+    tokio::time::timeout(Duration::from_secs(60), ended.join_all()).await.expect("they wait for each other");
 }

@@ -142,3 +142,19 @@ async fn a_client_that_hangs_does_not_keep_the_broker_from_stopping() {
     broker.stop().await.unwrap();
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn announced_bytes_that_do_not_come_leave_room_for_others() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let kafka = super::kafka_of(&broker);
+    millrace_streams::topic::create_topic(&kafka, "t", 1).await.unwrap();
+    let mut announced: Vec<Wire> = (0..3).map(|_| Wire::connect(broker.addr())).collect();
+    for wire in &mut announced {
+        wire.0.write_all(&frame(100 << 20, &[0; 16])).unwrap();
+    }
+    let mut wire = Wire::connect(broker.addr());
+    let answer = wire.produce("t", super::wire::single((5, 0, 0), &[1; 4 << 20]));
+    assert_eq!(answer.error_code, 0);
+    broker.stop().await.unwrap();
+}

@@ -59,9 +59,9 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
 
     // Answers count against the memory of all connections until they are on the wire. Two times,
     // since the encoded frame is a copy.
-    let permit = shared.reserve(ready.min(bytes_max).saturating_mul(2)).await;
+    let held = shared.memory.reserve(ready.min(bytes_max).saturating_mul(2)).await;
     let response = read(&wanted, bytes_max);
-    context.reply_holding(&response, permit)
+    context.reply_holding(&response, held)
 }
 
 /// Waits until `bytes_min` can be read, something is wrong, the time is over, or the broker stops;

@@ -16,8 +16,8 @@ use kafka_protocol::messages::{
     ApiKey, ApiVersionsResponse, InitProducerIdRequest, InitProducerIdResponse, RequestHeader, ResponseHeader,
 };
 use kafka_protocol::protocol::{Decodable, Encodable};
-use tokio::sync::OwnedSemaphorePermit;
 
+use super::memory::Held;
 use super::{Shared, code, shape};
 
 /// Requests and their versions, first to last.
@@ -34,8 +34,8 @@ pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
 
 /// What to do after a request.
 pub(crate) enum Reply {
-    /// Send this frame. The permit keeps its memory accounted for until it is sent.
-    Frame { frame: Bytes, permit: Option<OwnedSemaphorePermit> },
+    /// Send this frame. `held` keeps its memory accounted for until it is sent.
+    Frame { frame: Bytes, held: Held },
     /// Nothing is expected.
     Nothing,
     /// Close the connection; the reason is for the log.
@@ -54,12 +54,12 @@ pub(crate) struct Context<'a> {
 
 impl Context<'_> {
     fn reply<R: Encodable>(&self, response: &R) -> Reply {
-        self.reply_holding(response, None)
+        self.reply_holding(response, Held::default())
     }
 
-    fn reply_holding<R: Encodable>(&self, response: &R, permit: Option<OwnedSemaphorePermit>) -> Reply {
+    fn reply_holding<R: Encodable>(&self, response: &R, held: Held) -> Reply {
         match encode(self.key, self.version, self.correlation_id, response) {
-            Ok(frame) => Reply::Frame { frame, permit },
+            Ok(frame) => Reply::Frame { frame, held },
             Err(reason) => Reply::Close(reason),
         }
     }
@@ -71,7 +71,7 @@ pub(crate) async fn answer(
     shared: &Shared,
     local: std::net::SocketAddr,
     mut frame: Bytes,
-    held: Option<OwnedSemaphorePermit>,
+    held: Held,
 ) -> Reply {
     let (Some(key), Some(version), Some(correlation)) = (
         frame.first_chunk::<2>(),
@@ -89,7 +89,7 @@ pub(crate) async fn answer(
         Some((ApiKey::ApiVersions, ..)) => {
             return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
             {
-                Ok(frame) => Reply::Frame { frame, permit: None },
+                Ok(frame) => Reply::Frame { frame, held: Held::default() },
                 Err(reason) => Reply::Close(reason),
             };
         }

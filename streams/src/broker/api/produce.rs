@@ -5,17 +5,13 @@ use std::sync::Arc;
 use kafka_protocol::messages::produce_response::{PartitionProduceResponse, TopicProduceResponse};
 use kafka_protocol::messages::{ProduceRequest, ProduceResponse};
 use kafka_protocol::protocol::StrBytes;
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::{Context, Reply};
 use crate::broker::code;
 use crate::broker::log::{Partition, Refused};
+use crate::broker::memory::Held;
 
-pub(super) async fn answer(
-    context: &Context<'_>,
-    request: ProduceRequest,
-    held: Option<OwnedSemaphorePermit>,
-) -> Reply {
+pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held: Held) -> Reply {
     let acks = request.acks;
     let whole = if !(-1..=1).contains(&acks) {
         Some(Refused::new(code::INVALID_REQUIRED_ACKS, "acks must be -1, 0 or 1"))

@@ -1,0 +1,68 @@
+//! Memory of large requests and answers, accounted for over all connections.
+//!
+//! A request holds what has arrived of it, never what it announces. Requests that have arrived in part
+//! can fill the pool while each waits for more; one of them at a time grows beyond it instead.
+
+use std::sync::Arc;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// The memory of all connections.
+pub(crate) struct Memory {
+    /// One permit per KiB.
+    pool: Arc<Semaphore>,
+    pool_kib: u32,
+    /// The turn of the one request that may grow beyond the pool.
+    beyond: Arc<Semaphore>,
+}
+
+/// Memory that one request or answer holds until this is dropped.
+#[derive(Debug, Default)]
+pub(crate) struct Held {
+    kib: u32,
+    pool: Option<OwnedSemaphorePermit>,
+    beyond: Option<OwnedSemaphorePermit>,
+}
+
+impl Memory {
+    /// `bytes_max` for everything, of which the largest request is set aside.
+    pub(crate) fn new(bytes_max: usize, request_bytes_max: usize) -> Self {
+        let pool_kib = kib(bytes_max.saturating_sub(request_bytes_max).max(bytes_max / 2));
+        Self {
+            pool: Arc::new(Semaphore::new(pool_kib as usize)),
+            pool_kib,
+            beyond: Arc::new(Semaphore::new(1)),
+        }
+    }
+
+    /// Waits for room for an answer of `bytes`; never for more than there is in all.
+    pub(crate) async fn reserve(&self, bytes: usize) -> Held {
+        let kib = kib(bytes).min(self.pool_kib);
+        // The semaphore is never closed.
+        Held { kib, pool: self.pool.clone().acquire_many_owned(kib).await.ok(), beyond: None }
+    }
+
+    /// Waits until `held` may grow to `bytes`.
+    pub(crate) async fn grow(&self, held: &mut Held, bytes: usize) {
+        let missing = kib(bytes).saturating_sub(held.kib);
+        if missing == 0 || held.beyond.is_some() {
+            return;
+        }
+        // Neither semaphore is ever closed.
+        tokio::select! {
+            biased;
+            Ok(more) = self.pool.clone().acquire_many_owned(missing) => {
+                held.kib += missing;
+                match &mut held.pool {
+                    Some(pool) => pool.merge(more),
+                    None => held.pool = Some(more),
+                }
+            }
+            turn = self.beyond.clone().acquire_owned() => held.beyond = turn.ok(),
+        }
+    }
+}
+
+fn kib(bytes: usize) -> u32 {
+    u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX)
+}
