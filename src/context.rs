@@ -1,14 +1,11 @@
 //! What every command starts from: how to talk, the home, the configuration, and the engines that
 //! these name.
 
-use std::fs::{File, TryLockError};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
-use anyhow::{Context as _, Result};
-use millrace_datafs::{Datafs, Name, VolumeSpec, private};
-use millrace_streams::broker::{self, Broker};
+use anyhow::Result;
+use millrace_datafs::{Datafs, Name, VolumeSpec};
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
 
@@ -18,11 +15,7 @@ use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
 use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
-
-/// How often a command looks whether it may have, or may stop, the embedded broker.
-const BROKER_POLL: Duration = Duration::from_millis(50);
-/// How many times it looks for the address of a broker that another command is starting.
-const BROKER_POLLS: u32 = 200;
+use crate::shared_broker::{self, Share};
 
 /// What a command runs with.
 #[derive(Clone)]
@@ -109,100 +102,26 @@ impl Context {
         tokio::task::spawn_blocking(work).await?
     }
 
-    /// Reaches the topics: a Kafka cluster, the broker that already holds this home, or else the
-    /// embedded broker, started on a free port for as long as the session lives.
+    /// Reaches the topics: a Kafka cluster, the broker that already holds this home, or else a
+    /// temporary one, which ends with the last session that uses it.
     pub(crate) async fn topics(&self) -> Result<TopicSession> {
         let config = &self.loaded.settings.streams;
         let root = self.home.root();
         if !config.is_embedded() {
-            return Ok(TopicSession {
-                kafka: config.kafka(root)?,
-                broker: None,
-                users: None,
-                stop: self.stop.clone(),
-            });
+            return Ok(TopicSession { kafka: config.kafka(root)?, _share: None });
         }
-        let dir = broker::dir(root);
-        let users = share(&root.join("topics.lock")).await?;
-        let mut polls = 0;
-        let broker = loop {
-            if broker::running_address(&dir).is_some() {
-                break None;
-            }
-            let mut own = config.broker.clone();
-            own.listen.set_port(0);
-            match Broker::start(own, &dir, CancellationToken::new()).await {
-                Ok(broker) => break Some(broker),
-                // Another command was faster, and says in a moment where it listens.
-                Err(millrace_streams::Error::HeldByAnother { .. }) if polls < BROKER_POLLS => {
-                    polls += 1;
-                    tokio::time::sleep(BROKER_POLL).await;
-                }
-                Err(error) => return Err(error.into()),
-            }
-        };
-        let kafka = match &broker {
-            None => config.kafka(root)?,
-            Some(broker) => KafkaConfig {
-                bootstrap_servers: broker.addr().to_string(),
-                properties: config.properties.clone(),
-            },
-        };
-        Ok(TopicSession { kafka, broker, users: Some(users), stop: self.stop.clone() })
+        let (address, share) = shared_broker::join(self).await?;
+        let kafka =
+            KafkaConfig { bootstrap_servers: address.to_string(), properties: config.properties.clone() };
+        Ok(TopicSession { kafka, _share: Some(share) })
     }
 }
 
-/// A shared lock on the file: all commands that use the embedded broker of a home hold it, so that
-/// the one that started the broker knows when the last of them is done.
-async fn share(path: &Path) -> Result<File> {
-    let file = private::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
-        .with_context(|| format!("cannot open {}", path.display()))?;
-    loop {
-        match file.try_lock_shared() {
-            Ok(()) => return Ok(file),
-            // Held alone only for the moment in which a broker stops.
-            Err(TryLockError::WouldBlock) => tokio::time::sleep(BROKER_POLL).await,
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
-            }
-        }
-    }
-}
-
-/// Topics within reach, and the embedded broker where this command had to start it.
+/// Topics within reach, for as long as this lives.
 pub(crate) struct TopicSession {
     /// How clients reach them.
     pub(crate) kafka: KafkaConfig,
-    broker: Option<Broker>,
-    users: Option<File>,
-    stop: CancellationToken,
-}
-
-impl TopicSession {
-    /// Stops what this session started, flushed, once no other command uses it any more. A signal
-    /// ends the waiting.
-    pub(crate) async fn close(self) -> Result<()> {
-        let Some(broker) = self.broker else { return Ok(()) };
-        if let Some(users) = &self.users {
-            users.unlock()?;
-            let mut waiting = false;
-            while users.try_lock().is_err() && !self.stop.is_cancelled() {
-                if !waiting {
-                    waiting = true;
-                    tracing::info!("the broker stays until other commands that use it are done");
-                }
-                tokio::select! {
-                    () = tokio::time::sleep(BROKER_POLL) => {}
-                    () = self.stop.cancelled() => {}
-                }
-            }
-        }
-        Ok(broker.stop().await?)
-    }
+    _share: Option<Share>,
 }
 
 /// Creates a volume unless it exists.

@@ -267,10 +267,10 @@ impl HomeLock {
     fn write(&mut self) -> Result<()> {
         let text = serde_json::to_vec(&self.holder)?;
         // In place, since the lock belongs to this file; a reader that meets a torn text sees a
-        // holder without addresses and says so.
+        // holder without addresses and says so. Cut last, so that a full disk has room for the text.
         self.file.rewind()?;
-        self.file.set_len(0)?;
         self.file.write_all(&text)?;
+        self.file.set_len(text.len() as u64)?;
         Ok(())
     }
 }

@@ -17,6 +17,7 @@ mod quickstart;
 mod ready;
 mod service;
 mod settings;
+mod shared_broker;
 mod snapshots;
 
 use std::process::ExitCode;
@@ -144,7 +145,8 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         Command::Train(args) => commands::train::run(&context, args).await,
         Command::Serve(args) => commands::serve::run(&context, args).await,
         Command::Pipe(args) => commands::pipe::run(&context, args).await,
-        Command::Broker { listen } => commands::broker::run(&context, listen).await,
+        Command::Broker { temporary: true, .. } => shared_broker::serve(&context).await,
+        Command::Broker { listen, .. } => commands::broker::run(&context, listen).await,
         command => {
             tokio::select! {
                 ended = until_done(&context, command) => ended,

@@ -10,7 +10,7 @@ use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_ingest::Until;
 use millrace_serving::pipe::{self, Deps};
 use millrace_serving::{MetricsServer, Serving, Source};
-use millrace_streams::broker::{self, Broker};
+use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
 use millrace_streams::topic;
 use tokio::task::JoinSet;
@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::context::{Context, ensure_volume, live};
 use crate::failure::{Exit, fail, failure};
 use crate::home::{Addresses, HomeLock};
+use crate::shared_broker;
 use crate::snapshots::Schedule;
 
 /// How often a training of `[up]` looks whether its snapshot is there.
@@ -153,8 +154,7 @@ impl Service {
         let lock = context.home.lock(command)?;
         let datafs = context.volumes().await?;
         let broker = if settings.streams.is_embedded() {
-            let dir = broker::dir(context.home.root());
-            Some(Broker::start(settings.streams.broker.clone(), &dir, CancellationToken::new()).await?)
+            Some(shared_broker::start_for_service(context, settings.streams.broker.clone()).await?)
         } else {
             None
         };

@@ -184,6 +184,9 @@ pub(crate) enum Command {
         /// Address to listen on [default: streams.broker.listen]
         #[arg(long)]
         listen: Option<SocketAddr>,
+        /// Serve on a free port until no command uses the broker: started by commands, never by hand
+        #[arg(long, hide = true, conflicts_with = "listen")]
+        temporary: bool,
     },
     /// Print the configuration in force
     #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]

@@ -3,11 +3,10 @@
 use std::net::SocketAddr;
 
 use anyhow::Result;
-use millrace_streams::broker::{self, Broker};
-use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
 use crate::home::Addresses;
+use crate::shared_broker;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, listen: Option<SocketAddr>) -> Result<()> {
@@ -16,8 +15,7 @@ pub(crate) async fn run(context: &Context, listen: Option<SocketAddr>) -> Result
     if let Some(listen) = listen {
         config.listen = listen;
     }
-    let dir = broker::dir(context.home.root());
-    let broker = Broker::start(config, &dir, CancellationToken::new()).await?;
+    let broker = shared_broker::start_for_service(context, config).await?;
     let address = broker.addr().to_string();
     lock.announce(Addresses { kafka: Some(address.clone()), ..Addresses::default() })?;
     context.out.table(

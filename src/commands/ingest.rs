@@ -46,7 +46,7 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
     .await;
     drawing.await?;
     bar.finish_and_clear();
-    session.close().await?;
+    drop(session);
     let report = report?;
     context.out.table(
         &serde_json::json!({ "job": job.name, "topic": job.topic, "volume": job.volume, "path": job.path, "report": report }),

@@ -42,7 +42,7 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let report = pipe::run(&config, deps, until, context.stop.child_token()).await;
     polling.abort();
     spinner.finish_and_clear();
-    session.close().await?;
+    drop(session);
     let report = report?;
     context.out.table(
         &serde_json::json!({

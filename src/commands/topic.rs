@@ -12,12 +12,10 @@ use crate::output::count;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, command: TopicCommand) -> Result<()> {
     let session = context.topics().await?;
-    let done = match command {
+    match command {
         TopicCommand::List => list(context, &session.kafka).await,
         TopicCommand::Delete { name, yes } => delete(context, &session.kafka, &name, yes).await,
-    };
-    let closed = session.close().await;
-    done.and(closed)
+    }
 }
 
 async fn list(context: &Context, kafka: &KafkaConfig) -> Result<()> {
@@ -31,7 +29,8 @@ async fn list(context: &Context, kafka: &KafkaConfig) -> Result<()> {
             rows.push(vec![found.name.clone(), partition.to_string(), count(low), count(high)]);
         }
     }
-    context.out.table(&objects, &["topic", "partition", "first offset", "next offset"], rows)
+    let object = serde_json::json!({ "partitions": objects });
+    context.out.table(&object, &["topic", "partition", "first offset", "next offset"], rows)
 }
 
 async fn delete(context: &Context, kafka: &KafkaConfig, name: &str, yes: bool) -> Result<()> {

@@ -27,6 +27,7 @@ mod signals;
 mod supervised;
 mod tabular;
 mod tokens;
+mod topics;
 mod unprivileged;
 mod up;
 mod upkeep;

@@ -1,0 +1,231 @@
+//! The temporary broker of a home: a process of its own that commands share while no service runs.
+//!
+//! Every command that uses the embedded broker holds a shared lock on `topics.lock`. The first one
+//! starts the broker process, which ends once nobody holds that lock: no command waits for another.
+
+use std::fs::{File, TryLockError};
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use millrace_datafs::private;
+use millrace_streams::broker::{self, Broker};
+use tokio::io::AsyncBufReadExt as _;
+use tokio_util::sync::CancellationToken;
+
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+
+/// How often a command looks whether a broker answers or has ended.
+const POLL: Duration = Duration::from_millis(50);
+/// How often it looks before it tries to start a broker again.
+const POLLS: u32 = 20;
+/// How long a command waits for a broker to begin or to end: both may read or flush large logs.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+/// After this long a command says what it waits for.
+const SILENT_MAX: Duration = Duration::from_secs(2);
+/// The log of temporary brokers is begun anew beyond this size.
+const LOG_BYTES_MAX: u64 = 1 << 20;
+
+/// The file that says where a temporary broker logs to.
+fn log_path(home: &Path) -> std::path::PathBuf {
+    home.join("broker.log")
+}
+
+/// A command's share in the broker of its home; given back when dropped, or when the process dies.
+#[derive(Debug)]
+pub(crate) struct Share {
+    _lock: File,
+}
+
+/// What a broker process says on its standard output.
+enum Said {
+    Ready,
+    /// Another process was faster.
+    Held,
+    Failed(Exit, String),
+}
+
+/// A bounded wait that says after a while what it is for.
+struct Wait<'a> {
+    context: &'a Context,
+    what: &'a str,
+    started: Instant,
+    told: bool,
+}
+
+impl<'a> Wait<'a> {
+    fn new(context: &'a Context, what: &'a str) -> Self {
+        Self { context, what, started: Instant::now(), told: false }
+    }
+
+    /// One step of the wait; an error after [`WAIT_MAX`] or a signal.
+    async fn step(&mut self) -> Result<()> {
+        let waited = self.started.elapsed();
+        if waited >= WAIT_MAX {
+            return fail(
+                Exit::Conflict,
+                format!(
+                    "waited {} s for {}; see what holds it, or use another home",
+                    waited.as_secs(),
+                    self.what
+                ),
+            );
+        }
+        if waited >= SILENT_MAX && !std::mem::replace(&mut self.told, true) {
+            self.context.out.note(&format!("waiting for {}", self.what));
+        }
+        match self.context.stop.run_until_cancelled(tokio::time::sleep(POLL)).await {
+            Some(()) => Ok(()),
+            None => fail(Exit::Failed, format!("interrupted while waiting for {}", self.what)),
+        }
+    }
+}
+
+/// Joins the broker of the home, starting one when there is none.
+pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
+    let home = context.home.root();
+    let share = share(context, &home.join("topics.lock")).await?;
+    let dir = broker::dir(home);
+    let mut wait = Wait::new(context, "the broker of this home to begin");
+    loop {
+        for _ in 0..POLLS {
+            if let Some(address) = broker::running_address(&dir) {
+                return Ok((address, share));
+            }
+            if !broker::is_held(&dir) {
+                break;
+            }
+            wait.step().await?;
+        }
+        match start(context).await? {
+            Said::Ready => {}
+            // The other process may be about to say where it listens.
+            Said::Held => wait.step().await?,
+            Said::Failed(exit, message) => return fail(exit, message),
+        }
+    }
+}
+
+/// A shared lock on the file. A broker that ends holds it alone until it has ended.
+async fn share(context: &Context, path: &Path) -> Result<Share> {
+    let file = open(path)?;
+    let mut wait = Wait::new(context, "the temporary broker of this home to end");
+    loop {
+        match file.try_lock_shared() {
+            Ok(()) => return Ok(Share { _lock: file }),
+            Err(TryLockError::WouldBlock) => wait.step().await?,
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
+        }
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    private::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .with_context(|| format!("cannot open {}", path.display()))
+}
+
+/// Starts a broker process and waits for its one line.
+async fn start(context: &Context) -> Result<Said> {
+    let home = context.home.root();
+    // The program that runs, also when another one has taken its place.
+    let mut command = std::process::Command::new("/proc/self/exe");
+    command.arg("--home").arg(home).args(["--log", &context.log]);
+    if let Some(file) = &context.loaded.file {
+        command.arg("--config").arg(file);
+    }
+    command
+        .args(["broker", "--temporary"])
+        // Signals of a terminal are for the command, not for the broker that others may use.
+        .process_group(0)
+        .current_dir(home)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log(home).map_or_else(Stdio::null, Stdio::from));
+    let mut child = tokio::process::Command::from(command)
+        .kill_on_drop(false)
+        .spawn()
+        .context("cannot start the process of the temporary broker")?;
+    let mut line = String::new();
+    if let Some(stdout) = child.stdout.take() {
+        let mut lines = tokio::io::BufReader::new(stdout);
+        match context.stop.run_until_cancelled(lines.read_line(&mut line)).await {
+            Some(read) => read.context("cannot hear the temporary broker")?,
+            None => return fail(Exit::Failed, "interrupted while the temporary broker begins"),
+        };
+    }
+    match line.trim_end() {
+        "ready" => Ok(Said::Ready),
+        "held" => Ok(Said::Held),
+        message => {
+            let exit = child.wait().await?.code().map_or(Exit::Failed, Exit::from_code);
+            let message = match message {
+                "" => format!("the temporary broker ended; its log is {}", log_path(home).display()),
+                message => message.to_owned(),
+            };
+            Ok(Said::Failed(exit, message))
+        }
+    }
+}
+
+/// Where the broker process logs to; nowhere when the disk is full.
+fn log(home: &Path) -> Option<File> {
+    let path = log_path(home);
+    let begin_anew = path.metadata().is_ok_and(|found| found.len() > LOG_BYTES_MAX);
+    let file = private::options().create(true).append(true).open(&path).ok()?;
+    if begin_anew {
+        file.set_len(0).ok()?;
+    }
+    Some(file)
+}
+
+/// Runs the broker process: until the last command has gone, or until a signal.
+pub(crate) async fn serve(context: &Context) -> Result<()> {
+    let home = context.home.root();
+    let users = open(&home.join("topics.lock"))?;
+    let mut config = context.loaded.settings.streams.broker.clone();
+    config.listen.set_port(0);
+    let broker = match Broker::start(config, &broker::dir(home), CancellationToken::new()).await {
+        Ok(broker) => broker,
+        Err(millrace_streams::Error::HeldByAnother { .. }) => return context.out.raw("held\n"),
+        Err(error) => {
+            let error = anyhow::Error::from(error);
+            // The command that started this process says it; it may have gone.
+            context.out.raw(&format!("{}\n", format!("{error:#}").replace('\n', " "))).ok();
+            return Err(error);
+        }
+    };
+    // The command that started this process may have gone; others may be there.
+    context.out.raw("ready\n").ok();
+    // Taken when no command holds it, and kept until the broker has stopped.
+    let (sender, alone) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new().name("users".into()).spawn(move || {
+        let locked = users.lock();
+        sender.send((users, locked)).ok();
+    })?;
+    let alone = context.stop.run_until_cancelled(alone).await;
+    broker.stop().await?;
+    drop(alone);
+    Ok(())
+}
+
+/// Starts the broker of a service once the commands that use a temporary one are done.
+pub(crate) async fn start_for_service(context: &Context, config: broker::Config) -> Result<Broker> {
+    let dir = broker::dir(context.home.root());
+    let mut wait = Wait::new(context, "commands of this home that use its temporary broker");
+    loop {
+        match Broker::start(config.clone(), &dir, CancellationToken::new()).await {
+            Err(millrace_streams::Error::HeldByAnother { .. }) => wait.step().await?,
+            other => return Ok(other?),
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Topics through the program: the temporary broker that commands share, damage, full disks, limits.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::{Home, Service, until};
+
+/// A `produce` that reads what the test writes, line by line.
+struct Typing(Child);
+
+impl Typing {
+    fn start(home: &Home, topic: &str) -> Typing {
+        let mut command = home.command();
+        command.args(["produce", topic]).stdin(Stdio::piped()).stdout(Stdio::null());
+        Typing(command.spawn().unwrap())
+    }
+
+    fn line(&mut self, text: &str) {
+        let stdin = self.0.stdin.as_mut().unwrap();
+        stdin.write_all(text.as_bytes()).unwrap();
+        stdin.write_all(b"\n").unwrap();
+    }
+
+    /// Ends its input and waits.
+    fn end(&mut self) -> Option<i32> {
+        drop(self.0.stdin.take());
+        until("produce ends", || self.0.try_wait().unwrap().is_some());
+        self.0.wait().unwrap().code()
+    }
+}
+
+impl Drop for Typing {
+    fn drop(&mut self) {
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
+/// Records in a topic, by its offsets; 0 while it does not exist.
+fn records(home: &Home, topic: &str) -> i64 {
+    let list = home.json(["topic", "list"]);
+    let of_topic = list["partitions"].as_array().unwrap().iter().filter(|found| found["topic"] == topic);
+    of_topic.map(|found| found["next"].as_i64().unwrap() - found["first"].as_i64().unwrap()).sum()
+}
+
+#[test]
+fn commands_share_a_temporary_broker_and_do_not_wait_for_each_other() {
+    let home = Home::new();
+    let mut first = Typing::start(&home, "t");
+    first.line("1");
+    until("the first record is there", || records(&home, "t") == 1);
+    let mut second = Typing::start(&home, "t");
+    second.line("2");
+    until("the second record is there", || records(&home, "t") == 2);
+    // The command that started the broker ends while another one uses it.
+    assert_eq!(first.end(), Some(0));
+    second.line("3");
+    until("the third record is there", || records(&home, "t") == 3);
+    // A service waits for it, and says so by starting.
+    let config = home.file("m.toml", "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\n");
+    let mut up = home.start(["--config", config.to_str().unwrap(), "up", "--json"]);
+    assert_eq!(second.end(), Some(0));
+    up.object();
+    assert_eq!(records(&home, "t"), 3);
+    assert_eq!(up.stop(), 0);
+}
+
+#[test]
+fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
+    let home = Home::new();
+    let mut first = Typing::start(&home, "t");
+    first.line("1");
+    until("the first record is there", || records(&home, "t") == 1);
+    let mut second = Typing::start(&home, "t");
+    second.line("2");
+    until("the second record is there", || records(&home, "t") == 2);
+    kill(Pid::from_raw(first.0.id() as i32), Signal::SIGKILL).unwrap();
+    first.0.wait().unwrap();
+    second.line("3");
+    assert_eq!(second.end(), Some(0));
+    assert_eq!(records(&home, "t"), 3);
+    // The last command ends the broker, so that a copy of the home is whole.
+    until("the broker ends", || !millrace_streams::broker::is_held(&home.path().join("broker")));
+}
+
+#[test]
+fn a_damaged_partition_is_read_up_to_the_damage_with_exit_code_6() {
+    let home = Home::new();
+    let config = home.file("m.toml", "[streams.broker]\nsegment_bytes_max = 1024\n");
+    let config = ["--config", config.to_str().unwrap()];
+    for id in 0..4 {
+        let line = format!("{{\"id\":{id},\"text\":\"{}\"}}\n", "x".repeat(900));
+        let file = home.file("line.jsonl", line);
+        home.ok(config.into_iter().chain(["produce", "t", file.to_str().unwrap()]));
+    }
+    home.ok(["produce", "other", home.file("one", "{\"id\":1}\n").to_str().unwrap()]);
+    let segment = home.path().join("broker/topics/t/0/00000000000000000002.log");
+    let file = std::fs::OpenOptions::new().write(true).open(&segment).unwrap();
+    file.write_all_at(&[9], 16).unwrap();
+    let (code, line) = home.fails(["ingest", "--topic", "t", "--volume", "v"]);
+    assert_eq!(code, 6, "{line}");
+    assert!(line.contains("topic t partition 0 is damaged at offset 2"), "{line}");
+    let log = std::fs::read_to_string(home.path().join("broker.log")).unwrap();
+    assert!(log.contains(segment.to_str().unwrap()) && log.contains("truncate -s 0"), "{log}");
+    // What is before it has landed, and other topics serve.
+    assert_eq!(home.json(["volume", "show", "v"])["volume"]["name"], "v");
+    let report = home.json(["ingest", "--topic", "other", "--volume", "v"]);
+    assert_eq!(report["report"]["landed"], 1);
+    // The list of topics: damaged, and of a newer format.
+    let meta = home.path().join("broker/meta.json");
+    let kept = std::fs::read_to_string(&meta).unwrap();
+    std::fs::write(&meta, "{").unwrap();
+    let (code, line) = home.fails(["topic", "list"]);
+    assert_eq!(code, 6, "{line}");
+    assert!(line.contains("meta.json"), "{line}");
+    assert_eq!(home.fails(["broker", "--listen", "127.0.0.1:0"]).0, 6);
+    std::fs::write(&meta, kept.replace("\"format_version\": 1", "\"format_version\": 9")).unwrap();
+    let (code, line) = home.fails(["topic", "list"]);
+    assert_eq!(code, 4, "{line}");
+    assert!(line.contains("format 9"), "{line}");
+}
+
+/// A broker under limits of open files, soft and hard.
+fn broker_under(home: &Home, soft: u32, hard: u32) -> (Service, SocketAddr) {
+    let program = home.command();
+    let mut command = Command::new("sh");
+    let script = format!(
+        "ulimit -Hn {hard}; ulimit -Sn {soft}; exec {} broker --listen 127.0.0.1:0 --json",
+        program.get_program().to_str().unwrap()
+    );
+    command.args(["-c", &script]).env("MILLRACE_HOME", home.path()).stdin(Stdio::null());
+    let mut service = Service::spawn(&mut command);
+    let address = service.object()["kafka"].as_str().unwrap().parse().unwrap();
+    (service, address)
+}
+
+/// Whether the broker answers on a connection: it names the versions that it speaks.
+fn answers(mut stream: &TcpStream) -> bool {
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    // ApiVersions, version 0, correlation id 7, no client id.
+    let request = [0, 0, 0, 10, 0, 18, 0, 0, 0, 0, 0, 7, 0xff, 0xff];
+    let mut head = [0; 8];
+    stream.write_all(&request).is_ok() && stream.read_exact(&mut head).is_ok() && head[7] == 7
+}
+
+#[test]
+fn the_soft_limit_of_open_files_is_raised() {
+    let home = Home::new();
+    let (broker, address) = broker_under(&home, 64, 1_024);
+    let streams: Vec<_> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
+    assert!(streams.iter().all(answers));
+    drop(streams);
+    assert_eq!(broker.stop(), 0);
+}
+
+#[test]
+fn a_connection_beyond_the_limit_of_open_files_is_refused_and_the_port_goes_on() {
+    let home = Home::new();
+    let (broker, address) = broker_under(&home, 64, 64);
+    let first = TcpStream::connect(address).unwrap();
+    assert!(answers(&first));
+    let mut streams: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+    // Refused is closed: nothing waits for the read's limit.
+    let refused = streams.iter().filter(|stream| {
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        !answers(stream) && {
+            let read = (&**stream).read(&mut [0]);
+            !matches!(&read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
+        }
+    });
+    let refused = refused.count();
+    assert!(refused > 30, "{refused} were refused");
+    assert!(answers(&first));
+    streams.clear();
+    until("new connections are served", || TcpStream::connect(address).is_ok_and(|stream| answers(&stream)));
+    assert_eq!(broker.stop(), 0);
+}
