@@ -61,6 +61,7 @@ fn streams(error: &millrace_streams::Error) -> Exit {
         E::UnknownTopic { .. } | E::UnknownPartition { .. } | E::OffsetOutOfRange { .. } => Exit::NotFound,
         E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
         E::AddressTaken { .. } | E::HeldByAnother { .. } | E::NewerFormat { .. } => Exit::Conflict,
+        E::BrokerDisk { .. } => Exit::NoSpace,
         E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } => Exit::Corrupt,
         _ => Exit::Failed,
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use millrace_streams::topic::{self, OutRecord, Producer};
+use millrace_streams::topic::{self, OutRecord, Producer, Sent};
 use tokio::sync::mpsc;
 
 use crate::cli::ProduceArgs;
@@ -38,7 +38,7 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     };
     let session = context.topics().await?;
     let bar = context.out.progress("produce", "records", None);
-    let mut produced = 0;
+    let mut acknowledged = Acknowledged::default();
     let work = async {
         topic::create_topic(&session.kafka, &args.topic, args.partitions).await?;
         let producer = Producer::connect(&session.kafka).await?;
@@ -48,29 +48,70 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
                 chunk = chunks.recv() => chunk,
                 () = context.stop.cancelled() => return fail(Exit::Failed, "interrupted"),
             };
-            let Some(chunk) = chunk.transpose()? else { return Ok(()) };
-            let n = chunk.len() as u64;
-            producer.send_all(chunk).await?;
-            produced += n;
-            bar.inc(n);
+            let Some(Chunk { lines, records }) = chunk.transpose()? else { return Ok(()) };
+            let sent = producer.send_each(records).await;
+            bar.inc(acknowledged.note(&lines, &sent));
+            if let Some(error) = sent.error {
+                return Err(error.into());
+            }
         }
     };
     let ended = work.await;
     bar.finish_and_clear();
     drop(session);
-    if produced > 0 {
-        // Whoever starts again must know which lines are there already.
-        ended
-            .with_context(|| format!("after {} records that are in topic {}", count(produced), args.topic))?;
+    if acknowledged.records > 0 {
+        ended.with_context(|| acknowledged.resume(&args.topic))?;
     } else {
         ended?;
     }
+    let produced = acknowledged.records;
     let seconds = started.elapsed().as_secs_f64();
     context.out.table(
         &serde_json::json!({ "topic": args.topic, "produced": produced, "seconds": seconds }),
         &["topic", "produced", "seconds"],
         [vec![args.topic.clone(), count(produced), format!("{seconds:.2}")]],
     )
+}
+
+/// Which lines are in the topic, so that an error can say where to go on.
+#[derive(Debug, Default)]
+struct Acknowledged {
+    records: u64,
+    /// Up to this line everything is in the topic.
+    through: u64,
+    /// Records of later lines that are in the topic as well.
+    beyond: u64,
+}
+
+impl Acknowledged {
+    /// Notes what became of the records of `lines`; returns how many were acknowledged.
+    fn note(&mut self, lines: &[u64], sent: &Sent) -> u64 {
+        let delivered = || sent.deliveries.iter().map(Option::is_some);
+        let first = delivered().take_while(|delivered| *delivered).count();
+        let all = delivered().filter(|delivered| *delivered).count();
+        if let Some(last) = first.checked_sub(1) {
+            self.through = lines[last];
+        }
+        self.beyond = (all - first) as u64;
+        self.records += all as u64;
+        all as u64
+    }
+
+    fn resume(&self, topic: &str) -> String {
+        let Acknowledged { records, through, beyond } = self;
+        let mut text = format!(
+            "topic {topic} took {} records; go on with line {}, all lines before it are in the topic",
+            count(*records),
+            through + 1
+        );
+        if *beyond > 0 {
+            text.push_str(&format!(
+                " (so are {} of the lines after it, which would be there twice)",
+                count(*beyond)
+            ));
+        }
+        text
+    }
 }
 
 fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
@@ -81,6 +122,13 @@ fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
         }
         Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
     }
+}
+
+/// Records and the numbers of their lines.
+#[derive(Debug, Default)]
+struct Chunk {
+    lines: Vec<u64>,
+    records: Vec<OutRecord>,
 }
 
 /// Cuts the source into records.
@@ -95,13 +143,13 @@ struct Reader {
 impl Reader {
     /// Reads on a thread of its own: standard input may be silent for ever, and a signal must not
     /// wait for it.
-    fn start(mut self) -> Result<mpsc::Receiver<Result<Vec<OutRecord>>>> {
+    fn start(mut self) -> Result<mpsc::Receiver<Result<Chunk>>> {
         let (sender, receiver) = mpsc::channel(1);
         std::thread::Builder::new().name("reader".into()).spawn(move || {
             loop {
                 let chunk = self.chunk();
-                let last = !matches!(&chunk, Ok(records) if !records.is_empty());
-                if matches!(&chunk, Ok(records) if records.is_empty())
+                let last = !matches!(&chunk, Ok(chunk) if !chunk.records.is_empty());
+                if matches!(&chunk, Ok(chunk) if chunk.records.is_empty())
                     || sender.blocking_send(chunk).is_err()
                     || last
                 {
@@ -113,9 +161,9 @@ impl Reader {
     }
 
     /// The records that can be had without waiting, at least one; none at the end.
-    fn chunk(&mut self) -> Result<Vec<OutRecord>> {
-        let mut chunk = Vec::new();
-        while chunk.len() < CHUNK && (chunk.is_empty() || !self.source.buffer().is_empty()) {
+    fn chunk(&mut self) -> Result<Chunk> {
+        let mut chunk = Chunk::default();
+        while chunk.records.len() < CHUNK && (chunk.records.is_empty() || !self.source.buffer().is_empty()) {
             let mut line = Vec::new();
             let read = (&mut self.source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
             if read.with_context(|| format!("cannot read {}", self.shown))? == 0 {
@@ -137,7 +185,8 @@ impl Reader {
                 None => None,
             };
             let record = OutRecord::new(&self.topic, line);
-            chunk.push(match key {
+            chunk.lines.push(number);
+            chunk.records.push(match key {
                 Some(key) => record.key(key),
                 None => record,
             });

@@ -90,6 +90,19 @@ pub enum Error {
         /// Whether a new attempt can succeed.
         retryable: bool,
     },
+    /// The brokers answer, but cannot write: free space on their disk and try again.
+    #[error(
+        "{action}: the broker at {bootstrap_servers} cannot write to its disk ({reason}); free space \
+         there (millrace topic delete, streams.broker.retention_bytes_max) and try again"
+    )]
+    BrokerDisk {
+        /// What was tried.
+        action: String,
+        /// The brokers.
+        bootstrap_servers: String,
+        /// In librdkafka's words.
+        reason: String,
+    },
     /// The producer can not go on and must be replaced by a new one.
     #[error("the producer for {bootstrap_servers} can not go on: {reason}; connect a new one")]
     ProducerLost {
@@ -227,7 +240,7 @@ impl Error {
     /// Whether the same call may succeed later without anybody changing anything but the servers.
     pub fn is_retryable(&self) -> bool {
         match self {
-            Error::Unreachable { .. } => true,
+            Error::Unreachable { .. } | Error::BrokerDisk { .. } => true,
             Error::NotDelivered { retryable, .. } => *retryable,
             Error::Client { source, .. } => matches!(
                 source.rdkafka_error_code(),

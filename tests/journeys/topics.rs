@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -124,6 +125,50 @@ fn a_damaged_partition_is_read_up_to_the_damage_with_exit_code_6() {
     let (code, line) = home.fails(["topic", "list"]);
     assert_eq!(code, 4, "{line}");
     assert!(line.contains("format 9"), "{line}");
+}
+
+/// A small file system, gone when dropped.
+struct Tmpfs<'a>(&'a Path);
+
+impl<'a> Tmpfs<'a> {
+    fn mount(at: &'a Path, size: &str) -> Self {
+        std::fs::create_dir_all(at).unwrap();
+        let options = format!("size={size}");
+        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(at).status();
+        assert!(status.unwrap().success(), "cannot mount a tmpfs");
+        Self(at)
+    }
+}
+
+impl Drop for Tmpfs<'_> {
+    fn drop(&mut self) {
+        Command::new("umount").arg("--lazy").arg(self.0).status().ok();
+    }
+}
+
+#[test]
+fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: mounting a tmpfs takes root");
+        return;
+    }
+    let home = Home::new();
+    let root = home.path();
+    let _disk = Tmpfs::mount(&root, "3m");
+    let config = home.file("m.toml", "[streams.properties]\n\"message.timeout.ms\" = \"3000\"\n");
+    let lines: String = (0..60_000).map(|id| format!("{{\"id\":{id:0>60}}}\n")).collect();
+    let file = home.file("lines.jsonl", lines);
+    let args = ["--config", config.to_str().unwrap(), "produce", "t", file.to_str().unwrap()];
+    let (code, line) = home.fails(args);
+    assert_eq!(code, 7, "{line}");
+    assert!(line.contains("cannot write to its disk"), "{line}");
+    let held = records(&home, "t");
+    assert!(held > 0 && held % 10_000 != 0, "{held}");
+    assert!(line.contains(&format!("go on with line {}", held + 1)), "{held} records: {line}");
+    // A full disk is no dead end.
+    home.ok(["topic", "delete", "t", "--yes"]);
+    home.ok(["produce", "t", home.file("one", "1\n").to_str().unwrap()]);
+    assert_eq!(records(&home, "t"), 1);
 }
 
 /// A broker under limits of open files, soft and hard.

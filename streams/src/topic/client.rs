@@ -20,16 +20,35 @@ use crate::error::{Error, Result};
 /// How long a call waits for brokers to answer before it gives up.
 pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
+/// Log lines of the library that name why a broker did not take records or give out an id.
+const REFUSALS: [&str; 2] = ["BROKERUA", "GETPID"];
+/// The library's words for the protocol's KAFKA_STORAGE_ERROR.
+const DISK_ERROR: &str = "Disk error when trying to access log file on disk";
+
 /// What librdkafka reported last, for error messages, and where its log goes.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Context {
     last_error: Arc<Mutex<Option<String>>>,
+    disk_error: Arc<Mutex<Option<String>>>,
 }
 
 impl Context {
     /// The last connection error, or a stand-in.
     pub(crate) fn reason(&self) -> String {
         self.last_error.lock().clone().unwrap_or_else(|| "no connection".to_string())
+    }
+
+    /// That brokers answered with a failure of their disk since the last [`Context::delivered`].
+    pub(crate) fn disk_error(&self) -> Option<String> {
+        self.disk_error.lock().clone()
+    }
+
+    /// Notes that brokers take records.
+    pub(crate) fn delivered(&self) {
+        let mut disk_error = self.disk_error.lock();
+        if disk_error.is_some() {
+            *disk_error = None;
+        }
     }
 }
 
@@ -39,6 +58,11 @@ impl ClientContext for Context {
         // library repeats it every few seconds, so its own lines stay at debug.
         if facility == "FAIL" {
             *self.last_error.lock() = Some(plain(message));
+        }
+        // Records that are tried again tell of nothing but their time-out in the end, so the cause
+        // comes from here.
+        if REFUSALS.contains(&facility) && message.contains(DISK_ERROR) {
+            *self.disk_error.lock() = Some(DISK_ERROR.to_string());
         }
         match level {
             RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical => {
@@ -127,6 +151,11 @@ pub(crate) fn translate(
             bootstrap_servers: kafka.bootstrap_servers.clone(),
             waited_ms: waited.as_millis() as u64,
             reason: context.reason(),
+        },
+        (_, Some(Code::KafkaStorageError)) => Error::BrokerDisk {
+            action: action.to_string(),
+            bootstrap_servers: kafka.bootstrap_servers.clone(),
+            reason: DISK_ERROR.to_string(),
         },
         _ => Error::Client {
             action: action.to_string(),

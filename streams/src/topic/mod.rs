@@ -14,4 +14,4 @@ mod producer;
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
 pub use batch::{Records, schema};
 pub use consumer::{Consumer, EARLIEST, LATEST};
-pub use producer::{Delivery, OutRecord, Producer};
+pub use producer::{Delivery, OutRecord, Producer, Sent};

@@ -81,6 +81,16 @@ pub struct Delivery {
     pub offset: i64,
 }
 
+/// What became of records that were sent together.
+#[derive(Debug)]
+pub struct Sent {
+    /// Of each record that was sent, in their order; `None` where it was not acknowledged. After an
+    /// error at a record that could not be sent, later ones are missing.
+    pub deliveries: Vec<Option<Delivery>>,
+    /// The first error in record order; without one all records are acknowledged.
+    pub error: Option<Error>,
+}
+
 /// What became of one record: its delivery, or the library's error.
 type Outcome = std::result::Result<Delivery, KafkaError>;
 
@@ -119,6 +129,7 @@ impl ProducerContext for Deliveries {
         let outcome = match result {
             Ok(message) => {
                 metrics::PRODUCED_RECORDS.inc();
+                self.context.delivered();
                 Ok(Delivery { partition: message.partition(), offset: message.offset() })
             }
             Err((error, _)) => Err(error.clone()),
@@ -169,7 +180,12 @@ impl Producer {
     fn connect_blocking(kafka: KafkaConfig) -> Result<Self> {
         let context = Context::default();
         let wait = DELIVERY_WAIT_MS.to_string();
-        let config = client_config(
+        // "topic" logs why records are tried again.
+        let debug = match kafka.properties.get("debug") {
+            Some(others) => format!("{others},topic"),
+            None => "topic".to_string(),
+        };
+        let mut config = client_config(
             &kafka,
             &[
                 ("linger.ms", "2"),
@@ -178,8 +194,9 @@ impl Producer {
                 ("queue.buffering.max.kbytes", "65536"),
                 ("reconnect.backoff.max.ms", "1000"),
             ],
-            &[("enable.idempotence", "true"), ("acks", "all")],
+            &[("enable.idempotence", "true"), ("acks", "all"), ("debug", &debug)],
         )?;
+        config.set_log_level(RDKafkaLogLevel::Debug);
         let delivery_wait_ms = config
             .get("message.timeout.ms")
             .or(config.get("delivery.timeout.ms"))
@@ -231,6 +248,18 @@ impl Producer {
     where
         I: IntoIterator<Item = OutRecord>,
     {
+        let sent = self.send_each(records).await;
+        match sent.error {
+            Some(error) => Err(error),
+            None => Ok(sent.deliveries.into_iter().flatten().collect()),
+        }
+    }
+
+    /// As [`Producer::send_all`], telling for each record whether it was acknowledged.
+    pub async fn send_each<I>(&self, records: I) -> Sent
+    where
+        I: IntoIterator<Item = OutRecord>,
+    {
         let many = Arc::new(Many {
             outcomes: Mutex::new(Vec::new()),
             // One extra for this function, so that the count cannot reach zero before all are queued.
@@ -260,18 +289,26 @@ impl Producer {
         }
         let outcomes = std::mem::take(&mut *many.outcomes.lock());
         let mut deliveries = Vec::with_capacity(outcomes.len());
+        let mut failed = None;
         for (index, outcome) in outcomes.into_iter().enumerate() {
-            match outcome {
-                Some(Ok(delivery)) => deliveries.push(delivery),
+            deliveries.push(match outcome {
+                Some(Ok(delivery)) => Some(delivery),
                 Some(Err(error)) => {
-                    let at = topics.partition_point(|(first, _)| *first <= index).saturating_sub(1);
-                    let topic = topics.get(at).map_or("", |(_, topic)| topic);
-                    return Err(self.undelivered(topic, 0, error));
+                    failed.get_or_insert((index, error));
+                    None
                 }
-                None => break,
-            }
+                None => None,
+            });
         }
-        refused.map_or(Ok(deliveries), Err)
+        let error = match failed {
+            None => refused,
+            Some((index, error)) => {
+                let at = topics.partition_point(|(first, _)| *first <= index).saturating_sub(1);
+                let topic = topics.get(at).map_or("", |(_, topic)| topic);
+                Some(self.undelivered(topic, 0, error))
+            }
+        };
+        Sent { deliveries, error }
     }
 
     /// Waits until everything queued so far was acknowledged or given up, at most `wait_max`.
@@ -324,7 +361,20 @@ impl Producer {
         if let Some((_, reason)) = self.inner.client().fatal_error() {
             return Error::ProducerLost { bootstrap_servers: self.kafka.bootstrap_servers.clone(), reason };
         }
-        match error.rdkafka_error_code() {
+        let code = error.rdkafka_error_code();
+        let disk_error = match code {
+            Some(Code::KafkaStorageError) => Some(error.to_string()),
+            Some(Code::MessageTimedOut) => self.deliveries.context.disk_error(),
+            _ => None,
+        };
+        if let Some(reason) = disk_error {
+            return Error::BrokerDisk {
+                action: format!("produce to topic {topic}"),
+                bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                reason: format!("{reason}, for {} s", self.delivery_wait_ms / 1000),
+            };
+        }
+        match code {
             Some(Code::MessageSizeTooLarge | Code::InvalidMessageSize) => {
                 Error::RecordTooLarge { topic: topic.to_string(), bytes }
             }
@@ -349,12 +399,7 @@ impl Producer {
                 reason: error.to_string(),
                 retryable: matches!(
                     code,
-                    Some(
-                        Code::KafkaStorageError
-                            | Code::NotLeaderForPartition
-                            | Code::LeaderNotAvailable
-                            | Code::RequestTimedOut
-                    )
+                    Some(Code::NotLeaderForPartition | Code::LeaderNotAvailable | Code::RequestTimedOut)
                 ),
             },
         }
