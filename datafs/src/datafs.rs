@@ -146,6 +146,13 @@ impl Shared {
     }
 }
 
+impl Datafs {
+    /// The folder that the state is in.
+    pub fn home(&self) -> &Path {
+        &self.shared.home
+    }
+}
+
 /// The metadata file of this machine.
 fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metadata, Session)> {
     let meta_path = config.meta_path(home);

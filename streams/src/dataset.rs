@@ -5,7 +5,9 @@
 //! can be kept in a [`DatasetCache`].
 
 mod cache;
+mod folder;
 mod listing;
+mod pinned;
 mod schema;
 mod spec;
 mod volume;

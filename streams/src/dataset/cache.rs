@@ -9,7 +9,7 @@ use super::{DataFile, Dataset, decode_schema, encode_schema};
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
-/// A small key-value place for dataset descriptions; the application keys of a live volume are one.
+/// A small key-value place for dataset descriptions.
 ///
 /// An entry names the state of the listing it belongs to, so a stale one is never used; entries may
 /// vanish at any time.

@@ -1,19 +1,15 @@
-//! Datasets in volumes: the store behind a specification, and a cache of footers in the volume.
+//! Datasets in volumes: the store behind a specification, and a cache of footers in the home.
 
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
+use millrace_datafs::{Datafs, Publish, VolumeSpec};
 use object_store::ObjectStore;
-use sha2::{Digest, Sha256};
 
+use super::folder::FolderCache;
+use super::pinned::PinnedStore;
 use super::{DatasetCache, DatasetSpec};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::{Plan, PlanOptions};
-
-/// Bytes of one part of an entry; a volume bounds the values of its application keys.
-const PART_BYTES: usize = 512 << 10;
-/// Most parts of an entry that are believed.
-const PARTS_MAX: usize = 1024;
 
 /// A dataset of a volume, ready to be planned and read.
 #[derive(Clone)]
@@ -25,7 +21,8 @@ pub struct OpenDataset {
 }
 
 impl DatasetSpec {
-    /// Opens the volume at its snapshot (or live). Reads no file.
+    /// Opens the volume at its snapshot (or live). Reads no file. Of a live volume each file is read
+    /// as it was when it was listed; one that changes after that is [`FeedError::Changed`].
     ///
     /// # Errors
     /// [`FeedError::Volume`], for example when the snapshot does not exist.
@@ -34,9 +31,15 @@ impl DatasetSpec {
         let opened = tokio::task::spawn_blocking(move || {
             let store = datafs.view(&spec.source)?.object_store();
             let identity = identity(&datafs, &spec.source)?;
-            let cache = VolumeCache::of(&datafs, &spec.source, &identity)?;
-            let cache = cache.map(|c| Arc::new(c) as Arc<dyn DatasetCache>);
-            Ok(OpenDataset { spec, identity, store, cache })
+            if spec.source.snapshot.is_none() {
+                let store = Arc::new(PinnedStore::new(store));
+                return Ok(OpenDataset { spec, identity, store, cache: None });
+            }
+            if let Err(error) = forget_keys(&datafs, &spec.source) {
+                tracing::warn!(volume = %spec.source.volume, %error, "old dataset descriptions stay in the volume");
+            }
+            let cache = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
+            Ok(OpenDataset { spec, identity, store, cache: Some(Arc::new(cache)) })
         });
         let stopped = |_| FeedError::Stopped { file: self.to_string() };
         let failed = |source| FeedError::Volume { spec: self.to_string(), source: Arc::new(source) };
@@ -62,7 +65,7 @@ impl OpenDataset {
     }
 
     /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`]. The footers of
-    /// a snapshot are read once and kept in the volume.
+    /// a snapshot are read once and kept in the home.
     ///
     /// # Errors
     /// Those of [`Plan::build`].
@@ -88,61 +91,13 @@ fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<Str
     Ok(format!("{source}#{}", number.unwrap_or(0)))
 }
 
-/// Descriptions of a snapshot's datasets in the application keys of its live volume.
-struct VolumeCache {
-    live: View,
-    scope: String,
-}
-
-impl VolumeCache {
-    /// None for a live volume, whose listing is another one with every write.
-    fn of(datafs: &Datafs, source: &VolumeSpec, identity: &str) -> millrace_datafs::Result<Option<Self>> {
-        if source.snapshot.is_none() {
-            return Ok(None);
-        }
-        let live = VolumeSpec::live(source.volume.clone());
-        Ok(Some(Self { live: datafs.view(&live)?, scope: format!("snapshot/{identity}") }))
+/// Removes the descriptions that earlier releases kept in the live volume.
+fn forget_keys(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<()> {
+    let live = datafs.view(&VolumeSpec::live(source.volume.clone()))?;
+    let left = live.key_scan("snapshot/")?;
+    if left.is_empty() {
+        return Ok(());
     }
-
-    fn part(&self, key: &str, part: usize) -> String {
-        format!("{}/{key}/{part:04}", self.scope)
-    }
-
-    fn head(&self, key: &str) -> String {
-        format!("{}/{key}", self.scope)
-    }
-}
-
-impl DatasetCache for VolumeCache {
-    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
-        let get = |key: &str| self.live.key_get(key).map_err(|e| e.to_string());
-        let Some(head) = get(&self.head(key))? else {
-            return Ok(None);
-        };
-        let head = String::from_utf8_lossy(&head).into_owned();
-        let (parts, digest) = head.split_once(' ').unwrap_or(("0", ""));
-        let parts = parts.parse::<usize>().ok().filter(|&n| n <= PARTS_MAX);
-        let mut value = Vec::new();
-        for part in 0..parts.unwrap_or(0) {
-            let Some(bytes) = get(&self.part(key, part))? else {
-                return Ok(None);
-            };
-            value.extend_from_slice(&bytes);
-        }
-        // Parts are read one by one: a writer in between shows here.
-        Ok((hex::encode(Sha256::digest(&value)) == digest).then_some(value))
-    }
-
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
-        let parts: Vec<&[u8]> = value.chunks(PART_BYTES).collect();
-        if parts.len() > PARTS_MAX {
-            return Ok(());
-        }
-        let head = format!("{} {}", parts.len(), hex::encode(Sha256::digest(value)));
-        let mut publish = Publish::new().put_key(self.head(key), head);
-        for (i, part) in parts.into_iter().enumerate() {
-            publish = publish.put_key(self.part(key, i), part);
-        }
-        self.live.publish(publish).map_err(|e| e.to_string())
-    }
+    let forget = left.into_iter().fold(Publish::new(), |publish, (key, _)| publish.delete_key(key));
+    live.publish(forget)
 }

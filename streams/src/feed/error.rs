@@ -172,7 +172,13 @@ impl FeedError {
     }
 
     pub(crate) fn store(file: impl Into<String>, source: object_store::Error) -> Self {
-        FeedError::Store { file: file.into(), source: Arc::new(source) }
+        match source {
+            object_store::Error::Precondition { .. } => FeedError::Changed {
+                file: file.into(),
+                what: "it was written since it was planned; feed a snapshot".to_string(),
+            },
+            source => FeedError::Store { file: file.into(), source: Arc::new(source) },
+        }
     }
 
     pub(crate) fn corrupt(

@@ -28,8 +28,8 @@ async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
     assert_eq!(plan.rows(), 150);
     assert_eq!(plan.source(), opened.identity());
     assert!(plan.source().starts_with("digits@v1#"), "{}", plan.source());
-    let keys = live.key_scan("snapshot/digits@v1#").unwrap();
-    assert_eq!(keys.len(), 2, "the description and its one part");
+    assert!(live.key_scan("").unwrap().is_empty(), "feeding leaves nothing in the volume");
+    assert_eq!(std::fs::read_dir(home.path().join("feed")).unwrap().count(), 1);
     let again = spec.open(&datafs).await.unwrap().plan(&options).await.unwrap();
     assert_eq!(again.id(), plan.id());
 
@@ -54,4 +54,48 @@ async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
     let live: DatasetSpec = "digits:/train".parse().unwrap();
     let error = live.open(&datafs).await.unwrap().plan(&options).await.unwrap_err();
     assert!(matches!(&error, FeedError::Corrupt { file, .. } if file.ends_with("0.parquet")), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn feeding_removes_what_earlier_releases_left_in_the_volume() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+    let name = "digits".parse().unwrap();
+    datafs.volume_create(&name).unwrap();
+    let live = datafs.view(&"digits".parse().unwrap()).unwrap();
+    live.write_file("0.parquet", &parquet(&[rows(0, 30)])).unwrap();
+    datafs.snapshot_create(&name, &"v1".parse().unwrap()).unwrap();
+    let old = millrace_datafs::Publish::new()
+        .put_key("snapshot/digits@v0#1/feed/dataset/00/0000", vec![7; 1_000])
+        .put_key("ingest/kept", "value");
+    live.publish(old).unwrap();
+    let spec: DatasetSpec = "digits@v1:/".parse().unwrap();
+    spec.open(&datafs).await.unwrap().plan(&PlanOptions::default()).await.unwrap();
+    let keys: Vec<_> = live.key_scan("").unwrap().into_iter().map(|(key, _)| key).collect();
+    assert_eq!(keys, ["ingest/kept"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_live_feed_never_mixes_two_states_of_a_file() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+    datafs.volume_create(&"digits".parse().unwrap()).unwrap();
+    let live = datafs.view(&"digits".parse().unwrap()).unwrap();
+    // Two states with the same shape: only the rows tell them apart.
+    live.write_file("0.parquet", &parquet(&[rows(0, 30), rows(30, 30)])).unwrap();
+    let spec: DatasetSpec = "digits:/".parse().unwrap();
+    let options = PlanOptions { batch_rows: 10, lanes: 1, window_rows: 1, ..PlanOptions::default() };
+    let opened = spec.open(&datafs).await.unwrap();
+    let plan = opened.plan(&options).await.unwrap();
+    let options = FeedOptions { cache_bytes_max: 1, ..FeedOptions::default() };
+    let feed = Feed::open(plan, opened.store().clone(), &options).unwrap();
+    feed.batch(0, 0..10).await.unwrap();
+    live.write_file("0.parquet", &parquet(&[rows(1_000, 30), rows(1_030, 30)])).unwrap();
+    let mut error = None;
+    for step in 1..6 {
+        error = error.or(feed.batch(step, 0..10).await.err());
+    }
+    let error = error.expect("rows of two states came out of one file");
+    assert!(matches!(&error, FeedError::Changed { file, .. } if file == "0.parquet"), "{error}");
+    assert!(error.to_string().contains("feed a snapshot"), "{error}");
 }

@@ -1,0 +1,75 @@
+//! A folder of dataset descriptions in the home, bounded in size: the oldest entries go.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use sha2::{Digest, Sha256};
+
+use super::DatasetCache;
+
+/// Bytes of all entries together.
+const BYTES_MAX: u64 = 64 << 20;
+
+/// Descriptions of the datasets of one snapshot.
+pub(crate) struct FolderCache {
+    dir: PathBuf,
+    scope: String,
+}
+
+impl FolderCache {
+    /// Entries of `scope` in `<home>/feed`.
+    pub(crate) fn new(home: &Path, scope: String) -> Self {
+        Self { dir: home.join("feed"), scope }
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        let name = Sha256::digest(format!("{}\n{key}", self.scope));
+        self.dir.join(format!("{}.json", hex::encode(&name[..16])))
+    }
+
+    /// Removes the oldest entries until the others fit.
+    fn shrink(&self) -> io::Result<()> {
+        let mut entries = Vec::new();
+        for entry in fs::read_dir(&self.dir)? {
+            let entry = entry?;
+            let found = entry.metadata()?;
+            entries.push((found.modified().unwrap_or(SystemTime::UNIX_EPOCH), found.len(), entry.path()));
+        }
+        entries.sort();
+        let mut bytes: u64 = entries.iter().map(|(_, bytes, _)| bytes).sum();
+        for (_, size, path) in entries {
+            if bytes <= BYTES_MAX {
+                break;
+            }
+            fs::remove_file(path)?;
+            bytes -= size;
+        }
+        Ok(())
+    }
+}
+
+impl DatasetCache for FolderCache {
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
+        match fs::read(self.path(key)) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(format!("{}: {error}", self.dir.display())),
+        }
+    }
+
+    fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        let path = self.path(key);
+        // Each process has a name of its own, so that a reader sees a whole entry or none.
+        let temporary = path.with_extension(format!("{}.new", std::process::id()));
+        fs::create_dir_all(&self.dir)
+            .and_then(|()| fs::write(&temporary, value))
+            .and_then(|()| fs::rename(&temporary, &path))
+            .and_then(|()| self.shrink())
+            .map_err(|error| {
+                fs::remove_file(&temporary).ok();
+                format!("{}: {error}", self.dir.display())
+            })
+    }
+}
