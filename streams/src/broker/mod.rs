@@ -18,8 +18,9 @@
 //! segment is flushed before the next one begins, everything is flushed when the broker stops. With
 //! [`Flush::Always`] the last segments are flushed at start, too, before anything of them is served.
 //!
-//! Recovery. At start every batch header is read and every checksum of the last segment of each
-//! partition; the other checksums are verified when their batches are read. A torn end is cut off
+//! Recovery. A broker that stops leaves a checkpoint of each log; at start every batch header behind
+//! it is read, and those checksums that are in the last segment. The other checksums are verified
+//! when their batches are read. A torn end is cut off
 //! and logged. Damage with sound batches behind it is no torn end: it is logged with file, position
 //! and remedy, the partition serves the records before it and takes no more, the others serve.
 //!
@@ -152,7 +153,7 @@ impl Broker {
         let (done, stopped) = oneshot::channel();
         runtime.spawn(async move {
             tokio::join!(accept(listener, shared.clone()), retain(&shared));
-            let flushed = tokio::task::block_in_place(|| shared.store.sync());
+            let flushed = tokio::task::block_in_place(|| shared.store.close());
             if let Err(error) = &flushed {
                 tracing::error!(error = %error, "the broker could not flush its logs while stopping");
             }

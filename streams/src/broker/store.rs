@@ -3,7 +3,7 @@
 //! ```text
 //! <dir>/lock                        holder, see lock.rs
 //! <dir>/meta.json                   format version, cluster id, topics, next producer id
-//! <dir>/topics/<topic>/<partition>/ segment files
+//! <dir>/topics/<topic>/<partition>/ segment files, checkpoint.json
 //! ```
 //! A topic exists when `meta.json` says so. Its folders are made before and removed after.
 
@@ -254,14 +254,14 @@ impl Store {
         Ok(id)
     }
 
-    /// Forces every log to the disk.
+    /// Forces every log to the disk, with a checkpoint.
     ///
     /// # Errors
     /// [`Error::Io`], after having tried all.
-    pub(crate) fn sync(&self) -> Result<()> {
+    pub(crate) fn close(&self) -> Result<()> {
         let mut failed = None;
         for partition in self.partitions() {
-            if let Err(error) = partition.sync() {
+            if let Err(error) = partition.close() {
                 failed = Some(error);
             }
         }

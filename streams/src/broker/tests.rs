@@ -278,7 +278,7 @@ async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
         assert_eq!(lost.append(&value).unwrap_err().code, code::UNKNOWN_SERVER_ERROR);
         assert!(!folder.exists(), "opening hides no loss");
         assert_eq!(store.partition("t", 1).unwrap().append(&value).unwrap(), 0);
-        store.sync().unwrap();
+        store.close().unwrap();
     }
     std::fs::rename(dir.path().join("aside"), &folder).unwrap();
     let store = Store::open(dir.path(), &anywhere()).unwrap();

@@ -2,6 +2,7 @@
 //! log knows about idempotent producers.
 
 pub(crate) mod batch;
+mod checkpoint;
 pub(crate) mod partition;
 mod producers;
 mod recovery;

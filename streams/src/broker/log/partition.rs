@@ -158,6 +158,18 @@ impl Partition {
         Ok(())
     }
 
+    /// Forces the log to the disk and notes what is known of it, for a fast start.
+    pub(crate) fn close(&self) -> io::Result<()> {
+        self.sync()?;
+        if let Err(error) = self.log.lock().checkpoint() {
+            tracing::warn!(
+                topic = self.topic, partition = self.index, error = %error,
+                "cannot write a checkpoint of a log: the next start reads all of it"
+            );
+        }
+        Ok(())
+    }
+
     /// Removes what is beyond `retention`; a damaged partition stays as it is.
     pub(crate) fn retain(&self, retention: Retention) {
         if self.damage.is_some() {

@@ -2,9 +2,12 @@
 //!
 //! The rules are those of Apache Kafka: a batch is appended when its epoch is current and its
 //! first sequence number follows the last one; one of the last five batches sent again is
-//! answered with the offset that it already has. The table is rebuilt from the log at start.
+//! answered with the offset that it already has. The table is part of the log's checkpoint; what was
+//! appended since is added at start.
 
 use std::collections::{HashMap, VecDeque};
+
+use serde::{Deserialize, Serialize};
 
 use super::batch::Header;
 use crate::broker::code;
@@ -14,14 +17,14 @@ const RECENT: usize = 5;
 /// Producers remembered per partition; beyond this the longest silent ones are forgotten.
 const PRODUCERS_MAX: usize = 20_000;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Batch {
     first: i32,
     last: i32,
     base_offset: i64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Producer {
     epoch: i16,
     recent: VecDeque<Batch>,
@@ -37,7 +40,7 @@ pub(crate) enum Verdict {
     Refuse(i16, &'static str),
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
 pub(crate) struct Producers {
     by_id: HashMap<i64, Producer>,
 }

@@ -49,16 +49,16 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Walks the batches of a segment that begins at `base_offset`, handing each header to `seen`.
+/// Walks the batches of a segment of `bytes` from a position and its offset on, handing each header
+/// to `seen`.
 pub(crate) fn walk(
     file: &File,
     bytes: u64,
-    base_offset: i64,
+    (mut position, mut expected): (u64, i64),
     with_checksums: bool,
     mut seen: impl FnMut(&Header),
 ) -> io::Result<Sound> {
     let mut window = Window::new(file, bytes);
-    let (mut position, mut expected) = (0, base_offset);
     let broken = |bytes, reason: String| Ok(Sound { bytes, broken: Some(reason) });
     while position < bytes {
         let header = match Header::parse(window.at(position, HEADER_BYTES)?) {
@@ -110,7 +110,7 @@ pub(crate) fn end_of(path: &Path, base_offset: i64) -> io::Result<i64> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
     let mut end = base_offset;
-    let sound = walk(&file, bytes, base_offset, true, |header| end = header.next_offset())?;
+    let sound = walk(&file, bytes, (0, base_offset), true, |header| end = header.next_offset())?;
     Ok(continues_to(&file, bytes, sound.bytes, end)?.unwrap_or(end))
 }
 
@@ -127,12 +127,7 @@ pub(crate) fn cut_torn_end(
 ) -> Result<u64> {
     let Some(reason) = &sound.broken else { return Ok(0) };
     if continues_to(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))?.is_some() {
-        let advice = format!(
-            "cut it (truncate -s {} {}) to give up the records from offset {expected} on",
-            sound.bytes,
-            path.display()
-        );
-        return Err(corrupt(path, sound.bytes, reason, advice));
+        return Err(corrupt(path, sound.bytes, reason, None));
     }
     file.set_len(sound.bytes).map_err(Error::io("cut the torn end of", path))?;
     file.sync_all().map_err(Error::io("flush", path))?;
@@ -144,6 +139,15 @@ pub(crate) fn cut_torn_end(
     Ok(cut)
 }
 
-pub(crate) fn corrupt(path: &Path, position: u64, reason: &str, advice: String) -> Error {
+/// The error for a damaged segment; `next` is the base offset of the segment after it.
+pub(crate) fn corrupt(path: &Path, position: u64, reason: &str, next: Option<i64>) -> Error {
+    let cut = format!("cut it (truncate -s {position} {})", path.display());
+    let advice = match next {
+        None => format!("{cut} to give up the records from there on"),
+        Some(next) => format!(
+            "remove this segment and all earlier ones to keep the records from offset {next} on; or {cut} \
+             and remove all later segments to keep the records before"
+        ),
+    };
     Error::Corrupt { path: path.to_path_buf(), position, reason: reason.to_string(), advice }
 }

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::batch::{HEADER_BYTES, Header, REWRITTEN_BYTES};
+use super::checkpoint::Known;
+use super::recovery;
 use millrace_datafs::private;
 
 /// An index entry is kept for a batch at least this far behind the last indexed one.
@@ -30,6 +32,11 @@ pub(crate) struct Segment {
     path: PathBuf,
     file: Option<Arc<File>>,
     index: Vec<IndexEntry>,
+    /// Whether `index` covers the whole file. That of a segment from a checkpoint is made when the
+    /// segment is first read.
+    indexed: bool,
+    /// Position and checksum of the last batch.
+    last: Option<(u64, u32)>,
     /// Set when a failed write could not be taken back or a flush failed; only a restart, which
     /// reads what the disk has, repairs that.
     spoilt: bool,
@@ -42,6 +49,8 @@ pub(crate) struct Place {
     pub(crate) file: Arc<File>,
     pub(crate) position: u64,
     pub(crate) end: u64,
+    /// Base offset of the segment after this one.
+    pub(crate) next: Option<i64>,
 }
 
 /// `00000000000000000042.log`
@@ -66,7 +75,47 @@ impl Segment {
             path: dir.join(file_name(base_offset)),
             file: None,
             index: Vec::new(),
+            indexed: true,
+            last: None,
             spoilt: false,
+        }
+    }
+
+    /// A segment of a checkpoint, when the file in `dir` is still that one; it may have grown.
+    pub(crate) fn known(dir: &Path, known: &Known) -> io::Result<Option<Self>> {
+        let mut segment = Self {
+            next_offset: known.next_offset,
+            bytes: known.bytes,
+            max_timestamp: known.max_timestamp,
+            indexed: false,
+            last: known.last,
+            ..Self::unread(dir, known.base_offset)
+        };
+        let file = segment.file()?;
+        let recognised = match known.last {
+            None => known.bytes == 0,
+            Some((position, crc)) if position + HEADER_BYTES as u64 <= file.metadata()?.len() => {
+                let mut head = [0; HEADER_BYTES];
+                file.read_exact_at(&mut head, position)?;
+                Header::parse(&head).is_ok_and(|header| {
+                    header.crc == crc
+                        && header.next_offset() == known.next_offset
+                        && position + header.bytes as u64 == known.bytes
+                })
+            }
+            Some(_) => false,
+        };
+        Ok((recognised && file.metadata()?.len() >= known.bytes).then_some(segment))
+    }
+
+    /// What a checkpoint keeps.
+    pub(crate) fn to_known(&self) -> Known {
+        Known {
+            base_offset: self.base_offset,
+            next_offset: self.next_offset,
+            bytes: self.bytes,
+            max_timestamp: self.max_timestamp,
+            last: self.last,
         }
     }
 
@@ -101,6 +150,7 @@ impl Segment {
 
     /// Notes a batch that is in the file at the end of what is known.
     pub(crate) fn note(&mut self, header: &Header) {
+        self.last = Some((self.bytes, header.crc));
         let due = self.index.last().is_none_or(|last| self.bytes - last.position >= INDEX_BYTES);
         if due {
             self.index.push(IndexEntry {
@@ -144,8 +194,22 @@ impl Segment {
         Ok(())
     }
 
+    /// Makes the index of a segment from a checkpoint.
+    fn complete_index(&mut self) -> io::Result<()> {
+        if self.indexed {
+            return Ok(());
+        }
+        let file = self.file()?;
+        let mut read = Self::unread(Path::new(""), self.base_offset);
+        // Up to damage, which reads meet by themselves.
+        recovery::walk(&file, self.bytes, (0, self.base_offset), false, |header| read.note(header))?;
+        (self.index, self.indexed) = (read.index, true);
+        Ok(())
+    }
+
     /// The last indexed position at or before the batch that holds `offset`.
     pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
+        self.complete_index()?;
         let at = self.index.partition_point(|entry| entry.offset <= offset);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
         self.place_at(position)
@@ -153,13 +217,14 @@ impl Segment {
 
     /// The last indexed position with only older records before it.
     pub(crate) fn place_by_time(&mut self, timestamp: i64) -> io::Result<Place> {
+        self.complete_index()?;
         let at = self.index.partition_point(|entry| entry.max_timestamp_before < timestamp);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
         self.place_at(position)
     }
 
     fn place_at(&mut self, position: u64) -> io::Result<Place> {
-        Ok(Place { path: self.path.clone(), file: self.file()?, position, end: self.bytes })
+        Ok(Place { path: self.path.clone(), file: self.file()?, position, end: self.bytes, next: None })
     }
 }
 
@@ -180,11 +245,8 @@ fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
 impl Place {
     /// The error for a batch that is not what was written.
     pub(crate) fn damaged(&self, position: u64) -> io::Error {
-        let path = self.path.display();
-        io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("{path} is damaged at byte {position}; restore it from a copy"),
-        )
+        let error = recovery::corrupt(&self.path, position, "not what was written", self.next);
+        io::Error::new(io::ErrorKind::InvalidData, error)
     }
 
     /// Checks a whole batch that was read at `position`.

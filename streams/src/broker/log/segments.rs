@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use super::batch::{HEADER_BYTES, Header, Records};
+use super::checkpoint::{self, Checkpoint};
 use super::producers::{Producers, Verdict};
 use super::recovery;
 use super::segment::{Place, Segment, base_offset_of};
@@ -23,6 +24,8 @@ pub(crate) struct Segments {
     list: Vec<Segment>,
     producers: Producers,
     damage: Option<Damage>,
+    /// Whether the checkpoint on the disk says all of this.
+    checkpointed: bool,
     /// Index of the closed segment whose file is open, so that at most two are.
     reading: Option<usize>,
 }
@@ -68,6 +71,7 @@ impl Segments {
             list: Vec::new(),
             producers: Producers::default(),
             damage: None,
+            checkpointed: false,
             reading: None,
         };
         let mut bases = Vec::new();
@@ -89,26 +93,88 @@ impl Segments {
         let listing = "find the records of a partition in";
         for entry in fs::read_dir(&dir).map_err(Error::io(listing, &dir))? {
             let entry = entry.map_err(Error::io(listing, &dir))?;
-            match entry.file_name().to_str().and_then(base_offset_of) {
-                Some(base) => bases.push(base),
-                None => tracing::warn!(path = %entry.path().display(), "not a segment, left alone"),
+            match entry.file_name().to_str() {
+                Some(name) if checkpoint::is_own(name) => {}
+                name => match name.and_then(base_offset_of) {
+                    Some(base) => bases.push(base),
+                    None => tracing::warn!(path = %entry.path().display(), "not a segment, left alone"),
+                },
             }
         }
         bases.sort_unstable();
-        for (index, &base) in bases.iter().enumerate() {
-            if let Some(before) = self.list.last().filter(|before| before.next_offset != base) {
-                let end = before.next_offset;
-                let reason = format!("it ends at offset {end} but the next segment begins at {base}");
-                return Err(closed_damage(before.path(), before.bytes, &reason, end, base));
-            }
-            self.load(base, bases.get(index + 1).copied(), durable)?;
+        let known = checkpoint::read(&dir);
+        let adopted = match known {
+            Some(known) => self.adopt(known, bases).map_err(Error::io("read the segments in", &dir))?,
+            None => false,
+        };
+        if adopted {
+            self.checkpointed = true;
+        } else {
+            checkpoint::remove(&dir).map_err(Error::io("remove the checkpoint in", &dir))?;
+        }
+        for index in self.list.len().saturating_sub(1)..bases.len() {
+            let base = bases[index];
+            // The last segment of a checkpoint may have grown since.
+            let segment = match self.list.pop() {
+                Some(last) if last.base_offset == base => last,
+                Some(before) if before.next_offset != base => {
+                    let end = before.next_offset;
+                    let reason = format!("it ends at offset {end} but the next segment begins at {base}");
+                    let error = recovery::corrupt(before.path(), before.bytes, &reason, Some(base));
+                    self.list.push(before);
+                    return Err(error);
+                }
+                before => {
+                    self.list.extend(before);
+                    Segment::unread(&self.dir, base)
+                }
+            };
+            self.load(segment, bases.get(index + 1).copied(), durable)?;
         }
         Ok(())
     }
 
-    /// Reads one segment; `next` is the base offset of the segment after it.
-    fn load(&mut self, base: i64, next: Option<i64>, durable: bool) -> Result<()> {
-        let mut segment = Segment::unread(&self.dir, base);
+    /// Takes over what a checkpoint says, unless the files are other ones. Oldest segments may be
+    /// gone, and newer ones may be there.
+    fn adopt(&mut self, known: Checkpoint, bases: &[i64]) -> io::Result<bool> {
+        let Some(first) = bases.first() else { return Ok(false) };
+        let mut list = Vec::new();
+        for known in known.segments.iter().filter(|known| known.base_offset >= *first) {
+            if bases.get(list.len()) != Some(&known.base_offset) {
+                return Ok(false);
+            }
+            let Some(mut segment) = Segment::known(&self.dir, known)? else { return Ok(false) };
+            let follows = list.last().is_none_or(|last: &Segment| last.next_offset == known.base_offset);
+            if !follows {
+                return Ok(false);
+            }
+            segment.close();
+            list.push(segment);
+        }
+        if list.is_empty() {
+            return Ok(false);
+        }
+        self.list = list;
+        self.producers = known.producers;
+        Ok(true)
+    }
+
+    /// Writes a checkpoint of a log that was forced to the disk.
+    ///
+    /// # Errors
+    /// The file system's; the next start then reads more.
+    pub(crate) fn checkpoint(&mut self) -> io::Result<()> {
+        let sound = self.damage.is_none() && self.list.last().is_some_and(|last| last.check().is_ok());
+        if sound && !self.checkpointed {
+            let segments = self.list.iter().map(Segment::to_known).collect();
+            checkpoint::write(&self.dir, segments, &self.producers)?;
+            self.checkpointed = true;
+        }
+        Ok(())
+    }
+
+    /// Reads one segment, from where it is known; `next` is the base offset of the segment after it.
+    fn load(&mut self, mut segment: Segment, next: Option<i64>, durable: bool) -> Result<()> {
         let path = segment.path().to_path_buf();
         let file = segment.file().map_err(Error::io("open", &path))?;
         let last = next.is_none();
@@ -116,8 +182,10 @@ impl Segments {
             file.sync_all().and_then(|()| forget_pages(&file)).map_err(Error::io("flush", &path))?;
         }
         let bytes = file.metadata().map_err(Error::io("read", &path))?.len();
-        let producers = &mut self.producers;
-        let sound = recovery::walk(&file, bytes, base, last, |header| {
+        let (producers, checkpointed) = (&mut self.producers, &mut self.checkpointed);
+        let from = (segment.bytes, segment.next_offset);
+        let sound = recovery::walk(&file, bytes, from, last, |header| {
+            *checkpointed = false;
             segment.note(header);
             producers.note(header, header.base_offset);
         })
@@ -129,7 +197,7 @@ impl Segments {
         self.list.push(segment);
         match (next, &sound.broken) {
             (None, _) => recovery::cut_torn_end(&file, &path, bytes, &sound, end).map(drop),
-            (Some(next), Some(reason)) => Err(closed_damage(&path, sound.bytes, reason, end, next)),
+            (Some(next), Some(reason)) => Err(recovery::corrupt(&path, sound.bytes, reason, Some(next))),
             (Some(_), None) => Ok(()),
         }
     }
@@ -199,6 +267,7 @@ impl Segments {
         let Some(active) = self.list.last_mut() else {
             return Err(io::Error::other("the log has no segment"));
         };
+        self.checkpointed = false;
         active.append(batch, &header)?;
         self.producers.note(&header, end);
         Ok(Appended::New { base_offset: end })
@@ -284,6 +353,7 @@ impl Segments {
             File::open(&self.dir)?.sync_all()?;
             self.list.remove(0);
             self.reading = self.reading.and_then(|reading| reading.checked_sub(1));
+            self.checkpointed = false;
             total = rest;
             removed += 1;
         }
@@ -294,8 +364,13 @@ impl Segments {
     pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
         let index = self.list.partition_point(|segment| segment.base_offset <= offset).saturating_sub(1);
         self.open_for_reading(index);
+        let next = self.list.get(index + 1).map(|next| next.base_offset);
         match self.list.get_mut(index) {
-            Some(segment) => segment.place(offset),
+            Some(segment) => {
+                let mut place = segment.place(offset)?;
+                place.next = next;
+                Ok(place)
+            }
             None => Err(io::Error::other("the log has no segment")),
         }
     }
@@ -319,7 +394,8 @@ impl Segments {
             return Ok(None);
         };
         self.open_for_reading(index);
-        let place = self.list[index].place_by_time(timestamp)?;
+        let mut place = self.list[index].place_by_time(timestamp)?;
+        place.next = self.list.get(index + 1).map(|next| next.base_offset);
         let mut found = None;
         scan(&place, |header, batch| {
             if header.max_timestamp < timestamp {
@@ -336,15 +412,6 @@ impl Segments {
         })?;
         Ok(found)
     }
-}
-
-fn closed_damage(path: &Path, position: u64, reason: &str, end: i64, next: i64) -> Error {
-    let advice = format!(
-        "remove this segment and all earlier ones to keep the records from offset {next} on; or cut it \
-         (truncate -s {position} {}) and remove all later ones to keep those before offset {end}",
-        path.display()
-    );
-    recovery::corrupt(path, position, reason, advice)
 }
 
 /// Time of the newest record; that of the last write where records have none.

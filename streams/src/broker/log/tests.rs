@@ -83,6 +83,14 @@ fn open(dir: &Path, segment_bytes_max: u64) -> Segments {
     log
 }
 
+/// What a log with a checkpoint reads of its segments when it is opened again.
+fn reopen(dir: &Path, segment_bytes_max: u64) -> Segments {
+    let mut log = open(dir, segment_bytes_max);
+    log.checkpoint().unwrap();
+    drop(log);
+    open(dir, segment_bytes_max)
+}
+
 /// The damage of a log that has some.
 fn damage(dir: &Path, segment_bytes_max: u64) -> (Segments, Damage) {
     let log = Segments::open(dir, segment_bytes_max, false);
@@ -116,6 +124,7 @@ fn values(log: &mut Segments, bytes_max: usize) -> Vec<(i64, Vec<u8>)> {
 
 fn segment_files(dir: &Path) -> Vec<std::path::PathBuf> {
     let mut files: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "log"));
     files.sort();
     files
 }
@@ -450,10 +459,76 @@ fn damage_met_while_reading_is_an_error_not_an_end() {
     assert!(read(&mut log, 2).is_err(), "a batch longer than the log");
 }
 
+/// A header that only a start without a checkpoint would find.
+fn spoil_first_header(dir: &Path) {
+    let file = OpenOptions::new().write(true).open(&segment_files(dir)[0]).unwrap();
+    file.write_all_at(&[9], 16).unwrap();
+}
+
+#[test]
+fn a_checkpoint_spares_reading_what_it_covers() {
+    let dir = TempDir::new().unwrap();
+    let mut log = open(dir.path(), 400);
+    for sequence in 0..8 {
+        append(&mut log, &batch((3, 2, sequence), 1_000 + i64::from(sequence), &[&[1; 100]]));
+    }
+    drop(log);
+    let mut log = reopen(dir.path(), 400);
+    assert_eq!((log.start_offset(), log.end_offset()), (0, 8));
+    assert_eq!(values(&mut log, 1 << 20).len(), 8);
+    assert_eq!(log.by_time(1_005).unwrap(), Some((5, 1_005)));
+    assert_eq!(append(&mut log, &batch((3, 2, 7), 0, &[&[1; 100]])), Appended::Duplicate { base_offset: 7 });
+    append(&mut log, &batch((3, 2, 8), 2_000, &[b"more"]));
+    append(&mut log, &batch((3, 2, 9), 2_000, &[&[2; 300]]));
+    drop(log);
+    // Nothing that the checkpoint covers is read; what came later is.
+    spoil_first_header(dir.path());
+    let mut log = open(dir.path(), 400);
+    assert_eq!(log.end_offset(), 10);
+    assert_eq!(
+        append(&mut log, &batch((3, 2, 9), 2_000, &[&[2; 300]])),
+        Appended::Duplicate { base_offset: 9 }
+    );
+    assert_eq!(
+        log.place(0).unwrap().read(0, 10, 1 << 20, true).unwrap_err().kind(),
+        std::io::ErrorKind::InvalidData
+    );
+}
+
+#[test]
+fn a_checkpoint_of_other_files_is_not_believed() {
+    let dir = TempDir::new().unwrap();
+    let mut log = open(dir.path(), 1 << 20);
+    for index in 0..4u8 {
+        append(&mut log, &batch(NOBODY, 0, &[&[index; 50]]));
+    }
+    drop(log);
+    drop(reopen(dir.path(), 1 << 20));
+    let file = segment_files(dir.path()).remove(0);
+    let size = fs::metadata(&file).unwrap().len() / 4;
+    let checkpoint = fs::read(dir.path().join("checkpoint.json")).unwrap();
+    // Cut, and grown again with other records beyond the size that the checkpoint names.
+    OpenOptions::new().write(true).open(&file).unwrap().set_len(size).unwrap();
+    let mut log = open(dir.path(), 1 << 20);
+    assert_eq!(log.end_offset(), 1);
+    assert!(!dir.path().join("checkpoint.json").exists());
+    for _ in 0..9 {
+        append(&mut log, &batch(NOBODY, 0, &[&[9; 47]]));
+    }
+    drop(log);
+    fs::write(dir.path().join("checkpoint.json"), checkpoint).unwrap();
+    assert_eq!(open(dir.path(), 1 << 20).end_offset(), 10);
+    // Nonsense is no checkpoint.
+    fs::write(dir.path().join("checkpoint.json"), b"{").unwrap();
+    assert_eq!(values(&mut open(dir.path(), 1 << 20), 1_000).len(), 10);
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Append(Vec<u16>),
     Reopen,
+    /// As a broker that stops in order.
+    Stop,
     TearEnd(u8),
 }
 
@@ -461,6 +536,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         6 => prop::collection::vec(0u16..700, 1..5).prop_map(Step::Append),
         1 => Just(Step::Reopen),
+        1 => Just(Step::Stop),
         1 => any::<u8>().prop_map(Step::TearEnd),
     ];
     prop::collection::vec(step, 1..25)
@@ -487,6 +563,11 @@ proptest! {
                     model.push(batch_values);
                 }
                 Step::Reopen => {
+                    drop(log);
+                    log = open(dir.path(), segment_bytes);
+                }
+                Step::Stop => {
+                    log.checkpoint().unwrap();
                     drop(log);
                     log = open(dir.path(), segment_bytes);
                 }
