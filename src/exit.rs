@@ -73,7 +73,7 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
         E::NoFiles { .. } | E::NoRows { .. } | E::NoColumn { .. } => Exit::NotFound,
         E::Corrupt { .. } | E::UnusablePlan { .. } => Exit::Corrupt,
         E::Invalid { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
-        E::SchemaConflict { .. } | E::Changed { .. } => Exit::Conflict,
+        E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::Changed { .. } => Exit::Conflict,
         _ => Exit::Failed,
     }
 }

@@ -11,6 +11,7 @@ mod fstab;
 mod home;
 mod idle_cores;
 mod inference;
+mod json_rows;
 mod logging;
 mod output;
 mod quickstart;

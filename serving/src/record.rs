@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use millrace_bundle::{Signature, TensorSpec};
+use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
@@ -147,6 +147,10 @@ impl Mapping {
 /// [`InferError::Invalid`] when it is not what the input takes; `column` is named as where it came from.
 pub fn input(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, Data), InferError> {
     let invalid = |reason: String| InferError::invalid(format!("field {column:?}: {reason}"));
+    let mut names = Vec::new();
+    let named = is_float(spec.datatype) && has_text(value);
+    let named = if named { take_names(value, &mut 0, &mut names) } else { None };
+    let value = named.as_ref().unwrap_or(value);
     let elements = match value {
         Value::Array(_) => Elements::deserialize(value),
         // A lone value is a list of one.
@@ -163,9 +167,56 @@ pub fn input(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>
     } else {
         declared.to_vec()
     };
-    let data =
+    let mut data =
         elements.into_data(&spec.name, spec.datatype, &shape).map_err(|error| invalid(error.to_string()))?;
+    names.into_iter().for_each(|(at, value)| data.set_float(at, value));
     Ok((shape, data))
+}
+
+fn is_float(datatype: Datatype) -> bool {
+    matches!(datatype, Datatype::Fp16 | Datatype::Bf16 | Datatype::Fp32 | Datatype::Fp64)
+}
+
+fn has_text(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().any(has_text),
+        leaf => leaf.is_string(),
+    }
+}
+
+/// How JSON of records writes a float that is not finite, for which JSON has no number.
+pub fn float_name(value: f64) -> Option<&'static str> {
+    match value {
+        value if value.is_nan() => Some("NaN"),
+        f64::INFINITY => Some("Infinity"),
+        f64::NEG_INFINITY => Some("-Infinity"),
+        _ => None,
+    }
+}
+
+/// The value with 0 in the place of each name of [`float_name`]; `names` gets the elements' numbers and
+/// what they are. `None` where there are no names.
+fn take_names(value: &Value, element: &mut usize, names: &mut Vec<(usize, f64)>) -> Option<Value> {
+    match value {
+        Value::Array(items) => {
+            let taken: Vec<_> = items.iter().map(|item| take_names(item, element, names)).collect();
+            if taken.iter().all(Option::is_none) {
+                return None;
+            }
+            let items = items.iter().zip(taken).map(|(item, taken)| taken.unwrap_or_else(|| item.clone()));
+            Some(Value::Array(items.collect()))
+        }
+        leaf => {
+            let at = *element;
+            *element += 1;
+            let text = leaf.as_str()?;
+            let found = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY]
+                .into_iter()
+                .find(|f| float_name(*f) == Some(text))?;
+            names.push((at, found));
+            Some(0.0.into())
+        }
+    }
 }
 
 /// Whether a shape is what an input takes, of whose extents -1 is the caller's to choose.
@@ -179,15 +230,70 @@ fn fits(declared: &[i64], shape: &[i64]) -> bool {
 /// # Errors
 /// [`InferError::Invalid`] when the bytes are not one JSON object.
 pub fn parse(bytes: &[u8]) -> Result<Map<String, Value>, InferError> {
-    serde_json::from_slice(bytes)
-        .map_err(|error| InferError::invalid(format!("the record is not a JSON object: {error}")))
+    let Record(record) = serde_json::from_slice(bytes)
+        .map_err(|error| InferError::invalid(format!("the record is not a JSON object: {error}")))?;
+    Ok(record)
+}
+
+/// A JSON text of many records.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Document {
+    /// A list of records.
+    Records(Vec<Map<String, Value>>),
+    /// An object of columns, lists with an entry for each record.
+    Columns(Map<String, Value>),
+}
+
+/// Parses a text of many records.
+///
+/// # Errors
+/// [`InferError::Invalid`] when it is neither of the two.
+pub fn parse_document(bytes: &[u8]) -> Result<Document, InferError> {
+    let list = bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
+    let parsed = if list {
+        serde_json::from_slice::<Vec<Record>>(bytes)
+            .map(|records| Document::Records(records.into_iter().map(|Record(record)| record).collect()))
+    } else {
+        serde_json::from_slice(bytes).map(|Record(columns)| Document::Columns(columns))
+    };
+    parsed.map_err(|error| {
+        InferError::invalid(format!("not a list of JSON objects, nor an object of columns: {error}"))
+    })
+}
+
+/// A JSON object of which no field is there twice, as ingest judges records.
+struct Record(Map<String, Value>);
+
+impl<'de> Deserialize<'de> for Record {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> serde::de::Visitor<'de> for Fields {
+            type Value = Record;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut fields: A) -> Result<Record, A::Error> {
+                let mut record = Map::new();
+                while let Some(name) = fields.next_key::<String>()? {
+                    if record.contains_key(&name) {
+                        return Err(serde::de::Error::custom(format!("field {name:?} is there twice")));
+                    }
+                    record.insert(name, fields.next_value()?);
+                }
+                Ok(Record(record))
+            }
+        }
+        deserializer.deserialize_map(Fields)
+    }
 }
 
 /// One row of the outputs of a call of `rows` rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowOutputs {
-    /// Elements of the row by output, flat. Numbers that are not finite become null, byte strings that
-    /// are not UTF-8 lose what is not.
+    /// Elements of the row by output, flat. Numbers that are not finite become the texts of
+    /// [`float_name`], byte strings that are not UTF-8 lose what is not.
     pub outputs: Map<String, Value>,
     /// Index of the largest element of the row, for every output of floats with at least two elements.
     pub argmax: BTreeMap<String, usize>,
@@ -242,11 +348,33 @@ impl Data {
         true
     }
 
+    /// Sets one element where the elements are floats.
+    fn set_float(&mut self, at: usize, value: f64) {
+        fn put<T>(values: &mut [T], at: usize, value: T) {
+            if let Some(place) = values.get_mut(at) {
+                *place = value;
+            }
+        }
+        match self {
+            Data::Fp16(values) => put(values, at, half::f16::from_f64(value)),
+            Data::Bf16(values) => put(values, at, half::bf16::from_f64(value)),
+            Data::Fp32(values) => put(values, at, value as f32),
+            Data::Fp64(values) => put(values, at, value),
+            _ => {}
+        }
+    }
+
     /// Elements `start..end` as JSON.
     fn json(&self, start: usize, end: usize) -> Vec<Value> {
+        fn float(value: f64) -> Value {
+            match float_name(value) {
+                Some(name) => name.into(),
+                None => Number::from_f64(value).into(),
+            }
+        }
         fn shortest(value: f32) -> Value {
             // Through the text of the 32-bit number, so that 0.1 stays 0.1.
-            value.to_string().parse::<f64>().ok().and_then(Number::from_f64).into()
+            float(value.to_string().parse().unwrap_or(f64::NAN))
         }
         let range = start..end;
         macro_rules! all {
@@ -258,7 +386,7 @@ impl Data {
             Data::Fp16(values) => all!(values, |value| shortest(value.to_f32())),
             Data::Bf16(values) => all!(values, |value| shortest(value.to_f32())),
             Data::Fp32(values) => all!(values, |value| shortest(*value)),
-            Data::Fp64(values) => all!(values, |value| Number::from_f64(*value).into()),
+            Data::Fp64(values) => all!(values, |value| float(*value)),
             Data::Bytes(values) => {
                 all!(values, |value| String::from_utf8_lossy(value).into_owned().into())
             }

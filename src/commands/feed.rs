@@ -1,18 +1,14 @@
 //! `millrace feed`: a dataset in training order, printed or measured.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use arrow::array::{ArrayRef, RecordBatch};
-use arrow::compute::cast;
-use arrow::datatypes::{DataType, Schema};
-use arrow::json::LineDelimitedWriter;
 use futures::StreamExt;
 use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, PlanOptions, Shard};
 
 use crate::cli::FeedArgs;
 use crate::context::Context;
+use crate::json_rows;
 use crate::output::count;
 
 /// Runs the command.
@@ -72,35 +68,12 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
 /// One batch: a line that says which, then a JSON object per row (for programs, the objects only).
 /// False once nobody reads any more.
 fn print(context: &Context, batch: &FeedBatch) -> Result<bool> {
-    let mut writer = LineDelimitedWriter::new(Vec::new());
-    writer.write(&offset_zones(&batch.batch)?)?;
-    writer.finish()?;
+    let lines = json_rows::lines(&batch.batch, false)?;
     context.out.text(&format!(
         "# step {}, slots {:?}, {} rows",
         batch.step,
         batch.slots,
         batch.rows.len()
     ))?;
-    context.out.piece(&String::from_utf8(writer.into_inner())?)
-}
-
-/// Writes the zone `UTC` as `+00:00`: the JSON writer knows named zones only with a time zone
-/// database, which this one name does not need.
-fn offset_zones(batch: &RecordBatch) -> Result<RecordBatch> {
-    let mut fields = Vec::with_capacity(batch.num_columns());
-    let mut columns: Vec<ArrayRef> = Vec::with_capacity(batch.num_columns());
-    for (field, column) in batch.schema_ref().fields().iter().zip(batch.columns()) {
-        match field.data_type() {
-            DataType::Timestamp(unit, Some(zone)) if &**zone == "UTC" => {
-                let offset = DataType::Timestamp(*unit, Some("+00:00".into()));
-                columns.push(cast(column, &offset)?);
-                fields.push(field.as_ref().clone().with_data_type(offset));
-            }
-            _ => {
-                columns.push(column.clone());
-                fields.push(field.as_ref().clone());
-            }
-        }
-    }
-    Ok(RecordBatch::try_new(Arc::new(Schema::new(fields)), columns)?)
+    context.out.piece(&String::from_utf8(lines)?)
 }

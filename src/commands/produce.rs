@@ -15,6 +15,8 @@ use crate::output::count;
 
 /// Longest line that becomes a record; what is longer is refused rather than cut.
 const LINE_BYTES_MAX: u64 = 16 << 20;
+/// What some programs write at the start of a text in UTF-8.
+pub(crate) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Lines that are on their way to the broker at the same time.
 const CHUNK: usize = 10_000;
 /// What is read at once.
@@ -176,6 +178,9 @@ impl Reader {
             }
             while line.last().is_some_and(|byte| matches!(byte, b'\n' | b'\r')) {
                 line.pop();
+            }
+            if number == 1 && line.starts_with(BYTE_ORDER_MARK) {
+                line.drain(..BYTE_ORDER_MARK.len());
             }
             if line.is_empty() {
                 continue;

@@ -79,7 +79,11 @@ fn records_and_answers_of_every_form_are_alike() {
     let right = predictions.iter().filter(|one| one["argmax"]["logits"] == one["label"]).count();
     assert_eq!(whole["accuracy"], right as f64 / RECORDS as f64);
     // In order, however many requests they become and however many of these are on their way.
-    let more: [(&Path, &[&str]); 5] = [
+    let marked_file = home.file("marked.jsonl", format!("\u{feff}{lines}"));
+    let marked_list = home.file("marked.json", format!("\u{feff}{}", json!(rows)));
+    let more: [(&Path, &[&str]); 7] = [
+        (&marked_file, &[]),
+        (&marked_list, &[]),
         (&list_file, &[]),
         (&columns_file, &[]),
         (&parquet_file, &[]),
@@ -134,6 +138,27 @@ fn records_and_answers_of_every_form_are_alike() {
 }
 
 #[test]
+fn floats_that_are_not_finite_go_to_the_model_and_come_back() {
+    let home = Home::new();
+    let (service, grpc, _) = serve(&home, |_| {});
+    let flat = Float32Array::from(vec![f32::NAN, 1.0, f32::INFINITY, 0.0]);
+    let item = Arc::new(Field::new_list_field(DataType::Float32, false));
+    let x = FixedSizeListArray::try_new(item, 2, Arc::new(flat), None).unwrap();
+    let columns: Vec<(&str, ArrayRef)> = vec![("x", Arc::new(x))];
+    let file = home.dir.path().join("odd.parquet");
+    write(&file, &RecordBatch::try_from_iter(columns).unwrap());
+    let ask = |file: &Path| {
+        let args = ["predict", "m", file.to_str().unwrap(), "--grpc", &grpc, "--input", "x", "-o", "-"];
+        home.ok(args)
+    };
+    let said = ask(&file);
+    assert!(said.lines().next().unwrap().contains("\"NaN\""), "{said}");
+    let lines = home.file("odd.jsonl", "{\"x\":[\"NaN\",1]}\n{\"x\":[\"Infinity\",0]}\n");
+    assert_eq!(ask(&lines), said);
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
 fn predict_says_what_is_wrong_with_a_record() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
@@ -146,8 +171,8 @@ fn predict_says_what_is_wrong_with_a_record() {
     for (name, text, says) in [
         ("r.jsonl", "", "no records"),
         ("r.jsonl", "{\"x\":1}\nnot json\n", "r.jsonl line 1: the record has no field \"input\" (--input"),
-        ("r.jsonl", "{\"input\":[1,2]}\n\nnot json\n", "r.jsonl line 3: not JSON"),
-        ("r.jsonl", "[1,2]\n", "line 1: an object is expected"),
+        ("r.jsonl", "{\"input\":[1,2]}\n\nnot json\n", "r.jsonl line 3: the record is not a JSON object"),
+        ("r.jsonl", "[1,2]\n", "line 1: the record is not a JSON object"),
         (
             "r.jsonl",
             "{\"input\":\"text\"}\n",
@@ -157,11 +182,12 @@ fn predict_says_what_is_wrong_with_a_record() {
         ("r.jsonl", "{\"input\":[1,null]}\n", "null"),
         ("r.jsonl", "{\"input\":[1,1e300]}\n", "does not fit FP32"),
         ("r.jsonl", "{\"input\":[1,2,3]}\n", "3 elements, shape [2] takes 2"),
-        ("r.json", "[{\"input\":[1,2]},7]", "r.json record 2: an object is expected"),
+        ("r.json", "[{\"input\":[1,2]},7]", "r.json: not a list of JSON objects"),
+        ("r.jsonl", "{\"input\":[1,2],\"input\":[3,4]}\n", "field \"input\" is there twice"),
         ("r.json", "{\"x\":[[1,2]]}", "r.json has no column \"input\" (--input names it); it has x"),
         ("r.json", "{\"input\":[[1,2],[1]]}", "entry 2 of each column: field \"input\""),
-        ("r.json", "\"text\"", "a list of records, or an object of columns is expected"),
-        ("r.json", "[", "r.json: not JSON"),
+        ("r.json", "\"text\"", "not a list of JSON objects, nor an object of columns"),
+        ("r.json", "[", "r.json: not a list of JSON objects"),
     ] {
         let output = ["--output", kept.to_str().unwrap()];
         let (code, line) = ask(name, text.as_bytes(), &output);
@@ -192,6 +218,15 @@ fn predict_says_what_is_wrong_with_a_record() {
         assert_eq!(found, code, "{line}");
         assert!(line.contains(says), "{says} is missing in {line}");
     }
+    // Two columns of one name, of which either could be meant.
+    let column: ArrayRef = table().column_by_name("x").unwrap().clone();
+    let field = Field::new("x", column.data_type().clone(), false);
+    let twice = Arc::new(Schema::new(vec![field.clone(), field]));
+    let twice = RecordBatch::try_new(twice, vec![column.clone(), column]).unwrap();
+    let file = home.dir.path().join("twice.parquet");
+    write(&file, &twice);
+    let (code, line) = home.fails(["predict", "m", file.to_str().unwrap(), "--grpc", &grpc, "--input", "x"]);
+    assert!(code == 2 && line.contains("has two columns \"x\""), "{line}");
     let file = home.file("r.jsonl", "{\"input\":[1,2]}\n");
     let file = file.to_str().unwrap();
     let (code, line) = home.fails(["predict", "nosuch", file, "--grpc", &grpc]);

@@ -127,6 +127,15 @@ fn a_damaged_partition_is_read_up_to_the_damage_with_exit_code_6() {
     assert!(line.contains("format 9"), "{line}");
 }
 
+#[test]
+fn a_byte_order_mark_is_no_part_of_the_first_record() {
+    let home = Home::new();
+    let file = home.file("marked.jsonl", "\u{feff}{\"id\":1}\n{\"id\":2}\n");
+    home.ok(["produce", "t", file.to_str().unwrap(), "--key", "id"]);
+    let report = home.json(["ingest", "--topic", "t", "--volume", "v"]);
+    assert_eq!((&report["report"]["landed"], &report["report"]["dead_letters"]), (&2.into(), &0.into()));
+}
+
 /// A small file system, gone when dropped.
 struct Tmpfs<'a>(&'a Path);
 

@@ -35,7 +35,7 @@ fn rows_become_one_batch_and_outputs_one_record_each() {
     assert_eq!(json!(first.outputs), json!({"logits": [0.1, -1.0]}));
     assert_eq!(first.argmax["logits"], 0);
     let second = row_outputs(std::slice::from_ref(&logits), 1, 2).unwrap();
-    assert_eq!(json!(second.outputs), json!({"logits": [null, 2.0]}));
+    assert_eq!(json!(second.outputs), json!({"logits": ["NaN", 2.0]}));
     assert!(second.argmax.is_empty());
     assert!(row_outputs(&[logits], 0, 3).is_err());
 }
@@ -98,4 +98,35 @@ fn inputs_that_were_read_elsewhere_are_checked() {
         let error = mapping.row_of(inputs).unwrap_err().to_string();
         assert!(error.contains(reason), "{error}");
     }
+}
+
+#[test]
+fn floats_that_are_not_finite_are_read_as_they_are_written() {
+    let mapping = Mapping::new(&signature(vec![-1, 2, 2]), &columns()).unwrap();
+    for text in [
+        r#"{"pixels":[1,"NaN","Infinity","-Infinity"]}"#,
+        r#"{"pixels":[[1,"NaN"],["Infinity","-Infinity"]]}"#,
+    ] {
+        let row = mapping.row(&parse(text.as_bytes()).unwrap()).unwrap();
+        let batch = mapping.batch(&[row]).unwrap();
+        let Data::Fp32(values) = &batch[0].data else { panic!("{batch:?}") };
+        assert!(values[0] == 1.0 && values[1].is_nan(), "{values:?}");
+        assert_eq!(values[2..], [f32::INFINITY, f32::NEG_INFINITY]);
+        let written = row_outputs(&batch, 0, 1).unwrap();
+        assert_eq!(json!(written.outputs["pixels"]), json!([1.0, "NaN", "Infinity", "-Infinity"]));
+    }
+    let refused = mapping.row(&parse(br#"{"pixels":["NaN",1,2,"nan"]}"#).unwrap()).unwrap_err();
+    assert!(refused.to_string().contains("pixels"), "{refused}");
+}
+
+#[test]
+fn a_field_that_is_there_twice_is_refused_as_ingest_does() {
+    let error = parse(br#"{"a":1,"b":2,"a":3}"#).unwrap_err().to_string();
+    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    let error = parse_document(br#"[{"a":1},{"a":1,"a":2}]"#).unwrap_err().to_string();
+    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    assert!(parse_document(br#"{"a":[1],"a":[2]}"#).is_err());
+    assert!(matches!(parse_document(br#" [{"a":1}]"#), Ok(Document::Records(records)) if records.len() == 1));
+    assert!(matches!(parse_document(br#"{"a":[1]}"#), Ok(Document::Columns(_))));
+    assert!(parse_document(b"7").is_err());
 }

@@ -6,9 +6,7 @@ use std::io::{BufRead, Read};
 use anyhow::{Context as _, Result};
 use arrow::array::RecordBatch;
 use arrow::datatypes::DataType;
-use arrow::json::WriterBuilder;
-use arrow::json::writer::LineDelimited;
-use millrace_serving::record::Row;
+use millrace_serving::record::{self, Document, Row};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Map, Value};
@@ -16,8 +14,10 @@ use serde_json::{Map, Value};
 use super::pixels::Form;
 use super::source::{Content, Source};
 use crate::cli::RecordFormat;
+use crate::commands::produce::BYTE_ORDER_MARK;
 use crate::failure::{Exit, fail};
 use crate::inference::{Batch, Intake, Known};
+use crate::json_rows;
 
 /// Longest line of JSON, in bytes.
 const LINE_BYTES_MAX: u64 = 16 << 20;
@@ -73,12 +73,13 @@ impl Source {
             if line.len() as u64 > LINE_BYTES_MAX {
                 return fail(Exit::Usage, format!("{} is longer than {LINE_BYTES_MAX} bytes", place()));
             }
-            if line.iter().all(u8::is_ascii_whitespace) {
+            let text = without_mark(&line, number == 1);
+            if text.iter().all(u8::is_ascii_whitespace) {
                 continue;
             }
-            match serde_json::from_slice(&line) {
+            match record::parse(text) {
                 Ok(value) => records.take(value, place)?,
-                Err(error) => return fail(Exit::Usage, format!("{}: not JSON: {error}", place())),
+                Err(error) => return fail(Exit::Usage, format!("{}: {error}", place())),
             }
         }
         Ok(())
@@ -95,24 +96,20 @@ impl Source {
             return fail(Exit::Usage, message);
         }
         let name = &self.name;
-        match serde_json::from_slice(&text) {
-            Ok(Value::Array(rows)) => {
+        match record::parse_document(without_mark(&text, true)) {
+            Ok(Document::Records(rows)) => {
                 for (row, value) in rows.into_iter().enumerate() {
                     records.take(value, || format!("{name} record {}", row + 1))?;
                 }
                 Ok(())
             }
-            Ok(Value::Object(columns)) => {
+            Ok(Document::Columns(columns)) => {
                 for (row, record) in rows_of(name, columns, &records.fields())?.into_iter().enumerate() {
-                    records
-                        .take(Value::Object(record), || format!("{name} entry {} of each column", row + 1))?;
+                    records.take(record, || format!("{name} entry {} of each column", row + 1))?;
                 }
                 Ok(())
             }
-            Ok(_) => {
-                fail(Exit::Usage, format!("{name}: a list of records, or an object of columns is expected"))
-            }
-            Err(error) => fail(Exit::Usage, format!("{name}: not JSON: {error}")),
+            Err(error) => fail(Exit::Usage, format!("{name}: {error}")),
         }
     }
 
@@ -129,6 +126,10 @@ impl Source {
         let schema = builder.schema().clone();
         let mut roots = Vec::new();
         for field in records.fields() {
+            if schema.fields().iter().filter(|found| found.name() == field).count() > 1 {
+                let message = format!("{name} has two columns {field:?}: it must be clear which is meant");
+                return fail(Exit::Usage, message);
+            }
             let Some((index, found)) = schema.column_with_name(field) else {
                 let names: Vec<&str> = schema.fields().iter().map(|field| field.name().as_str()).collect();
                 let message =
@@ -184,11 +185,8 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
         fields
     }
 
-    fn take(&mut self, record: Value, place: impl Fn() -> String) -> Result<()> {
+    fn take(&mut self, record: Map<String, Value>, place: impl Fn() -> String) -> Result<()> {
         let wrong = |reason: &dyn std::fmt::Display| fail(Exit::Usage, format!("{}: {reason}", place()));
-        let Value::Object(record) = record else {
-            return wrong(&"an object is expected, with a field for each input");
-        };
         let row = match self.wanted.intake.row(&record) {
             Ok(row) => row,
             Err(error) => return wrong(&format!("{error} (--input names the field of an input)")),
@@ -265,12 +263,14 @@ fn is_readable(column: &DataType) -> bool {
     }
 }
 
+/// The text without the byte order mark that some programs write at its start.
+fn without_mark(text: &[u8], at_start: bool) -> &[u8] {
+    if at_start { text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text) } else { text }
+}
+
 /// Rows as JSON objects; what is null stays there as null.
-fn json(batch: &RecordBatch) -> Result<Vec<Value>> {
-    let mut writer = WriterBuilder::new().with_explicit_nulls(true).build::<_, LineDelimited>(Vec::new());
-    writer.write(batch)?;
-    writer.finish()?;
-    let text = writer.into_inner();
+fn json(batch: &RecordBatch) -> Result<Vec<Map<String, Value>>> {
+    let text = json_rows::lines(batch, true)?;
     let rows = serde_json::Deserializer::from_slice(&text).into_iter();
     Ok(rows.collect::<Result<_, _>>()?)
 }

@@ -220,6 +220,9 @@ fn check(config: &Config) -> Result<()> {
     if config.request_bytes_max > 1 << 30 || config.fetch_bytes_max > 1 << 30 {
         return wrong("broker.request_bytes_max and broker.fetch_bytes_max must not exceed 1 GiB");
     }
+    if config.connections_max == 0 {
+        return wrong("broker.connections_max must be at least 1");
+    }
     if config.segment_bytes_max < 1 << 10 || config.fetch_bytes_max < 1 << 10 {
         return wrong("broker.segment_bytes_max and broker.fetch_bytes_max must be at least 1 KiB");
     }

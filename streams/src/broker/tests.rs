@@ -232,11 +232,14 @@ async fn a_newer_format_and_a_damaged_file_are_refused() {
     ));
     std::fs::write(dir.path().join("meta.json"), b"{").unwrap();
     assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::DamagedMeta { .. })));
-    let unusable = Config { partitions_default: 0, ..anywhere() };
-    assert!(matches!(
-        Broker::start(unusable, dir.path(), CancellationToken::new()).await,
-        Err(Error::Config { .. })
-    ));
+    for unusable in
+        [Config { partitions_default: 0, ..anywhere() }, Config { connections_max: 0, ..anywhere() }]
+    {
+        assert!(matches!(
+            Broker::start(unusable, dir.path(), CancellationToken::new()).await,
+            Err(Error::Config { .. })
+        ));
+    }
 }
 
 #[test]

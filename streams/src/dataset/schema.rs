@@ -1,7 +1,7 @@
 //! One schema for many files: columns are matched by name, files may lack some of them (additive
 //! evolution), and nobody may disagree about a type.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
@@ -28,6 +28,10 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> R
     let mut total = 0usize;
     for (file, schema) in files {
         total += 1;
+        let mut names = HashSet::new();
+        if let Some(twice) = schema.fields().iter().find(|field| !names.insert(field.name())) {
+            return Err(FeedError::DuplicateColumn { column: twice.name().clone(), file: file.to_string() });
+        }
         for field in schema.fields() {
             match by_name.get(field.name()) {
                 None => {

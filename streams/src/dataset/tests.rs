@@ -80,3 +80,11 @@ fn specifications_are_parsed_strictly() {
         assert!(error.contains("VOLUME[@SNAPSHOT]:/PATH"), "{error}");
     }
 }
+
+#[test]
+fn two_columns_of_one_name_are_refused() {
+    let twice =
+        schema(&[("x", DataType::Int64, false), ("y", DataType::Utf8, true), ("x", DataType::Int64, false)]);
+    let error = schema::unify([("a/twice.parquet", &twice)].into_iter()).unwrap_err().to_string();
+    assert!(error.contains("a/twice.parquet has two columns \"x\""), "{error}");
+}

@@ -110,6 +110,14 @@ pub enum FeedError {
         /// Names the option, its value and what is allowed.
         what: String,
     },
+    /// A file with two columns of one name: reading by name would drop one of them.
+    #[error("{file} has two columns {column:?}; rename one and write the file again")]
+    DuplicateColumn {
+        /// Name of the columns.
+        column: String,
+        /// The file.
+        file: String,
+    },
     /// A dataset specification that cannot be parsed.
     #[error("dataset {text:?}: {reason}; write VOLUME[@SNAPSHOT]:/PATH, for example digits@v1:/train")]
     InvalidSpec {
