@@ -25,6 +25,9 @@ use crate::snapshots::Schedule;
 /// How often a training of `[up]` looks whether its snapshot is there.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
 
+/// How often the service looks whether its mounts are there.
+const MOUNT_POLL: Duration = Duration::from_secs(1);
+
 /// Pause before an ingest that met a passing failure starts again.
 const INGEST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -321,6 +324,7 @@ impl Service {
             error = self.front.failed() => error,
             error = self.middle.failed() => error,
             error = self.back.failed() => error,
+            error = unmounted(&self.mounts) => error,
         }
     }
 
@@ -344,6 +348,20 @@ impl Service {
         }
         drop((metrics, lock));
         results.into_iter().collect()
+    }
+}
+
+/// The error of the first mount that was taken away; pending while all are there.
+async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
+    loop {
+        if let Some(gone) = mounts.iter().find(|mount| !mount.is_serving()) {
+            let path = gone.path().display();
+            return failure(
+                Exit::Failed,
+                format!("the mount at {path} was taken away; start the service again"),
+            );
+        }
+        tokio::time::sleep(MOUNT_POLL).await;
     }
 }
 

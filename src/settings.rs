@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use millrace_datafs::{Name, VolumeSpec};
+use millrace_trainer::launch;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
@@ -104,7 +105,7 @@ impl Loaded {
 /// Variables that the command line reads itself and that are no configuration keys.
 const RESERVED: [&str; 3] = ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG"];
 /// What a training coordinator tells its workers; no configuration keys either.
-const WORKER: &str = "MILLRACE_TRAINER_";
+const WORKER: [&str; 4] = [launch::ENV_COORDINATOR, launch::ENV_TOKEN, launch::ENV_SLOT, launch::ENV_LAUNCH];
 
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.
@@ -128,7 +129,40 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
     };
     let shown = file.as_deref().map_or("configuration".into(), |path| path.display().to_string());
     let settings = parse(&text, &shown, variables()?.into_iter())?;
+    let settings = match file.as_deref().and_then(Path::parent) {
+        Some(folder) => from_folder(settings, folder)?,
+        None => settings,
+    };
     Ok(Loaded { settings, file })
+}
+
+/// Settings in which relative paths of `{ file = … }` start at a folder.
+fn from_folder(settings: Settings, folder: &Path) -> Result<Settings> {
+    let mut value = toml::Value::try_from(&settings)?;
+    if anchor(&mut value, folder) { Ok(Settings::deserialize(value)?) } else { Ok(settings) }
+}
+
+/// Says whether it has changed something.
+fn anchor(value: &mut toml::Value, folder: &Path) -> bool {
+    match value {
+        toml::Value::Table(table) => {
+            let alone = table.len() == 1;
+            match table.get_mut("file") {
+                Some(toml::Value::String(path)) if alone => match folder.join(&*path).to_str() {
+                    Some(whole) if whole != path => {
+                        *path = whole.to_owned();
+                        true
+                    }
+                    _ => false,
+                },
+                _ => table.iter_mut().fold(false, |changed, (_, value)| anchor(value, folder) | changed),
+            }
+        }
+        toml::Value::Array(values) => {
+            values.iter_mut().fold(false, |changed, value| anchor(value, folder) | changed)
+        }
+        _ => false,
+    }
 }
 
 /// The variables that may be keys of the configuration.
@@ -149,7 +183,7 @@ fn variables() -> Result<Vec<(String, String)>> {
 fn is_key(variable: &str) -> bool {
     variable.starts_with("MILLRACE_")
         && !RESERVED.contains(&variable)
-        && (!variable.starts_with(WORKER) || variable.starts_with("MILLRACE_TRAINER__"))
+        && !WORKER.contains(&variable)
 }
 
 /// Parses a file's text and lays environment variables over it.
@@ -175,7 +209,7 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
 
 /// `MILLRACE_SERVING__GRPC=…` sets `serving.grpc`: two underscores part tables from keys.
 fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
-    let path = variable.trim_start_matches("MILLRACE_").to_lowercase();
+    let path = variable.trim_start_matches("MILLRACE_");
     let mut keys: Vec<&str> = path.split("__").collect();
     let Some(last) = keys.pop() else { return Ok(()) };
     if keys.is_empty() {
@@ -188,7 +222,8 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
     }
     let mut at = table;
     for key in keys {
-        at = match at.entry(key).or_insert_with(|| toml::Value::Table(toml::Table::new())) {
+        let key = key_in(at, key);
+        at = match at.entry(key.clone()).or_insert_with(|| toml::Value::Table(toml::Table::new())) {
             toml::Value::Table(next) => next,
             _ => return fail(Exit::Usage, format!("environment variable {variable}: {key} is not a table")),
         };
@@ -198,8 +233,20 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
         .ok()
         .and_then(|mut parsed| parsed.remove("v"))
         .unwrap_or_else(|| toml::Value::String(value.to_owned()));
-    at.insert(last.to_owned(), parsed);
+    at.insert(key_in(at, last), parsed);
     Ok(())
+}
+
+/// The key that a part of a variable's name means: with lower-case letters as it is; else the one that is
+/// there in another case, or in lower case.
+fn key_in(table: &toml::Table, part: &str) -> String {
+    if part.contains(char::is_lowercase) {
+        return part.to_owned();
+    }
+    match table.keys().find(|key| key.eq_ignore_ascii_case(part)) {
+        Some(key) => key.clone(),
+        None => part.to_lowercase(),
+    }
 }
 
 /// The message of a type error without the value that it repeats, which may be a secret at the wrong place.
@@ -287,8 +334,38 @@ mod tests {
     }
 
     #[test]
+    fn names_with_capitals_are_set_by_variables() {
+        let depth = |text: &str, variable: &str, name: &str| {
+            let settings = parse(text, "m.toml", vars(&[(variable, "7")])).unwrap();
+            settings.serving.models[name].sessions_max
+        };
+        assert_eq!(depth("", "MILLRACE_SERVING__MODELS__ResNet__SESSIONS_MAX", "ResNet"), Some(7));
+        let declared = "[serving.models.BERT]\n";
+        assert_eq!(depth(declared, "MILLRACE_SERVING__MODELS__BERT__SESSIONS_MAX", "BERT"), Some(7));
+        assert_eq!(depth("", "MILLRACE_SERVING__MODELS__MLP__SESSIONS_MAX", "mlp"), Some(7));
+    }
+
+    #[test]
+    fn relative_paths_of_secrets_start_at_the_folder_of_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.toml");
+        std::fs::write(
+            &path,
+            "[datafs.encryption_keys]\nmain = { file = \"keys/main\" }\nother = { file = \"/k\" }\n",
+        )
+        .unwrap();
+        let loaded = load(Some(&path), folder.path()).unwrap();
+        let shown = format!("{:?}", loaded.settings.datafs.encryption_keys);
+        assert!(shown.contains(folder.path().join("keys/main").to_str().unwrap()), "{shown}");
+        assert!(shown.contains("\"/k\""), "{shown}");
+    }
+
+    #[test]
     fn a_variable_without_a_table_and_an_unknown_one_are_refused() {
         assert!(parse("", "m", vars(&[("MILLRACE_GRPC", "1")])).is_err());
+        let error = parse("", "m", vars(&[("MILLRACE_TRAINER_WORKERS", "4")])).unwrap_err();
+        assert!(error.to_string().contains("MILLRACE_TRAINER_WORKERS"), "{error}");
+        assert!(!is_key("MILLRACE_TRAINER_SLOT"));
         let error = parse("", "m", vars(&[("MILLRACE_SERVING__GRCP", "127.0.0.1:2")])).unwrap_err();
         assert!(error.to_string().contains("MILLRACE_SERVING__GRCP"), "{error}");
     }

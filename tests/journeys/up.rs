@@ -164,3 +164,18 @@ fn http_get(address: &str, path: &str) -> String {
     socket.read_to_string(&mut text).unwrap();
     text
 }
+
+#[test]
+fn a_service_whose_mount_is_taken_away_ends_and_says_so() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let text = "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\n\
+                mounts = [{ volume = \"v\", path = \"mnt\" }]\n";
+    let config = home.file("m.toml", text);
+    let mut up = home.start(["--config", config.to_str().unwrap(), "up", "--json"]);
+    let mounted = up.object()["mount"].as_str().unwrap().to_owned();
+    home.ok(["umount", &mounted]);
+    assert_eq!(up.wait(), Some(1));
+}
