@@ -181,9 +181,7 @@ fn variables() -> Result<Vec<(String, String)>> {
 
 /// Whether a variable names a key, as far as its name tells.
 fn is_key(variable: &str) -> bool {
-    variable.starts_with("MILLRACE_")
-        && !RESERVED.contains(&variable)
-        && !WORKER.contains(&variable)
+    variable.starts_with("MILLRACE_") && !RESERVED.contains(&variable) && !WORKER.contains(&variable)
 }
 
 /// Parses a file's text and lays environment variables over it.
