@@ -39,6 +39,7 @@ pub(crate) use directory::Page;
 pub use file::OpenFile;
 pub(crate) use file::{ReadBuffer, WriteAges};
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
+pub(crate) use tree::Unlinked;
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub(crate) use whole_directory::Found;
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};

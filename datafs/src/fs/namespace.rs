@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 
 use super::acl;
 use super::file::OpenFile;
-use super::tree::{self, Closing, SNAPSHOTS_NAME};
+use super::tree::{self, Closing, SNAPSHOTS_NAME, Unlinked};
 use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -193,11 +193,11 @@ impl View {
     /// Removes a name of anything but a directory. The inode goes with its last name, or, when somebody
     /// has it open, here or in another process, with the last close.
     pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
-        self.unlink_by(parent, name, None)
+        self.unlink_by(parent, name, None).map(drop)
     }
 
     /// [`View::unlink`] by a user, of whom sticky directories are protected.
-    pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<()> {
+    pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         self.write_closing(Durability::Relaxed, |writer, closing| {
             tree::check_sticky(writer, parent_ino, name, user)?;
@@ -212,7 +212,7 @@ impl View {
         parent: u64,
         name: &OsStr,
         closing: &mut Closing<'a>,
-    ) -> Result<()> {
+    ) -> Result<Unlinked> {
         tree::check_entry(parent, name)?;
         tree::prefetch_entry(writer, parent, name)?;
         let dentry = tree::existing(writer, parent, name)?;
@@ -230,11 +230,11 @@ impl View {
 
     /// Removes an empty directory.
     pub fn rmdir(&self, parent: Node, name: &OsStr) -> Result<()> {
-        self.rmdir_by(parent, name, None)
+        self.rmdir_by(parent, name, None).map(drop)
     }
 
     /// [`View::rmdir`] by a user, of whom sticky directories are protected.
-    pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<()> {
+    pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         if name == "." {
             return Err(Error::Invalid("'.' cannot be removed".into()));
@@ -246,11 +246,12 @@ impl View {
             tree::check_entry(parent_ino, name)?;
             tree::check_sticky(writer, parent_ino, name, user)?;
             let dentry = tree::existing(writer, parent_ino, name)?;
-            remove_directory(writer, dentry.ino, name)?;
+            let removed = remove_directory(writer, dentry.ino, name)?;
             let mut directory = tree::directory(writer, parent_ino)?;
-            tree::touch_directory(&mut directory, -1, Timestamp::now())?;
+            tree::touch_directory(&mut directory, -1, removed.inode.ctime)?;
             tree::put_inode(writer, parent_ino, &directory)?;
-            tree::delete_child(writer, parent_ino, name)
+            tree::delete_child(writer, parent_ino, name)?;
+            Ok(removed)
         })
     }
 
@@ -283,15 +284,17 @@ impl View {
 }
 
 /// Removes the inode of a directory, which must be empty.
-pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) -> Result<()> {
-    let inode = tree::inode(writer, ino)?;
+pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) -> Result<Unlinked> {
+    let mut inode = tree::inode(writer, ino)?;
     if !inode.is_directory() {
         return Err(Error::NotADirectory { what: tree::display(name) });
     }
     if !tree::is_empty(writer, ino)? {
         return Err(Error::NotEmpty { what: tree::display(name) });
     }
-    tree::remove_empty(writer, ino, &inode)
+    tree::remove_empty(writer, ino, &inode)?;
+    (inode.nlink, inode.ctime) = (0, Timestamp::now());
+    Ok(Unlinked { ino, inode, target: None })
 }
 
 /// What is to be made.

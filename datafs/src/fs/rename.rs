@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use super::namespace::remove_directory;
-use super::tree::{self, Closing};
+use super::tree::{self, Closing, Unlinked};
 use super::types::{Node, ROOT_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -29,17 +29,17 @@ impl View {
         new_name: &OsStr,
         no_replace: bool,
     ) -> Result<()> {
-        self.rename_by((parent, name), (new_parent, new_name), no_replace, None)
+        self.rename_by((parent, name), (new_parent, new_name), no_replace, None).map(drop)
     }
 
-    /// [`View::rename`] by a user, of whom sticky directories are protected.
+    /// [`View::rename`] by a user, of whom sticky directories are protected. Returns what was replaced.
     pub(crate) fn rename_by(
         &self,
         (parent, name): (Node, &OsStr),
         (new_parent, new_name): (Node, &OsStr),
         no_replace: bool,
         user: Option<u32>,
-    ) -> Result<()> {
+    ) -> Result<Option<Unlinked>> {
         let from = Place { parent: self.writable(parent)?, name };
         let to = Place { parent: self.writable(new_parent)?, name: new_name };
         self.write_closing(Durability::Relaxed, |writer, closing| {
@@ -56,7 +56,7 @@ impl View {
         to: Place<'_>,
         no_replace: bool,
         closing: &mut Closing<'a>,
-    ) -> Result<()> {
+    ) -> Result<Option<Unlinked>> {
         tree::check_entry(from.parent, from.name)?;
         tree::check_entry(to.parent, to.name)?;
         let moved = tree::existing(writer, from.parent, from.name)?;
@@ -72,7 +72,7 @@ impl View {
             }
             if replaced.ino == moved.ino {
                 // Two names of one inode: POSIX keeps both.
-                return Ok(());
+                return Ok(None);
             }
         }
         let now = Timestamp::now();
@@ -80,8 +80,11 @@ impl View {
         if inode.is_directory() {
             links = [-1, 1];
         }
+        let mut unlinked = None;
         if let Some(replaced) = replaced {
-            links[1] += self.replace(writer, inode.is_directory(), replaced, to, now, closing)?;
+            let replaced = self.replace(writer, inode.is_directory(), replaced, to, now, closing)?;
+            links[1] -= i32::from(replaced.inode.is_directory());
+            unlinked = Some(replaced);
         }
         tree::delete_child(writer, from.parent, from.name)?;
         tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
@@ -96,10 +99,10 @@ impl View {
             tree::touch_directory(&mut directory, links, now)?;
             tree::put_inode(writer, ino, &directory)?;
         }
-        Ok(())
+        Ok(unlinked)
     }
 
-    /// Removes what is at the target. Returns how the target directory's link count changes by that.
+    /// Removes what is at the target.
     fn replace<'a>(
         &'a self,
         writer: &mut Writer<'_>,
@@ -108,20 +111,14 @@ impl View {
         to: Place<'_>,
         now: Timestamp,
         closing: &mut Closing<'a>,
-    ) -> Result<i32> {
+    ) -> Result<Unlinked> {
         let inode = tree::inode(writer, replaced.ino)?;
         let what = || tree::display(to.name);
         match (by_directory, inode.is_directory()) {
-            (true, true) => {
-                remove_directory(writer, replaced.ino, to.name)?;
-                Ok(-1)
-            }
+            (true, true) => remove_directory(writer, replaced.ino, to.name),
             (true, false) => Err(Error::NotADirectory { what: what() }),
             (false, true) => Err(Error::IsADirectory { what: what() }),
-            (false, false) => {
-                tree::drop_link(writer, replaced.ino, inode, now, &self.shared.open, closing)?;
-                Ok(0)
-            }
+            (false, false) => tree::drop_link(writer, replaced.ino, inode, now, &self.shared.open, closing),
         }
     }
 }

@@ -181,6 +181,15 @@ impl<'a> Closing<'a> {
     }
 }
 
+/// What has lost a name, as it is then.
+#[derive(Debug)]
+pub(crate) struct Unlinked {
+    pub(crate) ino: u64,
+    pub(crate) inode: Inode,
+    /// Of a symbolic link.
+    pub(crate) target: Option<Vec<u8>>,
+}
+
 /// Takes one link from a file. With the last one the inode goes; if it is open, or others may have it
 /// open, after the last close.
 pub(crate) fn drop_link<'a>(
@@ -190,13 +199,18 @@ pub(crate) fn drop_link<'a>(
     now: Timestamp,
     open: &'a OpenTable,
     closing: &mut Closing<'a>,
-) -> Result<()> {
+) -> Result<Unlinked> {
     writer.txn().makes_room();
+    let target = match inode.kind {
+        FileKind::Symlink => writer.get(&keys::target(ino))?,
+        _ => None,
+    };
     inode.nlink = inode.nlink.saturating_sub(1);
     inode.ctime = now;
     inode.lost_name();
     if inode.nlink > 0 {
-        return put_inode(writer, ino, &inode);
+        put_inode(writer, ino, &inode)?;
+        return Ok(Unlinked { ino, inode, target });
     }
     let (volume, session) = (writer.volume(), writer.session());
     let is_others = inode.kind == FileKind::File && !session::is_alone(writer.txn().as_read(), session)?;
@@ -209,15 +223,16 @@ pub(crate) fn drop_link<'a>(
         }
         false => {
             records.iter().try_for_each(|record| writer.delete(record))?;
-            if records.len() < REMOVE_NOW_MAX {
-                return Ok(());
+            if records.len() >= REMOVE_NOW_MAX {
+                closing.collect = true;
+                writer.txn().put(&keys::orphan(volume, ino), &Orphan::free().encode())?;
             }
-            closing.collect = true;
-            return writer.txn().put(&keys::orphan(volume, ino), &Orphan::free().encode());
+            return Ok(Unlinked { ino, inode, target });
         }
     };
     put_inode(writer, ino, &inode)?;
-    writer.txn().put(&keys::orphan(volume, ino), &orphan.encode())
+    writer.txn().put(&keys::orphan(volume, ino), &orphan.encode())?;
+    Ok(Unlinked { ino, inode, target })
 }
 
 /// Removes the records of an inode that has no entries.

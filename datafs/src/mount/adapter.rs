@@ -39,7 +39,7 @@ fn owner(request: &Request) -> Owner {
 }
 
 /// Removes or moves something as the user that asks. A thread with CAP_FOWNER may do so in any directory.
-fn as_user(request: &Request, change: impl Fn(Option<u32>) -> Result<()>) -> Result<()> {
+fn as_user<T>(request: &Request, change: impl Fn(Option<u32>) -> Result<T>) -> Result<T> {
     let user = Some(request.uid()).filter(|user| *user != 0);
     match change(user) {
         Err(Error::NotPermitted { .. }) if user.is_some() && has_capability(request.pid(), CAP_FOWNER) => {
@@ -251,18 +251,14 @@ impl Filesystem for Adapter {
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
-        let held = self.held(parent, name);
         let removed = as_user(request, |user| self.handles.view.unlink_by(parent, name, user));
-        self.note_removed(held, &removed);
-        self.empty("unlink", parent, removed, reply);
+        self.empty("unlink", parent, removed.map(|removed| self.note_removed(removed)), reply);
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let parent = self.node(parent);
-        let held = self.held(parent, name);
         let removed = as_user(request, |user| self.handles.view.rmdir_by(parent, name, user));
-        self.note_removed(held, &removed);
-        self.empty("rmdir", parent, removed, reply);
+        self.empty("rmdir", parent, removed.map(|removed| self.note_removed(removed)), reply);
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
@@ -286,10 +282,8 @@ impl Filesystem for Adapter {
         let view = &self.handles.view;
         let (from, to) = ((parent, name), (new_parent, new_name));
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
-            let held = self.held(new_parent, new_name);
             let renamed = as_user(request, |user| view.rename_by(from, to, !flags.is_empty(), user));
-            self.note_removed(held, &renamed);
-            renamed
+            renamed.map(|replaced| replaced.into_iter().for_each(|replaced| self.note_removed(replaced)))
         } else if flags == RenameFlags::RENAME_EXCHANGE {
             as_user(request, |user| view.exchange_by(from, to, user))
         } else {

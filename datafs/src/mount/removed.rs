@@ -2,12 +2,11 @@
 //! that is opened with `O_PATH`. The volume has nothing of them any more, but as on a local disk they tell
 //! what they are. A regular file that is open is not among them: its record stays until the last close.
 
-use std::ffi::{OsStr, OsString};
-use std::time::SystemTime;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
 
 use super::answer::Adapter;
-use crate::error::Result;
-use crate::fs::{Attr, FileKind, Node};
+use crate::fs::{Attr, Node, Unlinked};
 
 /// What a removed node was.
 #[derive(Debug, Clone)]
@@ -18,26 +17,12 @@ pub(super) struct Removed {
 }
 
 impl Adapter {
-    /// What a name stands for that is going to be removed, if it is the last one.
-    pub(super) fn held(&self, parent: Node, name: &OsStr) -> Option<Removed> {
-        let view = &self.handles.view;
-        let attr = view.find(parent, name).ok()??;
-        if attr.nlink > 1 && attr.kind != FileKind::Directory {
-            return None;
-        }
-        let target = match attr.kind {
-            FileKind::Symlink => Some(view.readlink(attr.node).ok()?),
-            _ => None,
-        };
-        Some(Removed { attr: Attr { nlink: 0, ..attr }, target })
-    }
-
-    /// Keeps what was removed for as long as the kernel knows it. It is shown only when the volume has
-    /// nothing of it: another process may have changed the name since it was looked up.
-    pub(super) fn note_removed(&self, held: Option<Removed>, removed: &Result<()>) {
-        if let (Some(mut held), Ok(())) = (held, removed) {
-            held.attr.ctime = SystemTime::now();
-            self.coherence.removes(held);
+    /// Keeps what has lost its last name for as long as the kernel knows it.
+    pub(super) fn note_removed(&self, unlinked: Unlinked) {
+        let Unlinked { ino, inode, target } = unlinked;
+        if inode.nlink == 0 {
+            let attr = inode.attr(Node { snapshot: 0, ino });
+            self.coherence.removes(Removed { attr, target: target.map(OsString::from_vec) });
         }
     }
 }
