@@ -409,10 +409,12 @@ fn dates_before_1970_are_exact() {
 fn tick(dir: &Path, path: &Path) {
     let changed = |path: &Path| fs::metadata(path).map(|of| (of.ctime(), of.ctime_nsec())).unwrap();
     let (scratch, before) = (dir.join("scratch"), changed(path));
-    while {
+    loop {
         fs::write(&scratch, b"x").unwrap();
-        changed(&scratch) <= before
-    } {}
+        if changed(&scratch) > before {
+            break;
+        }
+    }
 }
 
 #[test]
