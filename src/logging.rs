@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use millrace_serving::logging::{LogSettings, Logging};
-use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::Interest;
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::{Level, Metadata, Subscriber};
 use tracing_subscriber::layer::{Context, Filter, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
@@ -25,7 +24,7 @@ pub(crate) fn start(filter: &str) -> Result<Arc<Switch>> {
     let (gate, handle) = reload::Layer::new(Gate { base, switched: None });
     let terminal = std::io::stderr().is_terminal();
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(terminal);
-    tracing_subscriber::registry().with(lines.with_filter(Expected).with_filter(gate)).try_init()?;
+    tracing_subscriber::registry().with(lines.with_filter(gate)).try_init()?;
     Ok(Arc::new(Switch { handle, settings: std::sync::Mutex::new(settings) }))
 }
 
@@ -79,10 +78,19 @@ struct Gate {
 impl Gate {
     /// Whether the switch decides, and what; `None` where the filter of `--log` does.
     fn decided(&self, metadata: &Metadata<'_>) -> Option<bool> {
+        if is_expected(metadata) {
+            return Some(false);
+        }
         let settings = self.switched?;
         let on = is_on(&settings, metadata.level());
         (!on || metadata.target().starts_with("millrace")).then_some(on)
     }
+}
+
+/// What the FUSE library logs when the kernel takes no answer: mostly to a system call that was interrupted, of which
+/// the kernel knows no more. That is no error.
+fn is_expected(metadata: &Metadata<'_>) -> bool {
+    metadata.target() == "fuser::reply" && *metadata.level() == Level::ERROR
 }
 
 fn is_on(settings: &LogSettings, level: &Level) -> bool {
@@ -140,41 +148,6 @@ impl<S: Subscriber> Filter<S> for Gate {
     }
 }
 
-/// Drops what the FUSE library logs as an error and is none: an answer to a system call that was interrupted finds
-/// no request any more in the kernel (ENOENT).
-struct Expected;
-
-impl<S> Filter<S> for Expected {
-    fn enabled(&self, _metadata: &Metadata<'_>, _context: &Context<'_, S>) -> bool {
-        true
-    }
-
-    fn callsite_enabled(&self, _metadata: &'static Metadata<'static>) -> Interest {
-        Interest::always()
-    }
-
-    fn event_enabled(&self, event: &Event<'_>, _context: &Context<'_, S>) -> bool {
-        // Of libraries that log without spans.
-        let mut unanswered = Unanswered(false);
-        if event.metadata().target() == "log" {
-            event.record(&mut unanswered);
-        }
-        !unanswered.0
-    }
-}
-
-/// Whether an event tells of an answer that nothing waits for.
-struct Unanswered(bool);
-
-impl Visit for Unanswered {
-    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        if field.name() == "message" {
-            let message = format!("{value:?}");
-            self.0 = message.starts_with("Failed to send FUSE reply") && message.ends_with("(os error 2)");
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -212,6 +185,7 @@ mod tests {
         tracing::trace!(target: "millrace_serving", "own-trace");
         tracing::error!(target: "h2", "other-error");
         tracing::info!(target: "h2", "other-info");
+        tracing::error!(target: "fuser::reply", "interrupted");
     }
 
     #[test]
@@ -244,22 +218,6 @@ mod tests {
         switch.change(&|settings| (settings.info, settings.verbose_level) = (false, 0)).unwrap();
         speak();
         assert!(lines.take().is_empty());
-    }
-
-    #[test]
-    fn an_answer_that_nothing_waits_for_is_no_error() {
-        let lines = Lines::default();
-        let writer = lines.clone();
-        let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
-        let layer = layer.with_filter(Expected).with_filter(EnvFilter::try_new("warn").unwrap());
-        let _guard = tracing_subscriber::registry().with(layer).set_default();
-        let answered = |errno: i32| std::io::Error::from_raw_os_error(errno);
-        tracing::error!(target: "log", "Failed to send FUSE reply: {}", answered(libc::ENOENT));
-        assert!(lines.take().is_empty());
-        tracing::error!(target: "log", "Failed to send FUSE reply: {}", answered(libc::EINVAL));
-        tracing::error!(target: "log", "{}", answered(libc::ENOENT));
-        tracing::error!(target: "millrace_datafs", "Failed to send FUSE reply: {}", answered(libc::ENOENT));
-        assert_eq!(lines.take(), ["22)", "2)", "2)"]);
     }
 
     #[test]
