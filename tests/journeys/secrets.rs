@@ -35,7 +35,7 @@ bootstrap_servers = "127.0.0.1:1"
 "sasl.mechanism" = "PLAIN"
 "sasl.username" = { env = "TEST_USER_OF_MILLRACE" }
 "sasl.password" = "planted-sasl-password"
-"ssl.key.password" = "planted-key-password"
+"client.rack" = "planted-key-password"
 "socket.timeout.ms" = 100
 
 [serving.telemetry]
@@ -97,7 +97,7 @@ fn errors_about_settings_show_no_secret() {
             "\"sasl.mechanism\" = \"PLAIN\"",
             "\"sasl.mechanism\" = \"planted-sasl-password\"",
             "produce",
-            "sasl",
+            "SASL",
         ),
         (
             "\"socket.timeout.ms\" = 100",
@@ -134,6 +134,8 @@ fn errors_about_settings_show_no_secret() {
         home.file("secret", "planted-in-a-file");
         let mut config = CONFIG.replace(from, to);
         assert_ne!(config, CONFIG, "{from}");
+        // A key in place is refused before anything else.
+        config = config.replace("k = \"planted-key-of-volumes-32-bytes!\"\n", "");
         if to.contains("store_options = ") {
             let (head, rest) = config.split_once("[datafs.store_options]").unwrap();
             config = format!("{head}{}", &rest[rest.find("[datafs.encryption_keys]").unwrap()..]);

@@ -75,7 +75,7 @@ fn a_supervised_mount_comes_back_after_the_program_was_replaced() {
     command.args(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
     let mut supervisor = Service::spawn(&mut command);
     supervisor.object();
-    std::fs::write(at.join("file"), b"x").unwrap();
+    std::fs::File::create(at.join("file")).unwrap().sync_all().unwrap();
     let next = home.file("next", "#!/bin/false\n");
     std::fs::rename(next, &program).unwrap();
     let daemon = daemon_of(&supervisor).unwrap();

@@ -5,7 +5,8 @@ use std::fmt;
 use std::fs;
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{self, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, Result};
 
@@ -14,7 +15,7 @@ const FILE_BYTES_MAX: u64 = 64 * 1024;
 
 /// A value, or `{ env = "NAME" }` or `{ file = "PATH" }` for where it is. `Debug` never shows the
 /// value; `Serialize` does, because processes hand their configuration on.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Secret {
     /// A text, as it is.
@@ -30,16 +31,14 @@ pub enum Secret {
 }
 
 /// Names a variable of the environment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FromEnvironment {
     /// The variable.
     pub env: String,
 }
 
 /// Names a file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FromFile {
     /// The file; a path that is not absolute begins at the working directory.
     pub file: PathBuf,
@@ -119,6 +118,49 @@ impl From<&str> for Secret {
     }
 }
 
+impl<'de> Deserialize<'de> for Secret {
+    /// By hand: errors of derived code repeat what they refuse.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Secret, D::Error> {
+        deserializer.deserialize_any(SecretVisitor)
+    }
+}
+
+struct SecretVisitor;
+
+impl<'de> Visitor<'de> for SecretVisitor {
+    type Value = Secret;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value, { env = \"NAME\" } or { file = \"PATH\" }")
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> std::result::Result<Secret, E> {
+        Ok(Secret::Text(value.to_owned()))
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> std::result::Result<Secret, E> {
+        Ok(Secret::Flag(value))
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> std::result::Result<Secret, E> {
+        Ok(Secret::Number(value))
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> std::result::Result<Secret, E> {
+        i64::try_from(value).map(Secret::Number).map_err(|_| E::custom("a number is too large"))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Secret, A::Error> {
+        let refused = || de::Error::custom(format_args!("expected {}", &self as &dyn de::Expected));
+        let secret = match map.next_key::<String>()?.as_deref() {
+            Some("env") => Secret::Environment(FromEnvironment { env: map.next_value()? }),
+            Some("file") => Secret::File(FromFile { file: map.next_value()? }),
+            _ => return Err(refused()),
+        };
+        if map.next_key::<String>()?.is_some() { Err(refused()) } else { Ok(secret) }
+    }
+}
+
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -162,7 +204,18 @@ mod tests {
         // A process hands its configuration on whole.
         let again: Config = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
-        let wrong = serde_json::json!({ "store_options": { "key": { "envv": "X" } } });
-        assert!(serde_json::from_value::<Config>(wrong).is_err());
+        for wrong in [
+            serde_json::json!({ "envv": "hunter2" }),
+            serde_json::json!({ "hunter2": 1 }),
+            serde_json::json!({ "env": "X", "file": "hunter2" }),
+            serde_json::json!({}),
+            serde_json::json!(["hunter2"]),
+            serde_json::json!(1.5),
+            serde_json::json!(null),
+        ] {
+            let config = serde_json::json!({ "store_options": { "key": wrong } });
+            let error = serde_json::from_value::<Config>(config).unwrap_err().to_string();
+            assert!(error.contains("{ file = ") && !error.contains("hunter2"), "{error}");
+        }
     }
 }

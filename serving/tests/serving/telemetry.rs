@@ -377,7 +377,7 @@ async fn a_collector_that_is_none_is_refused_at_the_start() {
     for (table, part) in [
         (r#"{"telemetry":{"endpoint":1}}"#, "string"),
         (r#"{"telemetry":{"endpiont":"x"}}"#, "endpiont"),
-        (r#"{"telemetry":{"headers":{"a":[]}}}"#, "Secret"),
+        (r#"{"telemetry":{"headers":{"a":[]}}}"#, "a value, { env"),
     ] {
         let error = serde_json::from_str::<Config>(table).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
