@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::json;
 
-use super::{Mapping, parse, row_outputs};
+use super::{Document, Mapping, parse, parse_document, row_outputs};
 use crate::tensor::{Data, Tensor};
 
 fn signature(shape: Vec<i64>) -> Signature {
