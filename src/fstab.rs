@@ -71,7 +71,7 @@ impl Flags {
             (self.dev, "--dev"),
             (self.noexec, "--noexec"),
         ];
-        flags.into_iter().filter_map(|(given, flag)| given.then(|| flag.into()))
+        flags.into_iter().filter(|(given, _)| *given).map(|(_, flag)| flag.into())
     }
 }
 

@@ -38,6 +38,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+use std::fs;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};

@@ -88,6 +88,12 @@ fn plain(reason: &str) -> String {
     text.split(" (after ").next().unwrap_or(text).to_string()
 }
 
+/// The value of one of the user's properties.
+pub(crate) fn property(key: &str, value: &Secret) -> Result<String> {
+    let value = value.text(&format!("[streams.properties] {key}"));
+    value.map_err(|error| Error::Config { reason: error.to_string() })
+}
+
 /// Settings in order of strength: `defaults`, the user's properties, `fixed`.
 pub(crate) fn client_config(
     kafka: &KafkaConfig,
@@ -101,8 +107,7 @@ pub(crate) fn client_config(
     }
     let mut properties = Vec::with_capacity(kafka.properties.len());
     for (key, value) in &kafka.properties {
-        let value = value.text(&format!("[streams.properties] {key}"));
-        properties.push((key.as_str(), value.map_err(|error| Error::Config { reason: error.to_string() })?));
+        properties.push((key.as_str(), property(key, value)?));
     }
     let mut settings: BTreeMap<&str, &str> = BTreeMap::new();
     settings.insert("client.id", "millrace");

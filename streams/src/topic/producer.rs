@@ -14,7 +14,7 @@ use rdkafka::producer::{BaseRecord, Producer as _, ProducerContext, ThreadedProd
 use rdkafka::types::RDKafkaErrorCode as Code;
 use tokio::sync::{Notify, oneshot};
 
-use super::client::{ANSWER_WAIT, Context, blocking, client_config, translate};
+use super::client::{ANSWER_WAIT, Context, blocking, client_config, property, translate};
 use crate::config::KafkaConfig;
 use crate::error::{Error, Result};
 use crate::metrics;
@@ -182,7 +182,7 @@ impl Producer {
         let wait = DELIVERY_WAIT_MS.to_string();
         // "topic" logs why records are tried again.
         let debug = match kafka.properties.get("debug") {
-            Some(others) => format!("{others},topic"),
+            Some(others) => format!("{},topic", property("debug", others)?),
             None => "topic".to_string(),
         };
         let mut config = client_config(

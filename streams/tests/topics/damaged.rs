@@ -67,7 +67,7 @@ async fn a_flipped_byte_in_a_closed_segment_reaches_no_consumer() {
     let broker = broker_with(dir.path(), config.clone()).await;
     let mut kafka = kafka_of(&broker);
     // As other clients do.
-    kafka.properties.insert("check.crcs".to_string(), "false".to_string());
+    kafka.properties.insert("check.crcs".to_string(), "false".into());
     create_topic(&kafka, "t", 1).await.unwrap();
     let producer = Producer::connect(&kafka).await.unwrap();
     for id in 0..4u8 {
