@@ -106,7 +106,14 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
     };
     let mut arguments: Vec<OsString> = vec!["millrace".into()];
     let (mut named, mut flags) = (Vec::<OsString>::new(), Flags::default());
-    for option in options.iter().flat_map(|text| text.to_str().unwrap_or_default().split(',')) {
+    let mut given = Vec::new();
+    for text in &options {
+        let Some(text) = text.to_str() else {
+            return fail(Exit::Usage, format!("{NAME}: the options are no text (UTF-8): {}", text.display()));
+        };
+        given.extend(text.split(','));
+    }
+    for option in given {
         match option.split_once('=') {
             Some(("home", value)) => arguments.extend(["--home".into(), value.into()]),
             Some(("config", value)) => arguments.extend(["--config".into(), value.into()]),
@@ -116,7 +123,15 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
             _ if option.is_empty() || NOT_OURS.contains(&option) => {}
             _ if option.starts_with("x-") || option.starts_with("X-") => {}
             _ if flags.note(option) => {}
-            _ => return fail(Exit::Usage, format!("{NAME} knows no option {option:?}")),
+            _ => {
+                let (what, at) = (what.display(), at.display());
+                return fail(
+                    Exit::Usage,
+                    format!(
+                        "cannot mount {what} at {at}: {NAME} knows no option {option:?}; remove it (docs/operations.md lists the options)"
+                    ),
+                );
+            }
         }
     }
     arguments.extend(["mount".into(), "--detach".into()]);

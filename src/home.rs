@@ -98,7 +98,7 @@ impl Home {
 
     /// Opens the folder, creating it when it is missing; refuses one of a newer format and one
     /// that cannot be written. What other users could read of it is closed to them, with a note.
-    pub(crate) fn open(root: PathBuf, note: impl Fn(&str)) -> Result<Home> {
+    pub(crate) fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
         let way_out = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = private::create_dir_all(&root) {
             return fail(
@@ -157,7 +157,7 @@ impl Home {
                 root.display()
             )),
         }
-        let in_use = share(&root)?;
+        let in_use = if shares { share(&root)? } else { None };
         Ok(Home { root, in_use })
     }
 

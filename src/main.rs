@@ -119,7 +119,9 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         let shown = loaded.settings.without_secrets();
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
-    let home = home::Home::open(root, |text| out.note(text))?;
+    // The commands that use a temporary broker hold the shared lock; one of them may hold it alone.
+    let shares = !matches!(cli.command, Command::Broker { temporary: true, .. });
+    let home = home::Home::open(root, shares, |text| out.note(text))?;
     let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
         // These stop in order by themselves.

@@ -54,6 +54,9 @@ impl Schedule {
             if name.len() > NAME_BYTES_MAX {
                 return wrong(format!("the name {name} has more than {NAME_BYTES_MAX} characters"));
             }
+            if one.keep == 0 {
+                return wrong("keep must be at least 1".into());
+            }
             if !names.insert((one.volume.clone(), name.clone())) {
                 return wrong(format!("two schedules are called {name}: give each a name of its own"));
             }
@@ -62,7 +65,7 @@ impl Schedule {
                 volume: one.volume.clone(),
                 name,
                 every_s: one.every_s,
-                keep: one.keep.max(1),
+                keep: one.keep,
                 only,
             });
         }

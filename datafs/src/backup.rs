@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use self::file::BackupFile;
 use crate::config::Config;
-use crate::data::{Copied, ObjectId, ObjectPool, sync_names};
+use crate::data::{Copied, ObjectId, sync_names};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::failpoint;
@@ -109,10 +109,14 @@ impl Datafs {
 
     /// Replaces all volumes of a home by those of a backup. Fails with [`Error::InUse`] while any process has them
     /// open. The store, which may be another one than that of the backup, keeps what it has beside them.
+    ///
+    /// A store that other volumes are recorded for is refused unless `take_store` says that those are gone for good;
+    /// they are refused from their next opening on.
     pub fn restore(
         home: &Path,
         config: &Config,
         from: &Path,
+        take_store: bool,
         progress: Progress<'_>,
     ) -> Result<RestoreReport> {
         let folder = Folder::open(from)?;
@@ -123,6 +127,7 @@ impl Datafs {
         // The hold comes first: a process that opens the volumes after it deletes nothing.
         let _hold = Hold::take(&shared)?;
         check_alone(&shared)?;
+        let store = own_store(&shared, take_store)?;
         failpoint::hit("restore-held");
         let objects = folder.path(OBJECTS);
         let file = Mutex::new(file);
@@ -135,7 +140,10 @@ impl Datafs {
         })?;
         failpoint::hit("restore-objects-copied");
         let file = file.into_inner();
-        let store = store_of(&shared.pool, &file)?;
+        let store = match store {
+            Some(id) => id,
+            None => mark_anew(&shared)?,
+        };
         failpoint::hit("restore-marked");
         let mut pairs = restored(&shared, &file, store)?;
         shared.meta.replace(&mut || check_alone(&shared), &mut pairs)?;
@@ -144,17 +152,34 @@ impl Datafs {
     }
 }
 
-/// The number of the store that is restored into; one that has none gets that of the backup's store.
-fn store_of(pool: &ObjectPool, file: &BackupFile) -> Result<StoreId> {
-    match StoreId::of(pool) {
-        Ok(Some(id)) => return Ok(id),
-        Ok(None) | Err(Error::Corrupt { .. }) => {}
+/// The number of the store that is restored into; `None` where it is to be marked.
+fn own_store(shared: &Shared, take_store: bool) -> Result<Option<StoreId>> {
+    let marked = match StoreId::of(&shared.pool) {
+        Ok(Some(id)) => id,
+        Ok(None) | Err(Error::Corrupt { .. }) => return Ok(None),
         Err(error) => return Err(error),
+    };
+    let own = shared.meta.view(StoreRow::get)?.map(|row| row.id);
+    if own == Some(marked) {
+        return Ok(own);
     }
-    let row = file.get(keys::STORE)?;
-    let id =
-        row.map(|row| StoreRow::decode(&row)).transpose()?.map_or_else(StoreId::draw, |row| Ok(row.id))?;
-    id.mark(pool)?;
+    if take_store {
+        return Ok(None);
+    }
+    Err(Error::Invalid(format!(
+        "cannot restore into the object store at {}: it belongs to the volumes of another home, which would share \
+         its objects; use an empty store or, if that home is gone for good, take its store (--take-store)",
+        shared.pool.place()
+    )))
+}
+
+/// Marks the store: with the number that the metadata has, where the marker was lost, else with a new one. Never with
+/// that of the backup's store, which may still be in use.
+fn mark_anew(shared: &Shared) -> Result<StoreId> {
+    let is_marked = matches!(StoreId::of(&shared.pool), Ok(Some(_)));
+    let own = shared.meta.view(StoreRow::get)?.map(|row| row.id).filter(|_| !is_marked);
+    let id = own.map_or_else(StoreId::draw, Ok)?;
+    id.mark(&shared.pool)?;
     Ok(id)
 }
 
@@ -165,16 +190,16 @@ fn restored<'a>(
     store: StoreId,
 ) -> Result<impl Iterator<Item = Result<Pair>> + use<'a>> {
     let own = shared.session.id();
-    let mut roster = file.get(keys::ROSTER)?.unwrap_or_default();
-    roster.extend(own.to_be_bytes());
     let set = [
         (keys::STORE.to_vec(), StoreRow { id: store, marked: true }.encode()),
-        (keys::ROSTER.to_vec(), roster),
+        (keys::ROSTER.to_vec(), own.to_be_bytes().to_vec()),
         (keys::session(own), session::row()),
     ];
     let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
+    // Sessions of the backup may be alive elsewhere: what they have in the store is not this home's to clean up.
+    let prefixes = [keys::holds(), keys::sessions(), keys::sessions_in_cleanup()];
     let kept = move |pair: &Result<Pair>| match pair {
-        Ok((key, _)) => !left_out.contains(key) && !key.starts_with(&keys::holds()),
+        Ok((key, _)) => !left_out.contains(key) && !prefixes.iter().any(|prefix| key.starts_with(prefix)),
         Err(_) => true,
     };
     Ok(file.pairs().filter(kept).chain(set.map(Ok)))

@@ -150,7 +150,8 @@ pub enum Error {
     },
     /// Other processes have the volumes open (EBUSY), and what was asked for needs them alone.
     #[error(
-        "the volumes at {place} are open in another process: end its mounts, services and commands, then retry"
+        "the volumes at {place} are open in another process: end its mounts, services and commands, then retry \
+         (with PostgreSQL, a process counts until session_lease_ms after its end)"
     )]
     InUse {
         /// The metadata file or server.

@@ -14,9 +14,10 @@ pub fn create_dir_all(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// How a file is opened that is made where it is missing.
+/// How a file is opened that is made where it is missing. A symbolic link is refused (ELOOP): in the home of
+/// another user it could lead to any file of this one.
 pub fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
-    options.mode(0o600);
+    options.mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options
 }

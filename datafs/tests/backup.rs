@@ -83,7 +83,7 @@ fn backup(datafs: &Datafs, to: &Path) -> millrace_datafs::BackupReport {
 fn restore(home: &Path, config: &Config, from: &Path) {
     let deadline = Instant::now() + LIMIT;
     loop {
-        match Datafs::restore(home, config, from, &|_| true) {
+        match Datafs::restore(home, config, from, false, &|_| true) {
             Err(Error::InUse { .. }) if config.meta_url.is_some() => assert!(Instant::now() < deadline),
             restored => return assert_eq!(restored.unwrap().missing, 0),
         }
@@ -214,7 +214,7 @@ fn volumes_that_are_open_are_not_replaced() {
         let datafs = make(home, config);
         backup(&datafs, folder);
         write(&datafs, 3);
-        let error = Datafs::restore(home, config, folder, &|_| true).unwrap_err();
+        let error = Datafs::restore(home, config, folder, false, &|_| true).unwrap_err();
         assert!(matches!(error, Error::InUse { .. }), "{error}");
         assert_eq!(version(&datafs, "v"), 3);
         write(&datafs, 4);
@@ -252,11 +252,11 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
     // Objects that are nowhere, metadata that is cut.
     let elsewhere = home.with_file_name("elsewhere");
     std::fs::remove_file(&files(folder.join("objects"))[0]).unwrap();
-    let error = Datafs::restore(&elsewhere, &config, &folder, &|_| true).unwrap_err();
+    let error = Datafs::restore(&elsewhere, &config, &folder, false, &|_| true).unwrap_err();
     assert!(error.to_string().contains("is missing there and in the object store"), "{error}");
     let metadata = std::fs::read(folder.join("metadata.sqlite")).unwrap();
     std::fs::write(folder.join("metadata.sqlite"), &metadata[..metadata.len() / 2]).unwrap();
-    let error = Datafs::restore(&home, &config, &folder, &|_| true).unwrap_err();
+    let error = Datafs::restore(&home, &config, &folder, false, &|_| true).unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     assert_eq!(version(&Datafs::open(&home, &config).unwrap(), "v"), 2);
 }
@@ -269,12 +269,45 @@ fn folders_that_are_no_backups_of_this_store_are_left_alone() {
     std::fs::write(folder.join("letter"), "dear").unwrap();
     let error = datafs.backup(&folder, &|_| true).unwrap_err().to_string();
     assert!(error.contains("no backup"), "{error}");
-    assert!(Datafs::restore(&home, &config, &folder, &|_| true).unwrap_err().is_not_found());
+    assert!(Datafs::restore(&home, &config, &folder, false, &|_| true).unwrap_err().is_not_found());
     std::fs::remove_file(folder.join("letter")).unwrap();
     backup(&datafs, &folder);
     let other = make(&home.with_file_name("other"), &config);
     let error = other.backup(&folder, &|_| true).unwrap_err().to_string();
     assert!(error.contains("another object store"), "{error}");
+}
+
+#[test]
+fn a_store_of_another_home_is_taken_only_on_demand_and_then_refused_there() {
+    let Place { home, folder, _dir } = &place();
+    let store = home.with_file_name("store");
+    let config = settings(Config { store_dir: store, ..Config::default() });
+    let datafs = make(home, &config);
+    backup(&datafs, folder);
+    write(&datafs, 3);
+    let other = home.with_file_name("other");
+    let error = Datafs::restore(&other, &config, folder, false, &|_| true).unwrap_err().to_string();
+    assert!(error.contains("another home") && error.contains("--take-store"), "{error}");
+    assert_eq!(version(&datafs, "v"), 3);
+    drop(datafs);
+    Datafs::restore(&other, &config, folder, true, &|_| true).unwrap();
+    let taken = Datafs::open(&other, &config).unwrap();
+    assert_eq!((version(&taken, "v"), version(&taken, "v@first")), (2, 1));
+    assert!(Datafs::open(home, &config).is_err(), "two homes share the objects of one store");
+}
+
+#[test]
+fn a_restored_home_has_a_store_of_its_own() {
+    let (config, Place { home, folder, _dir }) = (settings(Config::default()), place());
+    let datafs = make(&home, &config);
+    backup(&datafs, &folder);
+    let other = home.with_file_name("other");
+    restore(&other, &config, &folder);
+    let restored = Datafs::open(&other, &config).unwrap();
+    let error = restored.backup(&folder, &|_| true).unwrap_err().to_string();
+    assert!(error.contains("another object store"), "{error}");
+    assert_eq!(restored.gc().unwrap().sessions, 0, "sessions of the first home are not of this one");
+    assert_eq!(version(&datafs, "v"), 2);
 }
 
 const FOLDER: &str = "MILLRACE_TEST_BACKUP";

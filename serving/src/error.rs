@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// ONNX Runtime was not found.
     #[error(
-        "ONNX Runtime was not found ({searched}): run scripts/setup, or set ORT_DYLIB_PATH to libonnxruntime.so version 1.{} or newer",
+        "ONNX Runtime was not found ({searched}): run make install in a checkout, or set ORT_DYLIB_PATH or [serving] onnxruntime to libonnxruntime.so version 1.{} or newer",
         ort::MINOR_VERSION
     )]
     RuntimeMissing {
@@ -21,7 +21,7 @@ pub enum Error {
     },
     /// The library that was found cannot be used.
     #[error(
-        "{} cannot be used as ONNX Runtime: {reason}; run scripts/setup, or set ORT_DYLIB_PATH to libonnxruntime.so version 1.{} or newer",
+        "{} cannot be used as ONNX Runtime: {reason}; set ORT_DYLIB_PATH or [serving] onnxruntime to libonnxruntime.so version 1.{} or newer in a place that only root and this user can write",
         path.display(), ort::MINOR_VERSION
     )]
     RuntimeUnusable {

@@ -1,6 +1,7 @@
 //! ONNX Runtime: finding the shared library, loading it once per process, saying in one line what is
 //! wrong when it cannot be used.
 
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -120,13 +121,16 @@ fn check_trust(library: &Path) -> Result<(), String> {
         .flatten()
         .flatten()
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("libonnxruntime"))
-        .map(|entry| entry.path());
+        .map(|entry| entry.path().canonicalize().unwrap_or_else(|_| entry.path()))
+        .flat_map(|path| path.ancestors().map(Path::to_path_buf).collect::<Vec<_>>());
     for path in library.ancestors().map(Path::to_path_buf).chain(loaded_with_it) {
         let found = std::fs::metadata(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        // In a folder such as /tmp, other users cannot replace what is not theirs.
-        let is_sticky = found.is_dir() && found.mode() & 0o1000 != 0;
-        // The group of a user alone has the user's number.
-        let group_is_owner = found.gid() == 0 || found.gid() == found.uid();
+        // In a folder such as /tmp, other users cannot replace what is not theirs, but add what is loaded with it.
+        let is_sticky =
+            found.is_dir() && found.mode() & 0o1000 != 0 && library.parent() != Some(path.as_path());
+        // The group of a user alone has the user's number. With an access control list, the bits of the group are
+        // what the list may give to anyone.
+        let group_is_owner = (found.gid() == 0 || found.gid() == found.uid()) && !has_acl(&path);
         let writable = found.mode() & if group_is_owner { 0o002 } else { 0o022 } != 0;
         let reason = if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
             format!("belongs to user {}", found.uid())
@@ -138,6 +142,16 @@ fn check_trust(library: &Path) -> Result<(), String> {
         return Err(format!("{} {reason}, whose code this process would run", path.display()));
     }
     Ok(())
+}
+
+/// Whether a file or folder has an access control list.
+fn has_acl(path: &Path) -> bool {
+    let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return true };
+    // SAFETY: both names are terminated, and nothing is written without a buffer.
+    let len = unsafe {
+        libc::getxattr(path.as_ptr(), c"system.posix_acl_access".as_ptr(), std::ptr::null_mut(), 0)
+    };
+    len > 0
 }
 
 /// `libonnxruntime.so` in a folder, or the highest of `libonnxruntime.so.*`.

@@ -102,6 +102,9 @@ pub(crate) struct RestoreArgs {
     /// Really replace all volumes: what was written since the backup is lost
     #[arg(long)]
     pub(crate) yes: bool,
+    /// The home that used this object store is gone for good: refuse it from now on
+    #[arg(long)]
+    pub(crate) take_store: bool,
 }
 
 /// `millrace fsck`

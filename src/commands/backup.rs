@@ -63,7 +63,7 @@ pub(crate) fn restore(context: &Context, args: &RestoreArgs) -> Result<()> {
         );
     }
     let bar = context.out.progress("copying", "bytes", None);
-    let report = Datafs::restore(home, &context.loaded.settings.datafs, from, &|bytes| {
+    let report = Datafs::restore(home, &context.loaded.settings.datafs, from, args.take_store, &|bytes| {
         bar.set_position(bytes);
         !context.stop.is_cancelled()
     });

@@ -34,13 +34,21 @@ async fn list(context: &Context, kafka: &KafkaConfig) -> Result<()> {
 }
 
 async fn delete(context: &Context, kafka: &KafkaConfig, name: &str, yes: bool) -> Result<()> {
-    let marks = topic::watermarks(kafka, name).await?;
+    let marks = match topic::watermarks(kafka, name).await {
+        Err(millrace_streams::Error::UnknownTopic { .. }) => {
+            let message =
+                format!("cannot delete topic {name}: there is none of this name; see millrace topic list");
+            return fail(Exit::NotFound, message);
+        }
+        marks => marks?,
+    };
     let records: i64 = marks.values().map(|(low, high)| high - low).sum();
-    if records > 0 && !yes {
+    // Also where none can be read: a damaged partition may hold more.
+    if !yes {
         let records = count(records.max(0) as u64);
         return fail(
             Exit::Usage,
-            format!("topic {name} holds {records} records: add --yes to delete it for good"),
+            format!("topic {name} holds {records} records that can be read: add --yes to delete it for good"),
         );
     }
     topic::delete_topic(kafka, name).await?;

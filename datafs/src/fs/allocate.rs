@@ -52,6 +52,9 @@ impl View {
             match how {
                 Allocate::Extend | Allocate::KeepSize => {}
                 Allocate::PunchHole | Allocate::Zero | Allocate::ZeroKeepSize => {
+                    if how == Allocate::PunchHole {
+                        writer.txn().makes_room();
+                    }
                     content::zero(writer, ino, &inode, offset, end)?;
                 }
             }

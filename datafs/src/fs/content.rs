@@ -446,7 +446,6 @@ pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, inode: &Inode, size: u
 /// Makes a range read as zeroes, and take no space; `inode` is what the file was before the transaction.
 /// The caller sets the size.
 pub(crate) fn zero(writer: &mut Writer<'_>, ino: u64, inode: &Inode, start: u64, end: u64) -> Result<()> {
-    writer.txn().makes_room();
     if writer.stored_bytes(ino, inode) == 0 {
         return Ok(());
     }

@@ -145,9 +145,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
-            Err(Error::NoSpace { .. }) if frozen.makes_room && !relieved => {
+            // Another process may have set the reserve aside again since.
+            Err(Error::NoSpace { .. }) if frozen.makes_room && (shared.reserve.release() || !relieved) => {
                 relieved = true;
-                shared.reserve.release();
                 // With that, the log can be copied back, and begins anew.
                 checkpoint::copy_all(shared);
                 continue;
@@ -230,6 +230,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     failpoint::hit("group-frozen");
     // A commit to a file that has lost its name is lost.
     if shared.turn.is_outdated() || !shared.engine.is_in_place() {
+        shared.engine.note_replaced();
         return Err(shared.replaced());
     }
     frozen.prerequisites.run()?;

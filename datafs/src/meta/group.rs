@@ -581,6 +581,7 @@ impl Shared {
     }
 
     fn refuse_replaced(&self) -> Error {
+        self.engine.note_replaced();
         let error = self.replaced();
         self.fail(&error);
         error

@@ -8,14 +8,15 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, params};
 
 use super::codec::Decoder;
@@ -63,6 +64,23 @@ pub(crate) struct Sqlite {
     log_named: AtomicBool,
     /// Device and inode of the file.
     file: (u64, u64),
+    /// The file, opened by `O_PATH`: closing that drops none of SQLite's locks.
+    handle: File,
+    /// Another file was put in its place: the log belongs to neither any more.
+    replaced: AtomicBool,
+}
+
+impl Drop for Sqlite {
+    fn drop(&mut self) {
+        // The last connection of a process copies the log back when it is closed, into whatever is at the path.
+        if self.replaced.load(Ordering::Acquire) {
+            let readers = self.readers.get_mut().iter();
+            let copier = self.copier.get_mut().iter();
+            for connection in readers.chain(copier).chain([&self.writer.get_mut().connection]) {
+                leave_log(connection);
+            }
+        }
+    }
 }
 
 struct Writer {
@@ -80,7 +98,12 @@ impl Sqlite {
     /// Opens the file, which is created when missing; its directory exists.
     pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Sqlite> {
         let connection = connect(path, lock_wait)?;
-        let file = file_at(path).map_err(|e| Error::io("look at metadata file", path, e))?;
+        let look = || {
+            let handle = OpenOptions::new().read(true).custom_flags(nix::libc::O_PATH).open(path)?;
+            let found = handle.metadata()?;
+            Ok(((found.dev(), found.ino()), handle))
+        };
+        let (file, handle) = look().map_err(|e| Error::io("look at metadata file", path, e))?;
         let engine = Sqlite {
             path: path.to_owned(),
             lock_wait,
@@ -90,6 +113,8 @@ impl Sqlite {
             log_pages: AtomicU32::new(0),
             log_named: AtomicBool::new(false),
             file,
+            handle,
+            replaced: AtomicBool::new(false),
         };
         engine.prepare()?;
         engine.allocate_shared_memory()?;
@@ -186,6 +211,9 @@ impl Sqlite {
 
     /// Copies the log back into the file, as far as nobody reads what was there before.
     pub(crate) fn checkpoint(&self) -> Result<()> {
+        if self.replaced.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let mut copier = self.copier.lock();
         let connection = match &*copier {
             Some(connection) => connection,
@@ -201,9 +229,18 @@ impl Sqlite {
         &self.path
     }
 
-    /// Whether the file still has its name, and no other file has it.
+    /// Whether the file still has a name, and no other file has its path. The path may lead nowhere for a while, as
+    /// when a folder above it is renamed.
     pub(crate) fn is_in_place(&self) -> bool {
-        file_at(&self.path).is_ok_and(|file| file == self.file)
+        match file_at(&self.path) {
+            Ok(file) => file == self.file,
+            Err(_) => self.handle.metadata().is_ok_and(|file| file.nlink() > 0),
+        }
+    }
+
+    /// Notes that another file was put in the place of this one: nothing is copied from the log any more.
+    pub(crate) fn note_replaced(&self) {
+        self.replaced.store(true, Ordering::Release);
     }
 
     /// Free bytes on the disk of the file, if the system tells.
@@ -269,6 +306,9 @@ impl Sqlite {
     }
 
     fn return_reader(&self, connection: Connection) {
+        if self.replaced.load(Ordering::Acquire) {
+            return leave_log(&connection);
+        }
         if connection.is_autocommit() {
             let mut readers = self.readers.lock();
             if readers.len() < READERS_IDLE_MAX {
@@ -464,6 +504,13 @@ impl WriteTxn for Txn<'_> {
 
     fn as_read(&mut self) -> &mut dyn ReadTxn {
         self
+    }
+}
+
+/// Keeps a connection from copying the log back when it is closed.
+fn leave_log(connection: &Connection) {
+    if let Err(error) = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true) {
+        tracing::warn!(%error, "the log of a replaced metadata file may be copied into the new one");
     }
 }
 

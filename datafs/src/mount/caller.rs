@@ -1,6 +1,7 @@
 //! What `/proc` tells of the threads whose system calls are answered. A request has only user and first group.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 
 use fuser::Request;
 
@@ -19,7 +20,18 @@ pub(super) fn is_interrupted(thread: u32) -> bool {
 
 /// Whether a thread has a capability. Threads that cannot be seen from here count as without.
 pub(super) fn has_capability(thread: u32, capability: u32) -> bool {
-    status(thread).is_some_and(|status| mask_in(&status, "CapEff") >> capability & 1 == 1)
+    is_in_own_user_namespace(thread)
+        && status(thread).is_some_and(|status| mask_in(&status, "CapEff") >> capability & 1 == 1)
+}
+
+/// Capabilities hold in their own user namespace, and every user can create one with all of them. A namespace that
+/// cannot be seen from here counts as another.
+fn is_in_own_user_namespace(thread: u32) -> bool {
+    let namespace = |task: &str| {
+        let found = fs::metadata(format!("/proc/{task}/ns/user")).ok()?;
+        Some((found.dev(), found.ino()))
+    };
+    namespace("self").is_some_and(|own| namespace(&thread.to_string()) == Some(own))
 }
 
 /// Whether a caller belongs to a group; `None` where that cannot be seen from here.

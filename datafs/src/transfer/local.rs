@@ -91,6 +91,24 @@ impl LocalTree {
         metadata_at(&folder, name)
     }
 
+    /// What was found before, for reading. Fails with [`Error::Stale`] where the path leads to something of another
+    /// kind, owner or mode now: the copy gets the mode of what was found, and the bytes and attributes of this.
+    fn open_found(&self, path: &Path, found: &Entry) -> Result<File> {
+        let shown = self.shown(path);
+        let opened = self.open_to_read(path);
+        let is_replaced = match &opened {
+            Ok(opened) => {
+                let now = entry(OsString::new(), &opened.metadata().map_err(fail("look at", &shown))?);
+                (now.kind, now.mode, now.owner) != (found.kind, found.mode, found.owner)
+            }
+            Err(error) => error.raw_os_error() == Some(Errno::LOOP.raw_os_error()),
+        };
+        if is_replaced {
+            return Err(Error::Stale { what: format!("the file {} that was found", shown.display()) });
+        }
+        opened.map_err(fail("open", &shown))
+    }
+
     /// A file or folder for reading.
     fn open_to_read(&self, path: &Path) -> io::Result<File> {
         if path.as_os_str().is_empty() {
@@ -201,18 +219,9 @@ impl Source for LocalTree {
     }
 
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>> {
-        let shown = self.shown(path);
-        let opened = self.open_to_read(path);
-        // It was a file when it was looked at.
-        let replaced = match &opened {
-            Ok(file) => !file.metadata().map_err(fail("look at", &shown))?.is_file(),
-            Err(error) => error.raw_os_error() == Some(Errno::LOOP.raw_os_error()),
-        };
-        if replaced {
-            return Err(Error::Stale { what: format!("the file {} that was found", shown.display()) });
-        }
-        let opened = opened.map_err(fail("open", &shown))?;
-        Ok(Box::new(LocalFile { file: opened, path: shown, at: 0, data_end: 0, size: file.size }))
+        let opened = self.open_found(path, file)?;
+        let path = self.shown(path);
+        Ok(Box::new(LocalFile { file: opened, path, at: 0, data_end: 0, size: file.size }))
     }
 
     fn target(&self, path: &Path, _: &Entry) -> Result<OsString> {
@@ -223,9 +232,9 @@ impl Source for LocalTree {
         read().map_err(fail("read link", &self.shown(path)))
     }
 
-    fn attributes(&self, path: &Path, _: &Entry) -> Result<Attributes> {
-        let read = || xattr::read(&self.open_to_read(path)?);
-        read().map_err(fail("read extended attributes of", &self.shown(path)))
+    fn attributes(&self, path: &Path, found: &Entry) -> Result<Attributes> {
+        let opened = self.open_found(path, found)?;
+        xattr::read(&opened).map_err(fail("read extended attributes of", &self.shown(path)))
     }
 }
 

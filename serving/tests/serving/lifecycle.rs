@@ -256,7 +256,7 @@ fn a_missing_or_foreign_library_is_one_clear_line() {
         assert!(start.elapsed() < Duration::from_secs(20));
         let line = text.lines().find(|line| line.starts_with("child: ")).unwrap();
         assert!(line.contains(reason), "{path:?}: {line}");
-        assert!(line.contains("ORT_DYLIB_PATH") && line.contains("scripts/setup"), "{line}");
+        assert!(line.contains("ORT_DYLIB_PATH") && line.contains("[serving] onnxruntime"), "{line}");
         assert!(text.contains("again: false"), "{text}");
         assert!(!errors.contains("panicked"), "{errors}");
     }

@@ -1,10 +1,11 @@
 //! A folder of dataset descriptions in the home, bounded in size: the oldest entries go.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use millrace_datafs::private;
 use sha2::{Digest, Sha256};
 
 use super::DatasetCache;
@@ -63,8 +64,9 @@ impl DatasetCache for FolderCache {
         let path = self.path(key);
         // Each process has a name of its own, so that a reader sees a whole entry or none.
         let temporary = path.with_extension(format!("{}.new", std::process::id()));
-        fs::create_dir_all(&self.dir)
-            .and_then(|()| fs::write(&temporary, value))
+        private::create_dir_all(&self.dir)
+            .and_then(|()| private::options().write(true).create(true).truncate(true).open(&temporary))
+            .and_then(|mut file| file.write_all(value))
             .and_then(|()| fs::rename(&temporary, &path))
             .and_then(|()| self.shrink())
             .map_err(|error| {

@@ -1,10 +1,11 @@
 //! What is known of a log when the broker stops in order, so that the next start reads only what was
 //! appended since: sizes and offsets of its segments, and its producers.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
+use millrace_datafs::private;
 use serde::{Deserialize, Serialize};
 
 use super::producers::Producers;
@@ -53,7 +54,7 @@ pub(crate) fn write(dir: &Path, segments: Vec<Known>, producers: &Producers) -> 
     let checkpoint = Checkpoint { version: VERSION, segments, producers: producers.clone() };
     let text = serde_json::to_vec(&checkpoint)?;
     let (path, temporary) = (dir.join(FILE), dir.join(FILE_NEW));
-    let mut file = File::create(&temporary)?;
+    let mut file = private::options().write(true).create(true).truncate(true).open(&temporary)?;
     file.write_all(&text)?;
     file.sync_all()?;
     fs::rename(&temporary, &path)
