@@ -152,6 +152,15 @@ mod tests {
     }
 
     #[test]
+    fn options_that_are_no_text_are_refused() {
+        use std::os::unix::ffi::OsStringExt as _;
+        let given = ["mount.millrace", "v", "/mnt", "-o"].map(OsString::from);
+        let odd = OsString::from_vec(b"ro,noexec,comment=caf\xe9".to_vec());
+        let refused = arguments(given.into_iter().chain([odd]));
+        assert!(refused.is_err_and(|error| error.to_string().contains("no text")));
+    }
+
+    #[test]
     fn lines_of_fstab_become_mounts() {
         assert_eq!(
             translated("/sbin/mount.millrace v /mnt -o rw,home=/h,open=pages,_netdev,x-systemd.automount"),

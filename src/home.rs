@@ -304,9 +304,11 @@ fn share(root: &Path) -> Result<Option<Arc<File>>> {
 }
 
 /// What Millrace itself writes in a home.
-const OWN: [&str; 9] = [
+const OWN: [&str; 11] = [
     "datafs",
     "broker",
+    "broker.log",
+    "feed",
     "trainer",
     "run",
     "format.json",

@@ -176,6 +176,12 @@ mod tests {
     }
 
     #[test]
+    fn a_schedule_that_keeps_nothing_is_refused() {
+        let error = Schedule::all(&[declared(None, 60, 0)]).unwrap_err().to_string();
+        assert!(error.contains("keep must be at least 1"), "{error}");
+    }
+
+    #[test]
     fn schedules_of_one_volume_keep_their_own_snapshots() {
         let (_home, datafs) = volume();
         let mut manual = Vec::new();

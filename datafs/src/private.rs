@@ -21,3 +21,20 @@ pub fn options() -> OpenOptions {
     options.mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_link_in_the_place_of_a_file_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (victim, link) = (dir.path().join("victim"), dir.path().join("holder.lock"));
+        std::fs::write(&victim, "bytes").unwrap();
+        std::os::unix::fs::symlink(&victim, &link).unwrap();
+        let opened = options().write(true).create(true).truncate(true).open(&link);
+        assert_eq!(opened.unwrap_err().raw_os_error(), Some(libc::ELOOP));
+        assert_eq!(std::fs::read(victim).unwrap(), b"bytes");
+    }
+}

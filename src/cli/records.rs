@@ -25,12 +25,16 @@ pub(crate) struct ProduceArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum TopicCommand {
     /// List the topics with their partitions and the offsets that they hold
+    #[command(after_help = "Examples:\n  millrace topic list\n  millrace topic list --json")]
     List,
     /// Delete a topic with all of its records
+    #[command(
+        after_help = "Works on a full disk, too. The offsets of ingest jobs stay in their volumes.\n\nExample:\n  millrace topic delete trips --yes"
+    )]
     Delete {
         /// The topic
         name: String,
-        /// Delete it although it holds records
+        /// Really delete it: its records are lost
         #[arg(long)]
         yes: bool,
     },

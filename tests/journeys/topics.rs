@@ -172,7 +172,7 @@ fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
     assert_eq!(code, 7, "{line}");
     assert!(line.contains("cannot write to its disk"), "{line}");
     let held = records(&home, "t");
-    assert!(held > 0 && held % 10_000 != 0, "{held}");
+    assert!(held > 0 && held < 60_000, "{held}");
     assert!(line.contains(&format!("go on with line {}", held + 1)), "{held} records: {line}");
     // A full disk is no dead end.
     home.ok(["topic", "delete", "t", "--yes"]);
@@ -185,7 +185,7 @@ fn broker_under(home: &Home, soft: u32, hard: u32) -> (Service, SocketAddr) {
     let program = home.command();
     let mut command = Command::new("sh");
     let script = format!(
-        "ulimit -Hn {hard}; ulimit -Sn {soft}; exec {} broker --listen 127.0.0.1:0 --json",
+        "ulimit -Sn {soft} && ulimit -Hn {hard} && exec {} broker --listen 127.0.0.1:0 --json",
         program.get_program().to_str().unwrap()
     );
     command.args(["-c", &script]).env("MILLRACE_HOME", home.path()).stdin(Stdio::null());

@@ -55,3 +55,42 @@ fn line_of<'a>(status: &'a str, name: &str) -> Option<&'a str> {
 fn mask_in(status: &str, name: &str) -> u64 {
     line_of(status, name).and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::io::{BufRead as _, BufReader};
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    /// A shell that has all capabilities of the namespace that it begins in.
+    fn with_shell(program: &str, args: &[&str], look: impl FnOnce(u32)) {
+        let mut child = Command::new(program)
+            .args(args)
+            .args(["sh", "-c", "echo begun; exec cat"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "begun\n");
+        look(child.id());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn capabilities_of_a_user_namespace_of_the_caller_do_not_count() {
+        let own = status(std::process::id()).unwrap();
+        with_shell("unshare", &["--user", "--map-root-user"], |shell| {
+            let status = status(shell).unwrap();
+            assert_eq!(mask_in(&status, "CapEff") >> CAP_FOWNER & 1, 1, "{status}");
+            assert!(!has_capability(shell, CAP_FOWNER));
+        });
+        with_shell("env", &[], |shell| {
+            assert_eq!(has_capability(shell, CAP_FOWNER), mask_in(&own, "CapEff") >> CAP_FOWNER & 1 == 1);
+        });
+    }
+}

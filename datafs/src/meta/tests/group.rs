@@ -365,6 +365,24 @@ fn an_older_or_newer_copy_of_the_file_opens_and_goes_on() {
 }
 
 #[test]
+fn a_home_that_is_moved_away_and_back_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (home, away) = (dir.path().join("home"), dir.path().join("away"));
+    std::fs::create_dir(&home).unwrap();
+    let meta = metadata(&home);
+    let put = |number: u64| {
+        meta.transact(Durability::Durable, |txn| txn.put(b"x", &number.to_be_bytes())).unwrap();
+    };
+    put(1);
+    std::fs::rename(&home, &away).unwrap();
+    put(2);
+    std::fs::rename(&away, &home).unwrap();
+    put(3);
+    drop(meta);
+    assert_eq!(number(metadata(&home).view(|txn| txn.get(b"x")).unwrap()), 3);
+}
+
+#[test]
 fn a_process_whose_file_was_replaced_writes_and_reads_nothing_more() {
     for opened_again in [false, true] {
         let dir = tempfile::tempdir().unwrap();
