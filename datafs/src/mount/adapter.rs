@@ -322,10 +322,13 @@ impl Filesystem for Adapter {
         }
         let wanted = (request.pid(), Refused::Node, node);
         let found = self.coherence.retries.take(request.pid(), node);
-        let opened = self.catch_up(node).and_then(|()| self.open_file(request, node, flags, found.is_some()));
+        let opened = self
+            .catch_up(node)
+            .and_then(|()| self.open_file(request, node, flags, (found.is_some(), executes)));
         drop(found);
         let (file, attr, kept) = match opened {
             Ok((_, _, Kept::Stale)) => return reply.error(self.refused(wanted)),
+            Ok((_, _, Kept::Denied)) => return reply.error(outcome::failure(Errno::EACCES)),
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_for("open", wanted, &error)),
         };

@@ -7,6 +7,8 @@ use fuser::Request;
 
 /// Bit of CAP_DAC_OVERRIDE in a capability mask.
 pub(super) const CAP_DAC_OVERRIDE: u32 = 1;
+/// Bit of CAP_DAC_READ_SEARCH in a capability mask.
+pub(super) const CAP_DAC_READ_SEARCH: u32 = 2;
 /// Bit of CAP_FOWNER in a capability mask.
 pub(super) const CAP_FOWNER: u32 = 3;
 

@@ -104,6 +104,8 @@ pub(super) enum Kept {
     Pages,
     /// They are not, or nobody knows.
     Nothing,
+    /// It has decided by an owner or a mode that others have changed, and the present ones do not allow the open.
+    Denied,
 }
 
 impl Coherence {
@@ -221,7 +223,8 @@ impl Coherence {
 
     /// What the kernel has of a file that is opened now by a thread, with these attributes; `found` tells
     /// that its path has led here during the same system call. What it may not go on using is taken from it.
-    pub(super) fn opens(&self, attr: &Attr, thread: u32, found: bool) -> Kept {
+    /// `allows` decides where the kernel may have dropped the owner and mode that it was told in the second walk.
+    pub(super) fn opens(&self, attr: &Attr, thread: u32, found: bool, allows: impl FnOnce() -> bool) -> Kept {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
@@ -237,9 +240,17 @@ impl Coherence {
                 }
                 return Kept::Stale;
             }
-            (entry.names_version, entry.access) = (attr.names_version, access);
-            entry.access_in_doubt = false;
+            if access_changed {
+                drop(known);
+                if !allows() {
+                    return Kept::Denied;
+                }
+                known = self.known.lock();
+            }
         }
+        let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
+        (entry.names_version, entry.access) = (attr.names_version, access);
+        entry.access_in_doubt = false;
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;
         let kept = if entry.pages_settled { Kept::Pages } else { Kept::Nothing };

@@ -157,20 +157,23 @@ impl Adapter {
     }
 
     /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `found`
-    /// tells that it is not.
+    /// tells that it is not, `executes` that the file is to be run.
     pub(super) fn open_file(
         &self,
         request: &Request,
         node: Node,
         flags: OpenFlags,
-        found: bool,
+        (found, executes): (bool, bool),
     ) -> Result<(OpenFile, Attr, Kept)> {
         let (file, attr) = self.handles.view.open_with_attr(node, OpenFlags { truncate: false, ..flags })?;
         let kept = match node.is_live() {
-            true => self.coherence.opens(&attr, request.pid(), found),
+            true => {
+                let allows = || executes || !self.mode_denies(request, &attr, flags);
+                self.coherence.opens(&attr, request.pid(), found, allows)
+            }
             false => Kept::Pages,
         };
-        if !flags.truncate || kept == Kept::Stale {
+        if !flags.truncate || matches!(kept, Kept::Stale | Kept::Denied) {
             return Ok((file, attr, kept));
         }
         let drop_privileges = !is_privileged(request);

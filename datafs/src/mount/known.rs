@@ -99,7 +99,7 @@ impl KnownNodes {
             entry.told = 0;
         }
         let access = access_of(attr);
-        entry.access_in_doubt = std::mem::replace(&mut entry.access, access) != access;
+        entry.access_in_doubt |= std::mem::replace(&mut entry.access, access) != access;
         entry.set_id = attr.mode & 0o6000 != 0;
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;

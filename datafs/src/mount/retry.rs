@@ -24,7 +24,8 @@ use fuser::{Errno, Request};
 use parking_lot::Mutex;
 
 use super::answer::Adapter;
-use super::caller::{CAP_DAC_OVERRIDE, has_capability, is_in_group};
+use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, has_capability, is_in_group};
+use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::acl;
@@ -274,8 +275,9 @@ impl Adapter {
                 && self.mode_allows(request, parent, attr, flags)
                 && !(flags.truncate && self.handles.is_executed(attr.node))
             {
-                match self.open_file(request, attr.node, flags, true) {
+                match self.open_file(request, attr.node, flags, (true, false)) {
                     Err(error) if error.is_not_found() => {}
+                    Ok((_, _, Kept::Denied)) => {}
                     opened => {
                         return opened.map(|(file, attr, _)| Some(Created { attr, file, is_new: false }));
                     }
@@ -318,6 +320,23 @@ impl Adapter {
         !is_own
             && matches!(list, Err(Error::NoAttribute { .. }))
             && is_in_group(request, attr.gid).is_some_and(|member| allows(if member { 3 } else { 0 }))
+    }
+
+    /// Whether owner and mode of a file keep a caller from opening it, as far as that can be told: not with an access
+    /// control list.
+    pub(super) fn mode_denies(&self, request: &Request, attr: &Attr, flags: OpenFlags) -> bool {
+        let wanted = u32::from(flags.read) << 2 | u32::from(flags.write || flags.truncate) << 1;
+        let allows = |class: u32| attr.mode >> class & wanted == wanted;
+        let has = |capability| has_capability(request.pid(), capability);
+        if request.uid() == 0 || has(CAP_DAC_OVERRIDE) || wanted == 4 && has(CAP_DAC_READ_SEARCH) {
+            return false;
+        }
+        if attr.uid == request.uid() {
+            return !allows(6);
+        }
+        let list = self.handles.view.xattr_get(attr.node, acl::ACCESS.as_ref());
+        matches!(list, Err(Error::NoAttribute { .. }))
+            && is_in_group(request, attr.gid).is_some_and(|member| !allows(if member { 3 } else { 0 }))
     }
 
     /// The errno of an error of a request that names a node the kernel has looked up before: when it is
