@@ -113,7 +113,7 @@ fn floats_that_are_not_finite_are_read_as_they_are_written() {
         assert!(values[0] == 1.0 && values[1].is_nan(), "{values:?}");
         assert_eq!(values[2..], [f32::INFINITY, f32::NEG_INFINITY]);
         let written = row_outputs(&batch, 0, 1).unwrap();
-        assert_eq!(json!(written.outputs["pixels"]), json!([1.0, "NaN", "Infinity", "-Infinity"]));
+        assert_eq!(written.outputs[&batch[0].name], json!([1.0, "NaN", "Infinity", "-Infinity"]));
     }
     let refused = mapping.row(&parse(br#"{"pixels":["NaN",1,2,"nan"]}"#).unwrap()).unwrap_err();
     assert!(refused.to_string().contains("pixels"), "{refused}");
