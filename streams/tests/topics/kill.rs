@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use millrace_streams::KafkaConfig;
@@ -75,8 +77,9 @@ async fn kill_nine_loses_and_doubles_nothing() {
     let producer = Producer::connect(&kafka).await.unwrap();
 
     let stop = CancellationToken::new();
+    let in_the_log = Arc::new(AtomicUsize::new(0));
     let writer = tokio::spawn({
-        let stop = stop.clone();
+        let (stop, in_the_log) = (stop.clone(), Arc::clone(&in_the_log));
         async move {
             let mut acknowledged: Vec<Delivery> = Vec::new();
             while !stop.is_cancelled() {
@@ -84,6 +87,7 @@ async fn kill_nine_loses_and_doubles_nothing() {
                 let records = (first..first + 2_000)
                     .map(|id| OutRecord::new("t", id.to_string()).partition(id as i32 % 2));
                 acknowledged.extend(producer.send_all(records).await.unwrap());
+                in_the_log.store(acknowledged.len(), Ordering::Release);
             }
             acknowledged
         }
@@ -91,7 +95,9 @@ async fn kill_nine_loses_and_doubles_nothing() {
     // A fixed sequence of moments (a linear congruential generator); the kills fall where they fall.
     let mut seed = 20_260_117_u64;
     let mut cuts = 0;
-    for _ in 0..10 {
+    // On a busy machine more kills fall before enough records are there.
+    while cuts < 10 || in_the_log.load(Ordering::Acquire) <= 10_000 {
+        assert!(cuts < 500, "{} records", in_the_log.load(Ordering::Acquire));
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let until = Instant::now() + Duration::from_micros(20_000 + (seed >> 33) % 130_000);
         while Instant::now() < until {
@@ -103,8 +109,6 @@ async fn kill_nine_loses_and_doubles_nothing() {
     }
     stop.cancel();
     let acknowledged = writer.await.unwrap();
-    assert_eq!(cuts, 10);
-    assert!(acknowledged.len() > 10_000, "only {} records", acknowledged.len());
 
     let marks = watermarks(&kafka, "t").await.unwrap();
     let total: i64 = marks.values().map(|(low, high)| high - low).sum();
