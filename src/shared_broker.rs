@@ -1,7 +1,7 @@
 //! The temporary broker of a home: a process of its own that commands share while no service runs.
 //!
 //! Every command that uses the embedded broker holds a shared lock on `topics.lock`. The first one
-//! starts the broker process, which ends once nobody holds that lock: no command waits for another.
+//! starts the broker process, which ends once no command holds that lock: no command waits for another.
 
 use std::fs::{File, TryLockError};
 use std::net::SocketAddr;

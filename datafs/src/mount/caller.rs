@@ -1,4 +1,4 @@
-//! What `/proc` tells of the threads whose system calls are answered. A request has only user and first group.
+//! Groups, capabilities and signals of the calling threads, read from `/proc`. A request has only user and first group.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

@@ -47,7 +47,7 @@ const DISTRUST: Duration = Duration::from_secs(1);
 const QUEUE_MAX: usize = 65_536;
 /// How long the kernel keeps the name of a directory without a look-up, which costs about 15 µs.
 const DIRECTORY_NAME_LIFETIME: Duration = Duration::from_secs(2);
-/// The same of anything else. An open finds out by itself whether a file has lost a name.
+/// The same of anything else. An open checks whether a file has lost a name.
 const NAME_LIFETIME: Duration = Duration::from_secs(60);
 /// The notification of a name, and its flag that expires the name instead of invalidating it.
 const NOTIFY_INVAL_ENTRY: i32 = 3;
@@ -258,7 +258,7 @@ impl Coherence {
         let outdated = std::mem::replace(&mut entry.ctime, ctime) != ctime;
         drop(known);
         if outdated {
-            // Attributes alone: that waits for nobody, so it may be said by a thread that serves.
+            // Attributes alone: the notification does not block, so a serving thread may send it.
             self.say(&News::Attributes(attr.node.ino));
         }
         kept
@@ -509,7 +509,7 @@ impl News {
 fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()> {
     // At most 255 bytes.
     let name_len = name.len() as u32;
-    // The header of an answer (length, code and, as nobody has asked, no request), the notification, the name.
+    // The header of an answer (length, code and, since it answers no request, 0), the notification, the name.
     let len = 16 + 16 + name_len + 1;
     let mut message = Vec::with_capacity(len as usize);
     message.extend_from_slice(&len.to_ne_bytes());

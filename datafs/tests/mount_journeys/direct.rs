@@ -1,4 +1,4 @@
-//! What the kernel keeps of a file after changes that go past its pages.
+//! Pages and modes that the kernel caches, after changes that bypass its pages.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs::{self, File, OpenOptions, Permissions};

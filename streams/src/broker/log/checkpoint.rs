@@ -1,5 +1,5 @@
-//! What is known of a log when the broker stops in order, so that the next start reads only what was
-//! appended since: sizes and offsets of its segments, and its producers.
+//! Checkpoint of a log, written when the broker stops in order. The next start reads only what was
+//! appended since. It holds sizes and offsets of the segments, and the producers.
 
 use std::fs;
 use std::io::{self, Write};
