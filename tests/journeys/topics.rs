@@ -199,8 +199,12 @@ fn answers(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     // ApiVersions, version 0, correlation id 7, no client id.
     let request = [0, 0, 0, 10, 0, 18, 0, 0, 0, 0, 0, 7, 0xff, 0xff];
-    let mut head = [0; 8];
-    stream.write_all(&request).is_ok() && stream.read_exact(&mut head).is_ok() && head[7] == 7
+    let mut len = [0; 4];
+    if stream.write_all(&request).is_err() || stream.read_exact(&mut len).is_err() {
+        return false;
+    }
+    let mut answer = vec![0; u32::from_be_bytes(len) as usize];
+    stream.read_exact(&mut answer).is_ok() && answer.starts_with(&[0, 0, 0, 7])
 }
 
 #[test]
