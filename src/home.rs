@@ -146,6 +146,12 @@ impl Home {
                 );
             }
         }
+        if let Some(owner) = foreign_owner(&root) {
+            note(&format!(
+                "home folder {} belongs to user {owner}, who cannot open what this user adds; run Millrace as that user",
+                root.display()
+            ));
+        }
         match close_to_others(&root) {
             Ok(None) => {}
             Ok(Some(mode)) => note(&format!(
@@ -317,6 +323,13 @@ const OWN: [&str; 11] = [
     "topics.lock",
     "mount.log",
 ];
+
+/// The owner of a home, where that is another user. A folder that users share by design, such as /tmp, has none.
+fn foreign_owner(root: &Path) -> Option<u32> {
+    let metadata = fs::metadata(root).ok()?;
+    let own = nix::unistd::geteuid().as_raw();
+    (metadata.mode() & 0o1000 == 0 && metadata.uid() != own).then_some(metadata.uid())
+}
 
 /// Takes the rights of other users away from a home of an earlier version; what it was, for a note, when that was
 /// needed. A folder that users share by design, such as /tmp, keeps its own mode.

@@ -125,7 +125,7 @@ impl Datafs {
         let prefix = keys::encryption_keys();
         check_known_keys(file.page(&prefix, &keys::after_prefix(&prefix), usize::MAX)?, &shared.pool)?;
         // The hold comes first: a process that opens the volumes after it deletes nothing.
-        let _hold = Hold::take(&shared)?;
+        let hold = Hold::take(&shared)?;
         check_alone(&shared)?;
         let store = own_store(&shared, take_store)?;
         failpoint::hit("restore-held");
@@ -146,7 +146,7 @@ impl Datafs {
         };
         failpoint::hit("restore-marked");
         let mut pairs = restored(&shared, &file, store)?;
-        shared.meta.replace(&mut || check_alone(&shared), &mut pairs)?;
+        shared.meta.replace(&mut || hold.check().and_then(|()| check_alone(&shared)), &mut pairs)?;
         failpoint::hit("restore-finished");
         Ok(RestoreReport { objects: copied.objects, bytes: copied.bytes, missing: copied.missing })
     }
@@ -240,18 +240,29 @@ impl Hold {
         Ok(Hold { shared: Arc::clone(shared), released: false })
     }
 
-    /// Fails when others took this process for dead meanwhile, and the hold with it.
+    /// Fails when others took this process for dead meanwhile, and the hold with it: objects may be gone.
+    fn check(&self) -> Result<()> {
+        let key = keys::hold(self.shared.session.id());
+        match self.shared.meta.view_committed(|txn| txn.get(&key))? {
+            Some(_) => Ok(()),
+            None => Err(hold_lost()),
+        }
+    }
+
+    /// Ends the hold. Fails like [`Hold::check`].
     fn release(mut self) -> Result<()> {
         let key = keys::hold(self.shared.session.id());
         self.shared.meta.transact(Durability::Relaxed, |txn| match txn.get(&key)? {
             Some(_) => txn.delete(&key),
-            None => Err(Error::Stale {
-                what: "the hold on garbage, because this process was taken for dead,".into(),
-            }),
+            None => Err(hold_lost()),
         })?;
         self.released = true;
         Ok(())
     }
+}
+
+fn hold_lost() -> Error {
+    Error::Stale { what: "the hold on garbage, because this process was taken for dead,".into() }
 }
 
 impl Drop for Hold {
@@ -485,3 +496,6 @@ fn lock(root: &Path, how: FlockArg, create: bool) -> Result<Flock<File>> {
         errno => Error::io("lock", path, errno.into()),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -62,6 +62,7 @@ impl Drop for InUse {
         if let Err(error) = shared.meta.settle() {
             tracing::error!(%error, "closing the volumes lost the last changes");
         }
+        shared.collector.wait_for_stop();
     }
 }
 

@@ -8,6 +8,7 @@
 //!  - dead sessions: their objects that no extent points at.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
@@ -30,11 +31,15 @@ use crate::session::{self, DeadSession};
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
+/// Longest wait for a collection that is to stop.
+const STOP_MAX: Duration = Duration::from_secs(5);
+/// A full disk asks for whole collections no more often.
+const FULL_EVERY: Duration = Duration::from_secs(1);
 /// How often a process looks whether others ask what it has open, and whether they have answered.
 const ANSWER_EVERY: Duration = Duration::from_secs(1);
 /// Objects that are deleted at a time: a store in the cloud takes several requests at once.
 const DELETED_TOGETHER: usize = 64;
-/// Half-written files of dead writers are removed at this age.
+/// Half-written files are removed at this age where their writer may still be alive.
 const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 
 /// What a collection has removed.
@@ -78,12 +83,14 @@ struct Signal {
 struct State {
     wanted: bool,
     stopped: bool,
+    /// The thread keeps the datafs open at this moment.
+    busy: bool,
 }
 
 impl Default for State {
     /// The first collection starts at once: it cleans up after what died before.
     fn default() -> State {
-        State { wanted: true, stopped: false }
+        State { wanted: true, stopped: false, busy: false }
     }
 }
 
@@ -109,9 +116,22 @@ impl Collector {
         self.signal.changed.notify_all();
     }
 
+    /// Has the thread end, whose collection goes no further than the transaction or deletion that it is at.
     pub(crate) fn stop(&self) {
         self.signal.state.lock().stopped = true;
         self.signal.changed.notify_all();
+    }
+
+    /// Waits after [`Collector::stop`] until the thread does not keep the datafs open, up to [`STOP_MAX`]: else the
+    /// process could end first and leave its session behind. Not to be called by that thread.
+    pub(crate) fn wait_for_stop(&self) {
+        let mut state = self.signal.state.lock();
+        let until = Instant::now() + STOP_MAX;
+        while state.busy && !self.signal.changed.wait_until(&mut state, until).timed_out() {}
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.signal.state.lock().stopped
     }
 }
 
@@ -126,8 +146,10 @@ fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
             if state.stopped {
                 return;
             }
+            state.busy = true;
             std::mem::take(&mut state.wanted)
         };
+        let _idle = Idle(signal);
         let Some(shared) = shared.upgrade() else { return };
         if wanted || collected.is_none_or(|before| before.elapsed() >= interval) {
             collect_and_compact(&shared);
@@ -144,10 +166,21 @@ fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
     }
 }
 
+/// Says, when it goes, that the thread does not keep the datafs open any more. To be made before what does.
+struct Idle<'a>(&'a Signal);
+
+impl Drop for Idle<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().busy = false;
+        self.0.changed.notify_all();
+    }
+}
+
 fn collect_and_compact(shared: &Arc<Shared>) {
     match shared.collect() {
         Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
         Ok(_) => {}
+        Err(_) if shared.collector.is_stopped() => return,
         Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
     }
     if let Err(error) = shared.compact_noted() {
@@ -158,8 +191,8 @@ fn collect_and_compact(shared: &Arc<Shared>) {
 /// Collections for the sake of those who found no space.
 #[derive(Debug, Default)]
 pub(crate) struct RoomMaker {
-    /// Held by the one that is under way.
-    running: Mutex<()>,
+    /// Held by the one that is under way: when a whole collection was last asked for.
+    running: Mutex<Option<Instant>>,
     /// How many have deleted something.
     successes: AtomicU64,
 }
@@ -169,7 +202,7 @@ impl Shared {
     /// up once more where an object went. Returns whether there is more space since the call.
     pub(crate) fn make_room(&self) -> bool {
         let before = self.room_maker.successes.load(Ordering::Acquire);
-        let _running = self.room_maker.running.lock();
+        let mut asked = self.room_maker.running.lock();
         if self.room_maker.successes.load(Ordering::Acquire) > before {
             return true;
         }
@@ -178,7 +211,10 @@ impl Shared {
             tracing::warn!(%error, "collecting garbage on a full disk");
         }
         // What takes longer: snapshots and volumes in deletion, what dead processes have left.
-        self.collector.wake();
+        if asked.is_none_or(|at| at.elapsed() >= FULL_EVERY) {
+            *asked = Some(Instant::now());
+            self.collector.wake();
+        }
         if report.objects > 0 {
             self.room_maker.successes.fetch_add(1, Ordering::AcqRel);
         }
@@ -194,6 +230,15 @@ impl Shared {
         report.inodes += self.tend_orphans()?;
         self.collect_objects(Duration::from_millis(self.config.garbage_grace_ms), &mut report)?;
         Ok(report)
+    }
+
+    /// Fails once the datafs is being closed: a collection may stop anywhere.
+    fn go_on(&self) -> Result<()> {
+        if !self.collector.is_stopped() {
+            return Ok(());
+        }
+        let source = io::ErrorKind::Interrupted.into();
+        Err(Error::io("collect garbage of", &self.home, source))
     }
 
     fn page(&self, prefix: &[u8], after: Option<&[u8]>) -> Result<Vec<Pair>> {
@@ -228,12 +273,13 @@ impl Shared {
             Ok(())
         })?;
         let mut living = BTreeSet::from([self.session.id()]);
+        let mut ended = Vec::new();
         for id in known.iter().copied().filter(|id| *id != self.session.id()) {
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? {
                 self.clean_up_after(id, report)?;
                 failpoint::hit("gc-session-cleaned");
-                dead.remove()?;
                 report.sessions += 1;
+                ended.push(dead);
             } else {
                 living.insert(id);
             }
@@ -246,13 +292,21 @@ impl Shared {
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)?
                 && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
             {
-                dead.remove()?;
+                ended.push(dead);
             }
         }
-        if report.sessions > 0 {
-            self.pool.remove_abandoned(ABANDONED_AGE, &|session| living.contains(&session))?;
+        if !ended.is_empty() {
+            let gone: BTreeSet<u64> =
+                ended.iter().filter(|dead| dead.is_gone()).map(DeadSession::id).collect();
+            self.pool.remove_abandoned(&|session| match session {
+                _ if gone.contains(&session) => Some(Duration::ZERO),
+                _ if living.contains(&session) => None,
+                _ => Some(ABANDONED_AGE),
+            })?;
+            failpoint::hit("gc-abandoned-removed");
         }
-        Ok(())
+        // The files go last: a crash before leaves them for the next collection to find.
+        ended.into_iter().try_for_each(DeadSession::remove)
     }
 
     /// Removes what a dead process has left. Its row goes first, durably: if the process is only
@@ -293,6 +347,7 @@ impl Shared {
         let mut last: Option<Vec<u8>> = None;
         loop {
             let page = |txn: &mut dyn WriteTxn| lock::forget_session(txn, id, last.as_deref(), BATCH);
+            self.go_on()?;
             last = self.meta.transact_making_room(Durability::Relaxed, page)?;
             if last.is_none() {
                 return Ok(());
@@ -311,6 +366,7 @@ impl Shared {
                 return Ok(());
             }
             if !known {
+                self.go_on()?;
                 self.pool.delete(object)?;
                 failpoint::hit("gc-session-object-deleted");
                 report.objects += 1;
@@ -352,6 +408,7 @@ impl Shared {
                 };
                 while !free()? {
                     failpoint::hit("gc-snapshot-batch");
+                    self.go_on()?;
                 }
                 failpoint::hit("gc-snapshot-freed");
                 report.snapshots += 1;
@@ -386,7 +443,9 @@ impl Shared {
                     Ok(page.len() < BATCH)
                 })
             };
-            while !batch()? {}
+            while !batch()? {
+                self.go_on()?;
+            }
             failpoint::hit("gc-volume-part");
         }
         self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
@@ -427,6 +486,7 @@ impl Shared {
         // pointer to what is deleted now.
         self.meta.sync()?;
         for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+            self.go_on()?;
             self.pool.delete_all(few)?;
             failpoint::hit("gc-object-deleted");
         }
@@ -438,3 +498,6 @@ impl Shared {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -140,6 +140,15 @@ impl DeadSession {
         Ok(Some(DeadSession { id, directory: Some(directory.to_owned()), _lock: lock }))
     }
 
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Whether its process has surely ended: the kernel has dropped the lock. A lapsed lease says less.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.directory.is_some()
+    }
+
     /// Removes the session's file, after its row.
     pub(crate) fn remove(self) -> Result<()> {
         self.directory.map_or(Ok(()), |directory| remove_file(&directory, self.id))

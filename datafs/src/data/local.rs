@@ -89,21 +89,20 @@ impl LocalStore {
         })
     }
 
-    /// Removes what the writers of sessions that are gone have left half-written for longer than `age`;
-    /// returns how many files that were.
-    pub(super) fn remove_abandoned(&self, age: Duration, lives: &dyn Fn(u64) -> bool) -> Result<u64> {
-        let mut removed = 0;
-        let Some(before) = SystemTime::now().checked_sub(age) else { return Ok(0) };
+    /// Removes what writers have left half-written once it is as old as `age_of` says of their session; `None`
+    /// keeps it. Returns how many files that were.
+    pub(super) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
+        let (mut removed, now) = (0, SystemTime::now());
         self.each_file(|entry, name| {
             // Unfinished files are `NAME#N` until they are renamed.
             let Some((begun, _)) = name.split_once('#') else { return };
             let object = begun.strip_suffix(SUMS_SUFFIX).unwrap_or(begun).parse::<ObjectId>();
-            if object.is_ok_and(|id| lives(id.session())) {
-                return;
-            }
+            // No session has the number 0.
+            let Some(age) = age_of(object.map_or(0, |id| id.session())) else { return };
             // What is gone already, and what cannot be removed, is not what this is about.
-            let old = || entry.metadata().and_then(|m| m.modified()).is_ok_and(|m| m < before);
-            if old() && fs::remove_file(entry.path()).is_ok() {
+            let begun = || entry.metadata().and_then(|file| file.modified()).ok();
+            let is_old = || begun().is_some_and(|begun| now.duration_since(begun).unwrap_or_default() >= age);
+            if (age.is_zero() || is_old()) && fs::remove_file(entry.path()).is_ok() {
                 removed += 1;
             }
         })?;

@@ -353,11 +353,11 @@ impl ObjectPool {
         }
     }
 
-    /// Removes what the writers of sessions that are gone (a crash, a kill) have left half-written on a
-    /// local store for longer than `age`. Returns how many files that were.
-    pub(crate) fn remove_abandoned(&self, age: Duration, lives: &dyn Fn(u64) -> bool) -> Result<u64> {
+    /// Removes what writers have left half-written on a local store (a crash, a kill) once it is as old as
+    /// `age_of` says of their session; `None` keeps it. Returns how many files that were.
+    pub(crate) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
         match &self.shared.store {
-            Store::Local(local) => local.remove_abandoned(age, lives),
+            Store::Local(local) => local.remove_abandoned(age_of),
             Store::Remote(_) => Ok(0),
         }
     }

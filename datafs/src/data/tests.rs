@@ -99,16 +99,17 @@ fn an_unfinished_object_leaves_nothing() {
 
 #[test]
 fn a_dead_writers_parts_are_removed_by_age() {
-    let (dead, alive) = (|_| false, |session| session == SESSION);
+    let dead = |age: Duration| move |_| Some(age);
+    let alive = |session| (session != SESSION).then_some(Duration::ZERO);
     let (dir, pool) = pool();
     let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(2 * PART_BYTES)).unwrap();
     std::mem::forget(writer);
     assert_eq!(files(&dir).len(), 1);
-    assert_eq!(pool.remove_abandoned(Duration::from_secs(3600), &dead).unwrap(), 0);
-    assert_eq!(pool.remove_abandoned(Duration::ZERO, &alive).unwrap(), 0);
+    assert_eq!(pool.remove_abandoned(&dead(Duration::from_secs(3600))).unwrap(), 0);
+    assert_eq!(pool.remove_abandoned(&alive).unwrap(), 0);
     let stored = pool.put(b"kept").unwrap();
-    assert_eq!(pool.remove_abandoned(Duration::ZERO, &dead).unwrap(), 1);
+    assert_eq!(pool.remove_abandoned(&dead(Duration::ZERO)).unwrap(), 1);
     assert_eq!(files(&dir), [stored.id.to_string()]);
 }
 

@@ -39,6 +39,8 @@ pub(crate) struct Dirty {
     unswept_bytes: u64,
     /// The last writes that followed each other.
     sequence: Sequence,
+    /// The outcome of a commit is unknown.
+    may_have_landed: bool,
 }
 
 /// A range that was written from front to back.
@@ -415,13 +417,20 @@ impl Dirty {
         self.unswept_bytes = 0;
         self.runs.clear();
         self.sequence = Sequence::default();
+        self.may_have_landed = false;
         std::mem::take(&mut self.bytes)
     }
 
-    /// A commit failed and nobody knows whether it took place: the objects must stay. The next one points
-    /// at them again, and they may not be durable yet.
+    /// A commit failed, and whether it took place is unknown: the objects must stay. The next one points at those
+    /// again that have not landed, and they may not be durable yet.
     pub(crate) fn outcome_unknown(&mut self) {
         self.objects.iter_mut().for_each(FreshObject::abandon);
+        self.may_have_landed = true;
+    }
+
+    /// Whether a commit of what is here may have taken place.
+    pub(crate) fn may_have_landed(&self) -> bool {
+        self.may_have_landed
     }
 }
 

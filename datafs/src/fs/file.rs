@@ -20,7 +20,9 @@ use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
-use crate::meta::versioned::Reader;
+use crate::meta::keys;
+use crate::meta::references::References;
+use crate::meta::versioned::{Reader, Writer};
 use crate::view::View;
 
 /// Reads that start over because an object was replaced and collected under them.
@@ -612,6 +614,12 @@ fn commit(
                 }
             }
         }
+        let extents = match placed {
+            Placed::Sealed(_) if dirty.may_have_landed() => {
+                not_landed(&view.shared, writer, &extents)?.into()
+            }
+            _ => extents,
+        };
         content::write_extents(writer, ino, &inode, &extents)?;
         drop_pending(writer, ino, &mut inode, Some(unflushed))?;
         writer.settle(ino, &mut inode);
@@ -629,6 +637,23 @@ fn commit(
         view.shared.session.leave_unclean();
     }
     result
+}
+
+/// The extents whose objects no earlier commit has pointed at. Objects belong to one file, so what points at one, or
+/// did, is a commit of unknown outcome: others may have cut or replaced what it wrote, and collected the object.
+fn not_landed(shared: &Shared, writer: &mut Writer<'_>, extents: &[Extent]) -> Result<Vec<Extent>> {
+    let own = shared.pool.list_session(shared.session.id())?;
+    let mut left = Vec::new();
+    for extent in extents {
+        let txn = writer.txn().as_read();
+        let known = References::get(txn, extent.object)?.is_some()
+            || txn.get(&keys::garbage(extent.object))?.is_some();
+        // A collection deletes the object before it forgets the garbage.
+        if !known && own.binary_search(&extent.object).is_ok() {
+            left.push(*extent);
+        }
+    }
+    Ok(left)
 }
 
 /// Forgets what is unflushed of an inode, whose dirty state the caller has locked.

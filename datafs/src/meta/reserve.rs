@@ -8,9 +8,11 @@ use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
+use parking_lot::Mutex;
 
 use super::shared_page;
 use crate::data::no_space;
@@ -22,6 +24,8 @@ const BYTES_MIN: u64 = 1 << 20;
 const BYTES_MAX: u64 = 8 << 20;
 /// Steps in which a nearly full disk is asked for it.
 const STEP_BYTES: u64 = 64 << 10;
+/// How often a process looks whether another one has given up the space.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// With less free space the file is given up before the metadata is opened, which takes some.
 const OPENING_BYTES: u64 = 256 << 10;
 
@@ -32,6 +36,7 @@ pub(crate) struct Reserve {
     place: PathBuf,
     bytes: u64,
     short: AtomicBool,
+    looked: Mutex<Instant>,
 }
 
 impl Reserve {
@@ -41,7 +46,13 @@ impl Reserve {
         path.push("-reserve");
         let total = Space::beside(metadata).map_or(0, |space| space.total);
         let bytes = (total / PART).clamp(BYTES_MIN, BYTES_MAX) / STEP_BYTES * STEP_BYTES;
-        Reserve { path: path.into(), place: metadata.to_owned(), bytes, short: AtomicBool::new(false) }
+        Reserve {
+            path: path.into(),
+            place: metadata.to_owned(),
+            bytes,
+            short: AtomicBool::new(false),
+            looked: Mutex::new(Instant::now()),
+        }
     }
 
     /// Gives up the space where the metadata could not be opened without it. To be followed by
@@ -52,9 +63,15 @@ impl Reserve {
         }
     }
 
-    /// Fails while the space is not set aside. For what takes space and goes past the metadata; costs nothing
-    /// unless the space was given up.
+    /// Fails while the space is not set aside. For what takes space and goes past the metadata; costs next to
+    /// nothing unless the space was given up. What another process has given up is noticed within [`LOOK_EVERY`].
     pub(crate) fn check(&self) -> Result<()> {
+        if let Some(mut looked) = self.looked.try_lock()
+            && looked.elapsed() >= LOOK_EVERY
+        {
+            *looked = Instant::now();
+            self.short.fetch_or(!self.is_whole(), Ordering::AcqRel);
+        }
         if !self.short.load(Ordering::Acquire) || self.restore() {
             return Ok(());
         }
@@ -157,5 +174,24 @@ impl Space {
         let [total, available] = [stat.blocks(), stat.blocks_available()].map(bytes);
         let free = if nix::unistd::geteuid().is_root() { bytes(stat.blocks_free()) } else { available };
         Some(Space { total, free, available })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn what_another_process_gave_up_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let [ours, theirs] = [(); 2].map(|()| Reserve::of(&dir.path().join("meta.sqlite")));
+        assert!(ours.restore() && theirs.is_whole() && theirs.release() && !ours.is_whole());
+        let until = Instant::now() + Duration::from_secs(20);
+        while !ours.is_whole() {
+            ours.check().unwrap();
+            assert!(Instant::now() < until, "taken for whole");
+            std::thread::yield_now();
+        }
     }
 }

@@ -8,7 +8,8 @@ use super::*;
 use crate::Publish;
 use crate::config::Config;
 use crate::error::Error;
-use crate::fs::content::FILE_BYTES_MAX;
+use crate::fs::content::{self, FILE_BYTES_MAX};
+use crate::fs::tree;
 use crate::fs::{OpenFlags, SetAttr};
 use crate::meta::engine::Durability;
 use crate::meta::{keys, snapshot};
@@ -324,4 +325,37 @@ fn what_was_not_synced_is_synced_before_the_next_attempt_to_commit_it() {
     datafs.gc().unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     assert!(view.read_file("f").unwrap() == bytes);
+}
+
+#[test]
+fn what_landed_and_was_collected_is_not_pointed_at_again() {
+    let (home, datafs, view) = setup();
+    let (attr, file) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
+    file.write_at(0, &vec![7; 600_000]).unwrap();
+    let open_inode = datafs.shared.open.get(view.volume, attr.node.ino).unwrap();
+    {
+        // The commit takes place, and its answer is lost.
+        let mut dirty = open_inode.dirty.lock();
+        dirty.seal(&datafs.shared, view.codec()).unwrap();
+        let extents = dirty.sealed();
+        view.write(Durability::Durable, |writer| {
+            let mut inode = tree::inode(writer, attr.node.ino)?;
+            content::write_extents(writer, attr.node.ino, &inode, &extents)?;
+            writer.settle(attr.node.ino, &mut inode);
+            inode.size = 600_000;
+            tree::put_inode(writer, attr.node.ino, &inode)
+        })
+        .unwrap();
+        dirty.outcome_unknown();
+    }
+    let other = open(home.path());
+    let other_view = other.view(&"v".parse().unwrap()).unwrap();
+    let size = SetAttr { size: Some(0), ..SetAttr::default() };
+    let node = other_view.lookup(other_view.root(), "f".as_ref()).unwrap().node;
+    other_view.setattr(node, &size).unwrap();
+    assert!(other.shared.make_room(), "nothing was collected");
+    file.write_at(600_000, &vec![8; 600_000]).unwrap();
+    file.fsync().unwrap();
+    let expected = [vec![0; 600_000], vec![8; 600_000]].concat();
+    assert!(other_view.read_file("f").unwrap() == expected);
 }
