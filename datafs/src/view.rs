@@ -297,14 +297,21 @@ impl View {
         let session = self.shared.session.id();
         let watched = self.shared.watchers.want(self.volume, self.writer);
         let mut changed = Vec::new();
-        let result = self.shared.meta.transact(durability, |txn| {
-            Writer::run(txn, self.volume, session, |writer| {
-                writer.act_as(self.writer, watched);
-                let result = body(writer)?;
-                changed = writer.take_changed();
-                Ok(result)
+        let mut run = || {
+            self.shared.meta.transact(durability, |txn| {
+                Writer::run(txn, self.volume, session, |writer| {
+                    writer.act_as(self.writer, watched);
+                    let result = body(writer)?;
+                    changed = writer.take_changed();
+                    Ok(result)
+                })
             })
-        });
+        };
+        let result = match run() {
+            // What was removed before makes room for new names, too.
+            Err(Error::NoSpace { .. }) if self.shared.make_room() => run(),
+            done => done,
+        };
         // A commit of which nobody knows may have taken place.
         if watched && result.as_ref().err().is_none_or(|error| !error.is_definite()) {
             self.shared.watchers.tell(self.volume, self.writer, changed);

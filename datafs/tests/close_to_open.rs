@@ -7,6 +7,7 @@
 
 mod access;
 mod board;
+mod sizes;
 mod visibility;
 
 use std::path::{Path, PathBuf};

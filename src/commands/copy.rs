@@ -34,7 +34,7 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
         row("links", count(report.links)),
     ];
     if report.left_out > 0 {
-        rows.push(row("left out", format!("{} that the other side cannot hold", count(report.left_out))));
+        rows.push(row("left out", format!("{} that cannot be copied", count(report.left_out))));
     }
     context.out.table(&report, &["copied", ""], rows)?;
     for (path, reason) in &report.failed {

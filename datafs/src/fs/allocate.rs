@@ -43,7 +43,7 @@ impl View {
         if let (Some(open), Some(dirty)) = (&open, &mut dirty) {
             flush_inode(self, open, dirty, Durability::Relaxed)?;
         }
-        if how != Allocate::PunchHole {
+        if matches!(how, Allocate::Extend | Allocate::Zero) {
             self.check_space(node, end)?;
         }
         let inode = self.write(Durability::Relaxed, |writer| {

@@ -166,7 +166,7 @@ impl Filesystem for Adapter {
         atime: Option<TimeOrNow>,
         mtime: Option<TimeOrNow>,
         _ctime: Option<SystemTime>,
-        _fh: Option<FileHandle>,
+        fh: Option<FileHandle>,
         _crtime: Option<SystemTime>,
         _chgtime: Option<SystemTime>,
         _bkuptime: Option<SystemTime>,
@@ -183,6 +183,11 @@ impl Filesystem for Adapter {
             mtime: mtime.map(set_time),
             drop_privileges: size.is_some() && !is_privileged(request),
         };
+        if fh.is_none()
+            && let Err(errno) = self.check_named("setattr", request.pid(), node, true)
+        {
+            return reply.error(errno);
+        }
         let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => {
@@ -301,6 +306,9 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let (node, parent) = (self.node(ino), self.node(new_parent));
+        if let Err(errno) = self.check_named("link", request.pid(), node, false) {
+            return reply.error(errno);
+        }
         let moment = self.coherence.moment();
         match self.handles.view.link(node, parent, new_name) {
             Ok(attr) => self.found_entry(&attr, moment, true, reply),
@@ -328,6 +336,7 @@ impl Filesystem for Adapter {
         drop(found);
         let (file, attr, kept) = match opened {
             Ok((_, _, Kept::Stale)) => return reply.error(self.refused(wanted)),
+            Ok((_, _, Kept::Size)) => return reply.error(self.walk_again(request.pid(), node)),
             Ok((_, _, Kept::Denied)) => return reply.error(outcome::failure(Errno::EACCES)),
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_for("open", wanted, &error)),
@@ -558,7 +567,11 @@ impl Filesystem for Adapter {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        self.set_xattr(request, self.node(ino), name, value, flags, reply);
+        let node = self.node(ino);
+        match self.check_named("setxattr", request.pid(), node, true) {
+            Ok(()) => self.set_xattr(request, node, name, value, flags, reply),
+            Err(errno) => reply.error(errno),
+        }
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
@@ -569,8 +582,11 @@ impl Filesystem for Adapter {
         self.list_xattrs(request, self.node(ino), size, reply);
     }
 
-    fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+    fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let node = self.node(ino);
+        if let Err(errno) = self.check_named("removexattr", request.pid(), node, true) {
+            return reply.error(errno);
+        }
         self.empty("removexattr", node, self.handles.view.xattr_remove(node, name), reply);
     }
 

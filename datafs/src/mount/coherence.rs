@@ -49,6 +49,11 @@ const QUEUE_MAX: usize = 65_536;
 const DIRECTORY_NAME_LIFETIME: Duration = Duration::from_secs(2);
 /// The same of anything else. An open checks whether a file has lost a name.
 const NAME_LIFETIME: Duration = Duration::from_secs(60);
+/// For how long, and how often, a notification is put off while a thread walks a path to bring a size.
+const PUT_OFF: Duration = Duration::from_millis(5);
+const PUT_OFF_TIMES: u32 = 40;
+/// Longest wait for a notification under way. One of contents waits for reads under way itself.
+const NOTIFIED_MAX: Duration = Duration::from_millis(100);
 /// The notification of a name, and its flag that expires the name instead of invalidating it.
 const NOTIFY_INVAL_ENTRY: i32 = 3;
 const EXPIRE_ONLY: u32 = 1;
@@ -61,6 +66,8 @@ pub(super) struct Coherence {
     writer: u64,
     /// Nodes of the live tree that the kernel knows.
     known: Mutex<KnownNodes>,
+    /// A notification has arrived there.
+    notified: Condvar,
     /// Who walks a path a second time.
     pub(super) retries: Retries,
     /// Whether the kernel can expire names.
@@ -83,6 +90,8 @@ struct Queue {
     news: VecDeque<News>,
     /// To be said again, oldest first.
     again: VecDeque<(Instant, News)>,
+    /// Put off so many times, oldest first: see [`Coherence::puts_off`].
+    later: VecDeque<(Instant, u32, News)>,
     anything: bool,
     stopped: bool,
 }
@@ -100,6 +109,8 @@ enum News {
 pub(super) enum Kept {
     /// The path may lead elsewhere.
     Stale,
+    /// The size, by which it bounds copies, mappings and seeks without asking. It takes a new one from a look-up.
+    Size,
     /// The pages are those of the file.
     Pages,
     /// They are not, or nobody knows.
@@ -115,6 +126,7 @@ impl Coherence {
             volume: view.volume,
             writer: view.writer(),
             known: Mutex::default(),
+            notified: Condvar::new(),
             retries: Retries::default(),
             expires: AtomicBool::new(false),
             trusted: AtomicBool::new(false),
@@ -224,7 +236,14 @@ impl Coherence {
     /// What the kernel has of a file that is opened now by a thread, with these attributes; `found` tells
     /// that its path has led here during the same system call. What it may not go on using is taken from it.
     /// `allows` decides where the kernel may have dropped the owner and mode that it was told in the second walk.
-    pub(super) fn opens(&self, attr: &Attr, thread: u32, found: bool, allows: impl FnOnce() -> bool) -> Kept {
+    /// `sizes` says that the open leaves the size as it is.
+    pub(super) fn opens(
+        &self,
+        attr: &Attr,
+        (thread, found): (u32, bool),
+        sizes: bool,
+        allows: impl FnOnce() -> bool,
+    ) -> Kept {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
@@ -249,6 +268,19 @@ impl Coherence {
             }
         }
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
+        let has_size = self.is_own(entry.data_version, attr) || entry.has_size(attr);
+        if sizes && !has_size && !found && !entry.walked {
+            entry.walked = true;
+            let until = Instant::now() + NOTIFIED_MAX;
+            // From here on none is begun.
+            while known.get(attr.node.ino).is_some_and(|entry| entry.notifying > 0)
+                && !self.notified.wait_until(&mut known, until).timed_out()
+            {}
+            return Kept::Size;
+        }
+        if entry.walked {
+            entry.settle_size();
+        }
         (entry.names_version, entry.access) = (attr.names_version, access);
         entry.access_in_doubt = false;
         entry.pages_settled &= self.is_own(entry.data_version, attr);
@@ -262,6 +294,19 @@ impl Coherence {
             self.say(&News::Attributes(attr.node.ino));
         }
         kept
+    }
+
+    /// Whether a path that the kernel has walked without asking still leads to something with these attributes. When
+    /// not, the thread that comes back with it after `found`, or without, has no other path.
+    pub(super) fn is_named(&self, attr: &Attr, thread: u32, found: bool) -> bool {
+        let mut known = self.known.lock();
+        let Some(entry) = known.get_mut(attr.node.ino) else { return true };
+        if entry.names_version != attr.names_version && !found && (entry.told != thread || thread == 0) {
+            entry.told = thread;
+            return false;
+        }
+        entry.names_version = attr.names_version;
+        true
     }
 
     /// The kernel has changed attributes itself: it does not drop the answer to that.
@@ -311,7 +356,7 @@ impl Coherence {
     /// Takes a file's attributes and pages from the kernel. To be called on a thread that does not serve:
     /// it waits for reads that are under way.
     pub(super) fn drops(&self, attr: &Attr) {
-        self.say(&News::Contents(attr.node.ino));
+        self.say_or_put_off(&News::Contents(attr.node.ino), PUT_OFF_TIMES);
         if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
             (entry.data_version, entry.pages_settled) = (attr.data_version, true);
             entry.ctime = stamp(attr.ctime);
@@ -372,7 +417,7 @@ impl Coherence {
     fn run(&self) {
         let mut distrusts_until: Option<Instant> = None;
         loop {
-            let (again, news, anything) = {
+            let (again, later, news, anything) = {
                 let mut queue = self.queue.lock();
                 loop {
                     if queue.stopped {
@@ -383,18 +428,23 @@ impl Coherence {
                     if !queue.news.is_empty()
                         || queue.anything
                         || queue.again.front().is_some_and(|(due, _)| *due <= now)
+                        || queue.later.front().is_some_and(|(due, ..)| *due <= now)
                         || given_up.is_some_and(|due| due <= now)
                     {
                         let again = queue.again.partition_point(|(due, _)| *due <= now);
                         let again: Vec<_> = queue.again.drain(..again).collect();
-                        break (again, std::mem::take(&mut queue.news), std::mem::take(&mut queue.anything));
+                        let later = queue.later.partition_point(|(due, ..)| *due <= now);
+                        let later: Vec<_> = queue.later.drain(..later).collect();
+                        let news = std::mem::take(&mut queue.news);
+                        break (again, later, news, std::mem::take(&mut queue.anything));
                     }
                     if distrusts_until.is_some_and(|until| until <= now) {
                         distrusts_until = None;
                         self.trust();
                     }
-                    let due = queue.again.front().map(|(due, _)| *due);
-                    match due.into_iter().chain(distrusts_until).chain(given_up).min() {
+                    let again = queue.again.front().map(|(due, _)| *due);
+                    let later = queue.later.front().map(|(due, ..)| *due);
+                    match again.into_iter().chain(later).chain(distrusts_until).chain(given_up).min() {
                         Some(due) => drop(self.arrived.wait_until(&mut queue, due)),
                         None => self.arrived.wait(&mut queue),
                     }
@@ -412,17 +462,18 @@ impl Coherence {
                 self.say(&news);
             }
             let mut last = None;
-            for news in news {
+            let later = later.into_iter().map(|(_, times, news)| (times, news));
+            for (times, news) in later.chain(news.into_iter().map(|news| (0, news))) {
                 if last.as_ref() != Some(&news) {
-                    self.take_back(&news);
-                    last = Some(news);
+                    self.take_back(&news, times);
                 }
+                last = Some(news);
             }
         }
     }
 
     /// Takes one thing back, and once more later if its answer may still be on the way.
-    fn take_back(&self, news: &News) {
+    fn take_back(&self, news: &News, times: u32) {
         let of = match news {
             News::Attributes(ino) | News::Contents(ino) | News::Name(ino, _) => *ino,
         };
@@ -433,13 +484,13 @@ impl Coherence {
                 // What the kernel was told of it, it was told to believe for no time.
                 None if known.was_crowded() => {
                     drop(known);
-                    return self.say(news);
+                    return self.say_or_put_off(news, times);
                 }
                 // The kernel does not know it. What is answered from now on is what was changed.
                 None => return,
             }
         };
-        self.say(news);
+        self.say_or_put_off(news, times);
         // A name is answered without its directory being so.
         let age = Duration::from_millis(u64::from(self.now_ms().wrapping_sub(answered_ms)));
         if matches!(news, News::Name(..)) || age < IN_FLIGHT {
@@ -461,17 +512,35 @@ impl Coherence {
     }
 
     fn say(&self, news: &News) {
+        self.say_or_put_off(news, 0);
+    }
+
+    /// Tells the kernel. What concerns a file whose size a thread fetches just now, by walking its path again, is put
+    /// off for a moment, unless it was so often before: the kernel would drop the answer.
+    fn say_or_put_off(&self, news: &News, times: u32) {
         let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
-        let ino = |ino: &u64| self.inodes.ino(Node { snapshot: 0, ino: *ino });
+        let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;
+        let ino = self.inodes.ino(Node { snapshot: 0, ino: *of });
+        let is_name = matches!(news, News::Name(..));
+        if !is_name && !self.known.lock().notifies(*of, times >= PUT_OFF_TIMES) {
+            let later = (Instant::now() + PUT_OFF, times + 1, news.clone());
+            self.queue.lock().later.push_back(later);
+            self.arrived.notify_all();
+            return;
+        }
         let said = match news {
-            News::Attributes(of) => notifier.inval_inode(ino(of), -1, 0),
-            News::Contents(of) => notifier.inval_inode(ino(of), 0, 0),
+            News::Attributes(_) => notifier.inval_inode(ino, -1, 0),
+            News::Contents(_) => notifier.inval_inode(ino, 0, 0),
             // It keeps none.
             News::Name(..) if !self.expires.load(Ordering::Relaxed) => Ok(()),
-            News::Name(of, name) => expire(device, ino(of), name),
+            News::Name(_, name) => expire(device, ino, name),
         };
         if let Err(error) = said {
             tracing::debug!(%error, ?news, "telling the kernel of a change");
+        }
+        if !is_name {
+            self.known.lock().notified(*of);
+            self.notified.notify_all();
         }
     }
 }

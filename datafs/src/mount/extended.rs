@@ -169,11 +169,11 @@ impl Adapter {
         let kept = match node.is_live() {
             true => {
                 let allows = || executes || !self.mode_denies(request, &attr, flags);
-                self.coherence.opens(&attr, request.pid(), found, allows)
+                self.coherence.opens(&attr, (request.pid(), found), !flags.truncate, allows)
             }
             false => Kept::Pages,
         };
-        if !flags.truncate || matches!(kept, Kept::Stale | Kept::Denied) {
+        if !flags.truncate || matches!(kept, Kept::Stale | Kept::Size | Kept::Denied) {
             return Ok((file, attr, kept));
         }
         let drop_privileges = !is_privileged(request);

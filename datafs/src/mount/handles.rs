@@ -114,6 +114,10 @@ impl Handles {
         self.nodes.lock().get(&node).is_some_and(|node| node.count > 1)
     }
 
+    pub(super) fn is_open(&self, node: Node) -> bool {
+        self.nodes.lock().contains_key(&node)
+    }
+
     /// Files that are open.
     pub(super) fn count(&self) -> usize {
         self.open.read().len()

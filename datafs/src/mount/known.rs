@@ -13,9 +13,9 @@ use crate::fs::Attr;
 /// Tables, by the last bits of the inode number: one of them is made anew at a time, which takes little
 /// memory and little time.
 const TABLES: usize = 64;
-/// Entries that a table of 2^16 places takes before it would grow; each place is 49 bytes.
+/// Entries that a table of 2^16 places takes before it would grow; each place is 57 bytes.
 const TABLE_FULL: usize = (1 << 16) / 8 * 7;
-/// Nodes of a table that are kept account of; all tables then have 3.1 million and 196 MiB. Fewer than it
+/// Nodes of a table that are kept account of; all tables then have 3.1 million and 228 MiB. Fewer than it
 /// takes: what is removed leaves marks that take places until the table is made anew, which happens once
 /// in so many as the difference at most.
 const TABLE_MAX: usize = (1 << 16) / 4 * 3;
@@ -39,6 +39,14 @@ pub(super) struct Known {
     pub(super) access_in_doubt: bool,
     /// What its pages are of, at the oldest.
     pub(super) data_version: u64,
+    /// Version of the contents whose size it was told last; its lower half, which makes one in 2^32 look the same.
+    pub(super) told_version: u32,
+    /// It was told of a change since its size was surely right.
+    notified: bool,
+    /// Threads that are telling it of a change.
+    pub(super) notifying: u8,
+    /// A thread was sent to walk its path again, to bring the size, and has not come back.
+    pub(super) walked: bool,
     /// Change time of those attributes, see [`stamp`].
     pub(super) ctime: u64,
     /// Whether it was told a mode with the set-user-ID or set-group-ID bit.
@@ -46,6 +54,19 @@ pub(super) struct Known {
     /// Whether older pages are surely gone: they go with the answer to an open, which has arrived once
     /// the file is closed again.
     pub(super) pages_settled: bool,
+}
+
+impl Known {
+    /// Whether the kernel surely has the size that it was told last: it drops an answer to what it asked before it was
+    /// told of a change, whenever that was asked.
+    pub(super) fn has_size(&self, attr: &Attr) -> bool {
+        self.told_version == attr.data_version as u32 && self.notifying == 0 && !self.notified
+    }
+
+    /// The kernel has walked the path of an open again, and was told of nothing meanwhile.
+    pub(super) fn settle_size(&mut self) {
+        (self.walked, self.notified) = (false, false);
+    }
 }
 
 /// Nodes of the live tree that the kernel knows, by inode number.
@@ -88,6 +109,10 @@ impl KnownNodes {
                 access: access_of(attr),
                 access_in_doubt: false,
                 data_version: 0,
+                told_version: attr.data_version as u32,
+                notified: false,
+                notifying: 0,
+                walked: false,
                 ctime: 0,
                 set_id: false,
                 pages_settled: false,
@@ -103,7 +128,25 @@ impl KnownNodes {
         entry.set_id = attr.mode & 0o6000 != 0;
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
+        entry.told_version = attr.data_version as u32;
         true
+    }
+
+    /// Begins to tell the kernel of a change of a node. False, unless `insists`, while a thread walks its path again.
+    pub(super) fn notifies(&mut self, ino: u64, insists: bool) -> bool {
+        let Some(entry) = self.get_mut(ino) else { return true };
+        let begins = insists || !entry.walked;
+        entry.notifying = entry.notifying.saturating_add(u8::from(begins));
+        begins
+    }
+
+    /// The kernel was told of it.
+    pub(super) fn notified(&mut self, ino: u64) {
+        if let Some(entry) = self.get_mut(ino) {
+            // The node may have been forgotten and looked up meanwhile.
+            entry.notifying = entry.notifying.saturating_sub(1);
+            entry.notified = true;
+        }
     }
 
     /// The kernel has dropped looks-up of a node.
@@ -252,7 +295,7 @@ mod tests {
 
     #[test]
     fn an_account_is_small_and_times_differ() {
-        assert_eq!(size_of::<(u64, Known)>(), 48);
+        assert_eq!(size_of::<(u64, Known)>(), 56);
         let epoch = SystemTime::UNIX_EPOCH;
         let times = [Duration::ZERO, Duration::from_nanos(1), Duration::from_secs(1 << 33)];
         for (i, time) in times.iter().enumerate() {

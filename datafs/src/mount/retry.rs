@@ -353,6 +353,39 @@ impl Adapter {
         self.refused((thread, refused, node))
     }
 
+    /// Has the kernel walk a path again that leads to the same or to something else.
+    pub(super) fn walk_again(&self, thread: u32, node: Node) -> Errno {
+        // Whoever comes back is served.
+        self.coherence.retries.refuse(thread, Refused::Node, node);
+        self.coherence.wake();
+        outcome::refusal(Errno::ESTALE)
+    }
+
+    /// Whether a change by path may go on, see [`Coherence::is_named`](super::coherence::Coherence::is_named). With
+    /// `by_descriptor` it may come by that of an open file, too: then no path is walked again, and none is wrong.
+    pub(super) fn check_named(
+        &self,
+        operation: &'static str,
+        thread: u32,
+        node: Node,
+        by_descriptor: bool,
+    ) -> std::result::Result<(), Errno> {
+        if !node.is_live() || by_descriptor && self.handles.is_open(node) {
+            return Ok(());
+        }
+        let failed = |error| self.failed_for(operation, (thread, Refused::Node, node), &error);
+        let attr = self.catch_up(node).and_then(|()| self.handles.view.getattr(node)).map_err(failed)?;
+        // The names of a directory that is open say nothing of a descriptor either, and those are not counted.
+        if by_descriptor && attr.kind == FileKind::Directory {
+            return Ok(());
+        }
+        let found = self.coherence.retries.take(thread, node).is_some();
+        match self.coherence.is_named(&attr, thread, found) {
+            true => Ok(()),
+            false => Err(self.walk_again(thread, node)),
+        }
+    }
+
     /// Has the kernel walk the path again.
     pub(super) fn refused(&self, (thread, refused, node): (u32, Refused, Node)) -> Errno {
         let has_another_way = self.coherence.retries.refuse(thread, refused, node);

@@ -262,7 +262,7 @@ impl Target for BucketTree {
         }))
     }
 
-    fn make_symlink(&self, _: &Path, _: OsString) -> Result<()> {
+    fn make_symlink(&self, _: &Path, _: OsString, _: &Entry) -> Result<()> {
         Err(Error::Unsupported("a symbolic link in a bucket"))
     }
 

@@ -16,7 +16,8 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use nix::unistd::{Whence, geteuid, lseek};
 use rustix::fs::{
-    AtFlags, CWD, Dir, Mode, OFlags, linkat, mkdirat, openat, readlinkat, renameat, symlinkat, unlinkat,
+    AtFlags, CWD, Dir, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, linkat, mkdirat, openat, readlinkat,
+    renameat, symlinkat, unlinkat, utimensat,
 };
 use rustix::io::Errno;
 
@@ -25,6 +26,7 @@ use super::tree::{
 };
 use super::xattr;
 use crate::error::{Error, Result};
+use crate::meta::inode::Timestamp;
 
 /// A handle of a folder: names below it can be looked up.
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
@@ -372,7 +374,7 @@ impl Target for LocalTree {
         Ok(Box::new(create().map_err(fail("create", &shown))?))
     }
 
-    fn make_symlink(&self, path: &Path, target: OsString) -> Result<()> {
+    fn make_symlink(&self, path: &Path, target: OsString, like: &Entry) -> Result<()> {
         let make = || -> io::Result<()> {
             let (folder, name) = self.place(path)?;
             if readlinkat(&folder, name, Vec::new()).is_ok_and(|there| there.to_bytes() == target.as_bytes())
@@ -381,6 +383,7 @@ impl Target for LocalTree {
             }
             let partial = partial_name();
             symlinkat(&target, &folder, &partial)?;
+            utimensat(&folder, &partial, &times_of(like), AtFlags::SYMLINK_NOFOLLOW)?;
             settle(&folder, &partial, name, path)
         };
         make().map_err(fail("make symbolic link", &self.shown(path)))
@@ -405,6 +408,13 @@ impl Target for LocalTree {
     fn finish(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// The time of change of an entry, alone.
+fn times_of(like: &Entry) -> Timestamps {
+    let (seconds, nanos) = Timestamp::from(like.mtime).parts();
+    let last_modification = Timespec { tv_sec: seconds, tv_nsec: nanos.into() };
+    Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification }
 }
 
 /// Puts what is at the partial name under its final one.

@@ -64,7 +64,7 @@ pub struct CopyReport {
     pub folders: u64,
     /// Symbolic and hard links made.
     pub links: u64,
-    /// What the other side cannot hold: links and special files in buckets, for example.
+    /// Pipes, sockets and devices, and what the other side cannot hold: links in buckets, for example.
     pub left_out: u64,
     /// What failed: the path below the source and the reason; at most a hundred.
     pub failed: Vec<(String, String)>,

@@ -91,7 +91,7 @@ fn all_of(root: &Path) -> BTreeMap<PathBuf, String> {
             let path = entry.unwrap().path();
             let metadata = fs::symlink_metadata(&path).unwrap();
             let what = if metadata.is_symlink() {
-                format!("link to {:?}", fs::read_link(&path).unwrap())
+                format!("link to {:?} {:?}", fs::read_link(&path).unwrap(), metadata.modified().unwrap())
             } else if metadata.is_dir() {
                 pending.push(path.clone());
                 format!("folder {:o} {:?}", metadata.mode(), metadata.modified().unwrap())

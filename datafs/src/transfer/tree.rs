@@ -116,8 +116,8 @@ pub(super) trait Target: Sync {
     /// Begins a file.
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>>;
 
-    /// Makes a symbolic link in place of what is there.
-    fn make_symlink(&self, path: &Path, target: OsString) -> Result<()>;
+    /// Makes a symbolic link with the time of another in place of what is there.
+    fn make_symlink(&self, path: &Path, target: OsString, like: &Entry) -> Result<()>;
 
     /// Makes another name of a file that was copied before, in place of what is there.
     fn make_link(&self, existing: &Path, path: &Path) -> Result<()>;

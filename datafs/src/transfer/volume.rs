@@ -248,7 +248,7 @@ impl Target for VolumeTree {
         Ok(Box::new(NewFile { tree: self, file, parent, name, like: like.clone() }))
     }
 
-    fn make_symlink(&self, path: &Path, target: OsString) -> Result<()> {
+    fn make_symlink(&self, path: &Path, target: OsString, like: &Entry) -> Result<()> {
         let (parent, name) = self.place(path, true)?;
         if let Ok(there) = self.view.lookup(parent, &name)
             && there.kind == FileKind::Symlink
@@ -257,7 +257,9 @@ impl Target for VolumeTree {
             return Ok(());
         }
         let partial = partial_name();
-        self.view.symlink(parent, &partial, &target, owner())?;
+        let made = self.view.symlink(parent, &partial, &target, owner())?;
+        let mtime = Some(SetTime::At(like.mtime));
+        self.view.setattr(made.node, &SetAttr { mtime, ..SetAttr::default() })?;
         self.settle(parent, &partial, &name)
     }
 

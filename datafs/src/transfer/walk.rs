@@ -152,7 +152,7 @@ impl Copy<'_> {
                 let made = self
                     .source
                     .target(&path, &entry)
-                    .and_then(|target| self.target.make_symlink(&path, target));
+                    .and_then(|target| self.target.make_symlink(&path, target, &entry));
                 self.outcome(&path, made.map(|()| self.report.lock().links += 1));
             }
             Kind::Folder | Kind::Symlink | Kind::Special => self.report.lock().left_out += 1,

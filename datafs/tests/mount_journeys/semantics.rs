@@ -515,3 +515,27 @@ fn an_overlay_lies_above_a_mount() {
     assert_eq!(run(kept.path(), "snapshot"), expected);
     assert!(fs::read(kept.path().join("large")).unwrap() == large);
 }
+
+#[test]
+fn times_at_the_ends_of_their_range_are_taken_and_leave_the_mount_alive() {
+    let Some(both) = Both::new() else { return };
+    let seconds = [i64::MIN, i64::MIN + 1, -1, 0, 1 << 34, i64::MAX];
+    both.same(|dir| {
+        by_user(&[], || {
+            let path = dir.join("timed");
+            File::create(&path).unwrap();
+            let path = CString::new(path.as_os_str().as_bytes()).unwrap();
+            seconds.map(|tv_sec| {
+                [0, 5, 999_999_999].map(|tv_nsec| {
+                    let times = [libc::timespec { tv_sec, tv_nsec }; 2];
+                    // SAFETY: the path and both times live during the call.
+                    unsafe { libc::utimensat(libc::AT_FDCWD, path.as_ptr(), times.as_ptr(), 0) }
+                })
+            })
+        })
+    });
+    // More calls than there are threads that serve.
+    for round in 0..64 {
+        fs::write(both.mount.path().join(format!("after-{round}")), b"alive").unwrap();
+    }
+}
