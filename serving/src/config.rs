@@ -85,7 +85,8 @@ pub struct Config {
     /// keeps none.
     pub response_cache_bytes_max: usize,
     /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
-    /// or `*` for all; none when empty.
+    /// or `*` for all; beside the server's own page none when empty. Their hosts are also hosts under which a
+    /// server on loopback may be called.
     pub cors_origins: Vec<String>,
     /// Whether clients may register system shared memory and pass tensors there. Whoever reaches the
     /// server may then read and write every object in `/dev/shm` that its user may. When absent: only

@@ -4,12 +4,12 @@
 mod body;
 mod compression;
 mod control;
-mod cors;
 mod elements;
 mod guard;
 mod lineage;
 mod output;
 mod page;
+pub(crate) mod pages;
 mod shared_memory;
 
 pub(crate) use elements::Elements;
@@ -62,7 +62,9 @@ pub(crate) fn router(
     guard: Guard,
     config: &Config,
 ) -> Result<Router> {
-    let origins = cors::Origins::new(&config.cors_origins)?;
+    // Over TLS a page of another name is told by the certificate, and a page has no token.
+    let checks_host = config.http.ip().to_canonical().is_loopback() && config.tls.is_none() && !guard.is_on();
+    let pages = pages::Pages::new(&config.cors_origins, checks_host)?;
     let app = App { inference, controls, memory, guard: guard.clone(), limits: config.limits };
     let version = "/v2/models/{model}/versions/{version}";
     let routes = Router::new()
@@ -89,10 +91,7 @@ pub(crate) fn router(
         false => routes,
     };
     // Outermost, as a browser asks whether it may call before it shows a token.
-    Ok(match origins {
-        Some(origins) => routes.layer(from_fn_with_state(origins, cors::answer)),
-        None => routes,
-    })
+    Ok(routes.layer(from_fn_with_state(pages, pages::answer)))
 }
 
 /// An error as this protocol answers it: a status and `{"error": …}`.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::State;
 use axum::http::header;
+use axum::middleware::from_fn_with_state;
 use axum::routing::get;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -26,6 +27,7 @@ use crate::logging::Logging;
 use crate::peer::Noted;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
+use crate::rest::pages::{self, Pages};
 use crate::session::Realtime;
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
@@ -209,6 +211,7 @@ fn serve_on(
     let memory = SharedMemory::new(config.shares_memory(), limits.message_bytes_max);
     let guard = Guard::new(entrance.tokens.clone());
     let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), guard.clone(), config)?;
+    let pages = Pages::new(&config.cors_origins, is_loopback(addresses.metrics))?;
     let exporting = entrance.telemetry.take().map(telemetry::Opened::start);
     let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
     metrics::STARTS.inc();
@@ -234,7 +237,7 @@ fn serve_on(
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);
     let models = Some(inference.repository().clone());
-    scraping.spawn(scrape.answer(Logged::new(scrape_routes(models)), ending.clone()));
+    scraping.spawn(scrape.answer(Logged::new(scrape_routes(models, pages)), ending.clone()));
 
     entrance.watch(config.reload_ms, &ending);
     let polling = tokio::spawn({
@@ -293,9 +296,14 @@ fn ended(transport: std::result::Result<(), tokio::task::JoinError>) -> Result<(
     transport.map_err(|error| Error::Service { service: "transport", reason: error.to_string() })
 }
 
+fn is_loopback(address: SocketAddr) -> bool {
+    address.ip().to_canonical().is_loopback()
+}
+
 /// The metrics of the process, and those of the models where a server has some.
-fn scrape_routes(models: Option<Repository>) -> Noted<Router> {
-    Noted::new(Router::new().route("/metrics", get(scrape_metrics)).with_state(models))
+fn scrape_routes(models: Option<Repository>, pages: Arc<Pages>) -> Noted<Router> {
+    let routes = Router::new().route("/metrics", get(scrape_metrics)).with_state(models);
+    Noted::new(routes.layer(from_fn_with_state(pages, pages::answer)))
 }
 
 /// The metrics of the process over HTTP, at `/metrics`, without a model server.
@@ -316,7 +324,8 @@ impl MetricsServer {
             .local_addr()
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
         let listener = Listener::http(listener, "metrics", &Limits::default());
-        let task = tokio::spawn(listener.answer(Logged::new(scrape_routes(None)), cancel));
+        let pages = Pages::new(&[], is_loopback(address))?;
+        let task = tokio::spawn(listener.answer(Logged::new(scrape_routes(None, pages)), cancel));
         Ok(MetricsServer { address, task })
     }
 

@@ -15,8 +15,6 @@ mod compressed;
 mod connections;
 #[path = "serving/control.rs"]
 mod control;
-#[path = "serving/cors.rs"]
-mod cors;
 #[path = "serving/devices.rs"]
 mod devices;
 #[path = "serving/drift.rs"]
@@ -47,6 +45,8 @@ mod malformed_grpc;
 mod malformed_rest;
 #[path = "serving/page.rs"]
 mod page;
+#[path = "serving/pages.rs"]
+mod pages;
 #[path = "serving/pipe.rs"]
 mod pipe;
 #[path = "serving/protocol.rs"]

@@ -212,7 +212,7 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
 /// The metrics at an address; `None` while nobody answers there.
 pub fn try_scrape(address: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").ok()?;
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
     assert!(text.starts_with("HTTP/1.1 200 "), "{text}");

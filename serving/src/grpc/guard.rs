@@ -1,4 +1,4 @@
-//! Calls of gRPC before anything of them is read: those without a token are refused, where the server has
+//! Checks on gRPC calls before anything of them is read: the content type, and the token where the server has
 //! tokens.
 
 use std::convert::Infallible;
@@ -17,6 +17,9 @@ use crate::tokens::Guard;
 /// Calls that take no token, for those that watch whether the server is up.
 const OPEN: [&str; 2] =
     ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
+
+/// Begins the content type of every call of gRPC. A web page cannot send it without asking first.
+const CONTENT_TYPE: &[u8] = b"application/grpc";
 
 /// A service whose callers are known.
 #[derive(Debug, Clone)]
@@ -54,6 +57,12 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
+        let content_type = request.headers().get(http::header::CONTENT_TYPE);
+        if !content_type.is_some_and(|value| value.as_bytes().starts_with(CONTENT_TYPE)) {
+            let mut refused = http::Response::new(R::default());
+            *refused.status_mut() = http::StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            return Either::Right(ready(Ok(refused)));
+        }
         if self.guard.is_on() && !OPEN.contains(&request.uri().path()) {
             let headers = std::mem::take(request.headers_mut());
             let admitted = self.guard.admit(&headers, request.extensions_mut());

@@ -87,11 +87,14 @@ async fn rest_speaks_both_versions_of_http_on_one_port() {
     }
     // Three requests over one connection of HTTP/1.1, the last two without waiting for an answer.
     let mut stream = connect(address).await;
-    let get = b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n";
+    let get = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n";
     stream.write_all(get).await.unwrap();
     assert!(one_reply(&mut stream).await.starts_with("HTTP/1.1 200"));
     stream.write_all(get).await.unwrap();
-    stream.write_all(b"GET /v2/nosuch HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
+    stream
+        .write_all(b"GET /v2/nosuch HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        .await
+        .unwrap();
     let rest = to_the_end(&mut stream).await;
     assert!(rest.contains("HTTP/1.1 200") && rest.contains("HTTP/1.1 404"), "{rest}");
     server.stop().await;
@@ -101,14 +104,15 @@ async fn rest_speaks_both_versions_of_http_on_one_port() {
 async fn clients_that_stall_lose_their_connection() {
     let server = Server::start(impatient(), &[]).await;
     let addresses = server.serving.addresses();
-    let body = b"POST /v2/models/mlp/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{\"inputs\":";
+    let body =
+        b"POST /v2/models/mlp/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{\"inputs\":";
     let beginnings: [(&str, &[u8]); 6] = [
         ("nothing", b""),
         ("one byte", b"G"),
         ("one byte of the preface", b"P"),
-        ("half a head", b"GET /v2 HTTP/1.1\r\nhost: x\r\nx-"),
+        ("half a head", b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-"),
         ("half a preface", &PREFACE[..20]),
-        ("a request and then nothing", b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n"),
+        ("a request and then nothing", b"GET /v2 HTTP/1.1\r\nhost: localhost\r\n\r\n"),
     ];
     for address in [addresses.http, addresses.grpc, addresses.metrics] {
         for (what, beginning) in &beginnings {
@@ -168,7 +172,7 @@ async fn a_client_that_never_reads_its_answer_is_cut_off() {
         r#"{{"inputs":[{{"name":"in_UINT8","shape":[{bytes}],"datatype":"UINT8","parameters":{{"binary_data_size":{bytes}}}}}],"parameters":{{"binary_data_output":true}}}}"#
     );
     let head = format!(
-        "POST /v2/models/echo/infer HTTP/1.1\r\nhost: x\r\ninference-header-content-length: {}\r\ncontent-length: {}\r\n\r\n{json}",
+        "POST /v2/models/echo/infer HTTP/1.1\r\nhost: localhost\r\ninference-header-content-length: {}\r\ncontent-length: {}\r\n\r\n{json}",
         json.len(),
         json.len() + bytes
     );
@@ -188,9 +192,9 @@ async fn a_client_that_never_reads_its_answer_is_cut_off() {
 async fn endless_and_too_many_headers_are_refused() {
     let server = server().await;
     let address = server.serving.addresses().http;
-    let long = format!("GET /v2 HTTP/1.1\r\nhost: x\r\nx-long: {}", "a".repeat(1 << 20));
-    let many = format!("GET /v2 HTTP/1.1\r\nhost: x\r\n{}\r\n", "x-many: 1\r\n".repeat(2000));
-    let line = format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "a".repeat(1 << 20));
+    let long = format!("GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-long: {}", "a".repeat(1 << 20));
+    let many = format!("GET /v2 HTTP/1.1\r\nhost: localhost\r\n{}\r\n", "x-many: 1\r\n".repeat(2000));
+    let line = format!("GET /{} HTTP/1.1\r\nhost: localhost\r\n\r\n", "a".repeat(1 << 20));
     for (head, statuses) in [(long, ["431"].as_slice()), (many, &["431"]), (line, &["414", "431"])] {
         let mut stream = connect(address).await;
         // The server may have answered and closed before it was sent everything.
@@ -222,7 +226,7 @@ async fn connections_beyond_the_limit_are_told_so() {
     config.limits.connections_max = 3;
     let server = Server::start(config, &[]).await;
     let addresses = server.serving.addresses();
-    let get = b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n";
+    let get = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n";
     let mut held = Vec::new();
     for _ in 0..3 {
         let mut stream = connect(addresses.http).await;

@@ -200,7 +200,7 @@ async fn fuzz_ports(server: &Server, requests: usize) {
     let addresses = server.serving.addresses();
     let ask = as_rest(&good());
     let head = format!(
-        "POST {} HTTP/1.1\r\nhost: x\r\n{}: {}\r\ncontent-length: {}\r\n\r\n",
+        "POST {} HTTP/1.1\r\nhost: localhost\r\n{}: {}\r\ncontent-length: {}\r\n\r\n",
         ask.path,
         ask.headers[0].0,
         ask.headers[0].1,

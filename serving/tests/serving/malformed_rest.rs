@@ -263,8 +263,8 @@ pub(crate) fn cases() -> Vec<Case> {
         row("NaN out as bytes", nan(true), 200, "\"binary_data_size\":4"),
 
         // Headers, compression, sizes.
-        row("another content type", headers(&[("content-type", "text/plain")], at(MLP)), 200, "logits"),
-        row("content type of nonsense", headers(&[("content-type", ";;;")], at(MLP)), 200, "logits"),
+        row("another content type", headers(&[("content-type", "text/plain")], at(MLP)), 415, "send application/json or application/octet-stream"),
+        row("content type of nonsense", headers(&[("content-type", ";;;")], at(MLP)), 415, "content type \";;;\" is not taken"),
         row("gzip", encoded("gzip", gzip(&good)), 200, "logits"),
         row("gzip in two members", encoded("gzip", [gzip(&good[..9]), gzip(&good[9..])].concat()), 200, "logits"),
         row("deflate", encoded("deflate", zlib(&good)), 200, "logits"),

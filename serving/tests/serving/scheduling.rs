@@ -164,7 +164,7 @@ async fn who_goes_while_he_waits_leaves_the_line() {
         let address = line.server.serving.addresses().http;
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         let head = format!(
-            "POST /v2/models/{}/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /v2/models/{}/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
             line.model,
             body.len()
         );

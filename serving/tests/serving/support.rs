@@ -289,6 +289,18 @@ impl Server {
         http(self.serving.addresses().http, method, path, headers, body).await
     }
 
+    /// The same as [`Server::http`] with another host header.
+    pub(crate) async fn http_of(
+        &self,
+        host: &str,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Reply {
+        http_of(self.serving.addresses().http, host, method, path, headers, body).await
+    }
+
     pub(crate) async fn stop(self) {
         self.cancel.cancel();
         tokio::time::timeout(Duration::from_secs(20), self.serving.join()).await.unwrap().unwrap();
@@ -326,9 +338,21 @@ pub(crate) async fn http(
     headers: &[(&str, &str)],
     body: &[u8],
 ) -> Reply {
+    http_of(address, &address.to_string(), method, path, headers, body).await
+}
+
+/// One request for a host over a connection of its own.
+pub(crate) async fn http_of(
+    address: std::net::SocketAddr,
+    host: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> Reply {
     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
     let mut head = format!(
-        "{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\ncontent-length: {}\r\n",
+        "{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {}\r\n",
         body.len()
     );
     for (key, value) in headers {

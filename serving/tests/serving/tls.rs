@@ -197,7 +197,7 @@ async fn both_services_take_connections_with_tls_alone() {
     // Without TLS there is no answer, and the metrics stay without.
     for address in [addresses.grpc, addresses.http] {
         let mut stream = TcpStream::connect(address).await.unwrap();
-        stream.write_all(b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        stream.write_all(b"GET /v2 HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
         let mut answer = Vec::new();
         let _ = tokio::time::timeout(HANGING, stream.read_to_end(&mut answer)).await.unwrap();
         assert!(!answer.starts_with(b"HTTP"), "{answer:?}");

@@ -1,13 +1,13 @@
-//! What is an origin.
+//! Origins of the configuration.
 #![allow(clippy::unwrap_used)]
 
-use super::Origins;
+use super::Pages;
 
 #[test]
 fn origins_are_checked_when_the_server_starts() {
-    assert!(Origins::new(&[]).unwrap().is_none());
+    Pages::new(&[], true).unwrap();
     for good in ["*", "http://localhost:3000", "https://example.org", "http://127.0.0.1", "http://[::1]:80"] {
-        assert!(Origins::new(&[good.to_string()]).unwrap().is_some(), "{good}");
+        assert!(Pages::new(&[good.to_string()], true).is_ok(), "{good}");
     }
     for bad in [
         "",
@@ -24,7 +24,7 @@ fn origins_are_checked_when_the_server_starts() {
         "**",
     ] {
         let refused =
-            Origins::new(&["https://example.org".to_string(), bad.to_string()]).unwrap_err().to_string();
+            Pages::new(&["https://example.org".to_string(), bad.to_string()], true).unwrap_err().to_string();
         assert!(refused.contains("cors_origins"), "{bad}: {refused}");
     }
 }
