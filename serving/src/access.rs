@@ -16,7 +16,7 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 use crate::error::quote;
-use crate::peer::{OfPeer, peer};
+use crate::peer::{OfPeer, Peer, peer};
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Names a request, for those who look for it in logs.
@@ -75,8 +75,12 @@ impl<S> Logged<S> {
 }
 
 impl<S: OfPeer> OfPeer for Logged<S> {
-    fn of_peer(&self, peer: SocketAddr) -> Logged<S> {
-        Logged { service: self.service.of_peer(peer), telemetry: self.telemetry.clone(), peer: Some(peer) }
+    fn of_peer(&self, peer: &Peer) -> Logged<S> {
+        Logged {
+            service: self.service.of_peer(peer),
+            telemetry: self.telemetry.clone(),
+            peer: Some(peer.address),
+        }
     }
 }
 

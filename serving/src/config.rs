@@ -292,8 +292,15 @@ pub struct Limits {
     pub versions_max: usize,
     /// Connections that may be open on each port; more are told so and closed.
     pub connections_max: usize,
+    /// Bytes of request bodies that may be on their way in at a time, over all connections, compressed
+    /// and not; more are refused as RESOURCE_EXHAUSTED.
+    pub body_bytes_max: usize,
+    /// Bytes of answers that the client of a connection may leave unread; an answer beyond them becomes
+    /// RESOURCE_EXHAUSTED, unless it is the only one.
+    pub unsent_bytes_max: usize,
     /// How long a client may keep a connection without a request, stop within one, or not take its
-    /// answer, in milliseconds. Over HTTP/2 and gRPC a client that answers pings may be idle for longer.
+    /// answer, in milliseconds; within that time 64 KiB or the rest have to go through. Over HTTP/2 and
+    /// gRPC a client that answers pings may be idle for longer.
     pub stalled_ms_max: u64,
 }
 
@@ -308,6 +315,8 @@ impl Default for Limits {
             sequence_bytes_max: 256 << 20,
             versions_max: 16,
             connections_max: 1024,
+            body_bytes_max: 1 << 30,
+            unsent_bytes_max: 256 << 20,
             stalled_ms_max: 60_000,
         }
     }

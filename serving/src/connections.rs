@@ -3,8 +3,11 @@
 
 mod answering;
 mod calls;
+mod quota;
 mod rests;
 mod timer;
+
+pub(crate) use quota::{Answer, Call, Held, Quota};
 
 use std::io;
 use std::net::SocketAddr;
@@ -50,6 +53,7 @@ pub(crate) struct Listener {
     refusing: Arc<Semaphore>,
     gauge: IntGauge,
     stalled: Duration,
+    unsent_bytes_max: usize,
     streams_max: u32,
     securing: Option<Securing>,
     realtime: Realtime,
@@ -88,6 +92,7 @@ impl Listener {
             refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
+            unsent_bytes_max: limits.unsent_bytes_max,
             streams_max: streams_max(limits),
             securing: None,
             realtime: Realtime::default(),

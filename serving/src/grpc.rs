@@ -22,6 +22,7 @@ use tonic::codec::CompressionEncoding::{Deflate, Gzip};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::access::{self, Logged};
+use crate::bodies::Bodies;
 use crate::config::Limits;
 use crate::control::Controls;
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
@@ -91,6 +92,7 @@ pub(crate) fn service(
     memory: SharedMemory,
     guard: Guard,
     limits: &Limits,
+    bodies: Bodies,
 ) -> Logged<Guarded<Messages<unary::Unary>>> {
     let service = Arc::new(Service { inference, controls, memory, guard: guard.clone() });
     let others = GrpcInferenceServiceServer::from_arc(Arc::clone(&service))
@@ -100,7 +102,7 @@ pub(crate) fn service(
         .accept_compressed(Deflate)
         .send_compressed(Gzip)
         .send_compressed(Deflate);
-    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits), guard))
+    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits, bodies), guard))
 }
 
 /// The calls. Cheap to clone; all clones are one.

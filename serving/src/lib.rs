@@ -58,6 +58,7 @@
 
 mod access;
 mod blocking;
+mod bodies;
 mod classification;
 pub mod client;
 mod codec;

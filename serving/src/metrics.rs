@@ -101,6 +101,15 @@ pub static CONNECTIONS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
+/// Connections that the server ended because the client took no answers or cancelled too many calls, by service.
+pub static CONNECTIONS_CUT: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    counter_vec(
+        "millrace_serving_cut_connections_total",
+        "Connections ended because the client took no answers or cancelled too many calls",
+        &["service"],
+    )
+});
+
 /// Handshakes of TLS that failed: clients without TLS, or without a certificate that is trusted.
 pub static HANDSHAKES_FAILED: LazyLock<IntCounter> =
     LazyLock::new(|| counter("millrace_serving_failed_handshakes_total", "Handshakes of TLS that failed"));

@@ -20,7 +20,7 @@ use axum::body::Body;
 use axum::extract::{FromRequestParts, Path, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
@@ -29,6 +29,7 @@ use futures::StreamExt;
 use serde_json::json;
 
 use crate::access;
+use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
@@ -49,6 +50,7 @@ struct App {
     memory: SharedMemory,
     guard: Guard,
     limits: Limits,
+    bodies: Bodies,
 }
 
 /// The routes. Bodies above the limit are refused while they are read.
@@ -61,11 +63,12 @@ pub(crate) fn router(
     memory: SharedMemory,
     guard: Guard,
     config: &Config,
+    bodies: Bodies,
 ) -> Result<Router> {
     // Over TLS a page of another name is told by the certificate, and a page has no token.
     let checks_host = config.http.ip().to_canonical().is_loopback() && config.tls.is_none() && !guard.is_on();
     let pages = pages::Pages::new(&config.cors_origins, checks_host)?;
-    let app = App { inference, controls, memory, guard: guard.clone(), limits: config.limits };
+    let app = App { inference, controls, memory, guard: guard.clone(), limits: config.limits, bodies };
     let version = "/v2/models/{model}/versions/{version}";
     let routes = Router::new()
         .route("/v2", get(server_metadata))
@@ -84,7 +87,7 @@ pub(crate) fn router(
         .merge(shared_memory::routes())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        .layer(from_fn_with_state(app.clone(), compression::translate))
+        .layer(from_fn(compression::translate))
         .with_state(app);
     let routes = match guard.is_on() {
         true => routes.layer(from_fn_with_state(guard, guard::admit)),
@@ -249,15 +252,17 @@ async fn infer(
     let asked = target.asked()?;
     let header_length = header_length(&headers)?;
     let (mut model, split) = app.inference.find_split(&target.model, asked)?;
-    let body = read(body, &headers, &app.limits).await?;
+    let body = read(&app, body, &headers, app.limits.message_bytes_max).await?;
     let mut place = None;
     if split || model.sequences.is_some() {
-        let (id, step) = body::head(&body, header_length);
+        let (id, step) = body::head(&body.bytes, header_length);
         (model, place) = app.inference.admit(&target.model, asked, &id, step)?;
     }
-    let decode = || {
-        let (mut request, reply) = body::decode(&body, header_length, &app.memory)?;
-        request.client = peer.map(|Extension(Peer(address))| address);
+    let memory = &app.memory;
+    // The body goes once it is decoded.
+    let decode = move || {
+        let (mut request, reply) = body::decode(&body.bytes, header_length, memory)?;
+        request.client = peer.map(|Extension(peer)| peer.address);
         Ok((request, reply))
     };
     let encode = |response, reply| body::encode(model.signature(), response, reply);
@@ -294,10 +299,32 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
     }
 }
 
-/// Reads a body up to the limit, from a client that keeps sending.
-async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes, Failure> {
-    let bytes_max = limits.message_bytes_max;
-    let stalled = Duration::from_millis(limits.stalled_ms_max);
+/// A body that was read whole, and is plain.
+struct Received {
+    bytes: Bytes,
+    _in_body: InBody,
+}
+
+/// Reads a body up to a limit, from a client that keeps sending, and takes the compression off. Only handlers of calls
+/// that may have a body read one, after the token was checked.
+async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Received, Failure> {
+    let encoding = compression::content_encoding(headers)?;
+    let mut in_body = app.bodies.begin();
+    let sent = read_sent(app, body, headers, bytes_max, &mut in_body).await?;
+    let Some(encoding) = encoding else { return Ok(Received { bytes: sent, _in_body: in_body }) };
+    let plain = encoding.decompress(&sent, bytes_max)?;
+    in_body.grow(plain.len())?;
+    Ok(Received { bytes: plain.into(), _in_body: in_body })
+}
+
+/// Reads a body as it was sent.
+async fn read_sent(
+    app: &App,
+    body: Body,
+    headers: &HeaderMap,
+    bytes_max: usize,
+    in_body: &mut InBody,
+) -> Result<Bytes, Failure> {
     let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
     let announced = headers
         .get(header::CONTENT_LENGTH)
@@ -306,28 +333,30 @@ async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes,
     if announced > bytes_max as u64 {
         return Err(too_large(announced).into());
     }
+    let stalled_ms = app.limits.stalled_ms_max;
+    let mut patience = Patience::new(Duration::from_millis(stalled_ms));
     let mut stream = body.into_data_stream();
     let mut content = BytesMut::new();
     loop {
-        let chunk = match tokio::time::timeout(stalled, stream.next()).await {
-            Ok(Some(Ok(chunk))) => chunk,
-            Ok(Some(Err(error))) => {
-                return Err(InferError::invalid(format!("the body broke off: {error}")).into());
-            }
-            Ok(None) => return Ok(content.freeze()),
-            Err(_) => {
-                let waited = limits.stalled_ms_max;
+        let next = tokio::select! {
+            biased;
+            next = stream.next() => next,
+            () = patience.over() => {
                 let reason = format!(
-                    "nothing came for {waited} ms after {} bytes of the body (limits.stalled_ms_max)",
+                    "the body came too slowly: {} bytes of it, and less than {PROGRESS_BYTES} bytes in the last {stalled_ms} ms (limits.stalled_ms_max)",
                     content.len()
                 );
                 return Err(Failure { status: StatusCode::REQUEST_TIMEOUT, reason });
             }
         };
+        let Some(chunk) = next else { return Ok(content.freeze()) };
+        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body broke off: {error}")))?;
+        patience.came(chunk.len());
         let bytes = content.len().saturating_add(chunk.len());
         if bytes > bytes_max {
             return Err(too_large(bytes as u64).into());
         }
+        in_body.grow(chunk.len())?;
         if content.is_empty() && announced == chunk.len() as u64 {
             return Ok(chunk);
         }

@@ -17,6 +17,7 @@ use tonic_health::ServingStatus;
 
 use crate::access::Logged;
 use crate::blocking::blocking;
+use crate::bodies::Bodies;
 use crate::config::{Config, Limits};
 use crate::connections::Listener;
 use crate::control::Controls;
@@ -174,8 +175,8 @@ impl Entrance {
 }
 
 /// A service beside the one for inference, for callers who are known.
-fn guarded<S>(service: S, guard: &Guard, limits: &Limits) -> Logged<Guarded<Messages<S>>> {
-    Logged::new(Guarded::new(Messages::new(service, *limits), guard.clone()))
+fn guarded<S>(service: S, guard: &Guard, limits: &Limits, bodies: &Bodies) -> Logged<Guarded<Messages<S>>> {
+    Logged::new(Guarded::new(Messages::new(service, *limits, bodies.clone()), guard.clone()))
 }
 
 async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
@@ -210,7 +211,15 @@ fn serve_on(
     let limits = &config.limits;
     let memory = SharedMemory::new(config.shares_memory(), limits.message_bytes_max);
     let guard = Guard::new(entrance.tokens.clone());
-    let routes = rest::router(inference.clone(), controls.clone(), memory.clone(), guard.clone(), config)?;
+    let bodies = Bodies::new(limits.body_bytes_max);
+    let routes = rest::router(
+        inference.clone(),
+        controls.clone(),
+        memory.clone(),
+        guard.clone(),
+        config,
+        bodies.clone(),
+    )?;
     let pages = Pages::new(&config.cors_origins, is_loopback(addresses.metrics))?;
     let exporting = entrance.telemetry.take().map(telemetry::Opened::start);
     let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
@@ -222,10 +231,11 @@ fn serve_on(
 
     let mut transports = JoinSet::new();
     let inference_calls =
-        grpc::service(inference.clone(), controls, memory, guard.clone(), limits).traced(telemetry.clone());
-    let other_calls = Routes::new(Logged::new(Messages::new(health_service, *limits)))
-        .add_service(guarded(reflection::v1()?, &guard, limits))
-        .add_service(guarded(reflection::v1alpha()?, &guard, limits))
+        grpc::service(inference.clone(), controls, memory, guard.clone(), limits, bodies.clone())
+            .traced(telemetry.clone());
+    let other_calls = Routes::new(Logged::new(Messages::new(health_service, *limits, bodies.clone())))
+        .add_service(guarded(reflection::v1()?, &guard, limits, &bodies))
+        .add_service(guarded(reflection::v1alpha()?, &guard, limits, &bodies))
         .prepare();
     let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);

@@ -51,6 +51,8 @@ mod pages;
 mod pipe;
 #[path = "serving/protocol.rs"]
 mod protocol;
+#[path = "serving/quotas.rs"]
+mod quotas;
 #[path = "serving/reflection.rs"]
 mod reflection;
 #[path = "serving/response_cache.rs"]

@@ -11,9 +11,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
 use super::calls::Calls;
+use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
 use super::timer::Timer;
 use super::{HEAD_BYTES_MAX, Listener};
-use crate::peer::{OfPeer, Peered};
+use crate::metrics::CONNECTIONS_CUT;
+use crate::peer::{OfPeer, Peer, Peered};
 
 impl Listener {
     /// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call
@@ -23,7 +25,7 @@ impl Listener {
         S: Service<http::Request<Incoming>, Response = http::Response<B>, Error = Infallible>,
         S: OfPeer + Send + 'static,
         S::Future: Send,
-        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Into<StdError>,
     {
         let mut connections = JoinSet::new();
@@ -35,20 +37,29 @@ impl Listener {
                 connection = self.accept() => {
                     let calls = Calls::new();
                     let protocol = self.protocol(calls.clone());
-                    let service = Peered::new(&service, connection.peer);
-                    let leaving = leaving.clone();
+                    let (quota, mut watch) = Quota::new(self.unsent_bytes_max);
+                    let peer = Peer { address: connection.peer, quota };
+                    let service = Peered::new(&service, &peer, self.is_grpc);
+                    let (leaving, stalled, name) = (leaving.clone(), self.stalled, self.service);
                     connections.spawn(async move {
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
                         let mut answering = calls.attend(answering);
-                        let ended = tokio::select! {
-                            ended = &mut answering => ended,
-                            () = leaving.cancelled() => {
-                                answering.connection().graceful_shutdown();
-                                answering.await
+                        let ended = async {
+                            tokio::select! {
+                                ended = &mut answering => ended,
+                                () = leaving.cancelled() => {
+                                    answering.connection().graceful_shutdown();
+                                    answering.await
+                                }
                             }
                         };
-                        if let Err(error) = ended {
-                            tracing::debug!(%error, "a connection broke");
+                        tokio::select! {
+                            Err(error) = ended => tracing::debug!(%error, "a connection broke"),
+                            client = watch.exceeded(stalled) => {
+                                CONNECTIONS_CUT.with_label_values(&[name]).inc();
+                                tracing::debug!(peer = %peer.address, client, "a connection was cut");
+                            }
+                            else => {}
                         }
                     });
                 }
@@ -79,6 +90,8 @@ impl Listener {
             .timer(Timer::new())
             .max_concurrent_streams(self.streams_max)
             .max_header_list_size(HEAD_BYTES_MAX)
+            // Calls that ran out of time before the server came to them.
+            .max_pending_accept_reset_streams(CANCELLED_PER_SECOND_MAX)
             .keep_alive_interval(self.stalled)
             .keep_alive_timeout(self.stalled);
         protocol

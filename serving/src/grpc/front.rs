@@ -2,7 +2,6 @@
 //! a router makes a copy of its services for each request, and puts futures and bodies in boxes of its own.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -12,7 +11,7 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::{Noted, OfPeer};
+use crate::peer::{Noted, OfPeer, Peer};
 
 /// A service, and what answers all that is not asked of it.
 #[derive(Debug, Clone)]
@@ -28,7 +27,7 @@ impl<S, R> Front<S, R> {
 }
 
 impl<S: OfPeer, R: Clone> OfPeer for Front<S, R> {
-    fn of_peer(&self, peer: SocketAddr) -> Front<S, R> {
+    fn of_peer(&self, peer: &Peer) -> Front<S, R> {
         Front { service: self.service.of_peer(peer), routes: self.routes.of_peer(peer) }
     }
 }

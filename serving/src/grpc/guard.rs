@@ -3,7 +3,6 @@
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
-use std::net::SocketAddr;
 use std::task::{Context, Poll};
 
 use futures::future::Either;
@@ -11,7 +10,7 @@ use tonic::Status;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::OfPeer;
+use crate::peer::{OfPeer, Peer};
 use crate::tokens::Guard;
 
 /// Calls that take no token, for those that watch whether the server is up.
@@ -20,6 +19,14 @@ const OPEN: [&str; 2] =
 
 /// Begins the content type of every call of gRPC. A web page cannot send it without asking first.
 const CONTENT_TYPE: &[u8] = b"application/grpc";
+
+/// gRPC's health service, which takes none either.
+const HEALTH: &str = "/grpc.health.v1.Health/";
+
+/// Whether calls of a path take no token.
+pub(super) fn is_open(path: &str) -> bool {
+    OPEN.contains(&path) || path.starts_with(HEALTH)
+}
 
 /// A service whose callers are known.
 #[derive(Debug, Clone)]
@@ -35,7 +42,7 @@ impl<S> Guarded<S> {
 }
 
 impl<S: OfPeer> OfPeer for Guarded<S> {
-    fn of_peer(&self, peer: SocketAddr) -> Guarded<S> {
+    fn of_peer(&self, peer: &Peer) -> Guarded<S> {
         Guarded { service: self.service.of_peer(peer), guard: self.guard.clone() }
     }
 }
@@ -63,7 +70,7 @@ where
             *refused.status_mut() = http::StatusCode::UNSUPPORTED_MEDIA_TYPE;
             return Either::Right(ready(Ok(refused)));
         }
-        if self.guard.is_on() && !OPEN.contains(&request.uri().path()) {
+        if self.guard.is_on() && !is_open(request.uri().path()) {
             let headers = std::mem::take(request.headers_mut());
             let admitted = self.guard.admit(&headers, request.extensions_mut());
             *request.headers_mut() = headers;

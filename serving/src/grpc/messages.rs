@@ -3,29 +3,30 @@
 //! without a bound and answers INTERNAL.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http_body::Frame;
-use tokio::time::Sleep;
 use tonic::Status;
 use tonic::codegen::{Service, StdError, http};
 use tonic::server::NamedService;
 
-use super::deadline;
+use super::{deadline, guard};
+use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
 use crate::codec::PREFIX_BYTES;
 use crate::compression::Encoding;
 use crate::config::Limits;
 use crate::error::InferError;
-use crate::peer::OfPeer;
+use crate::peer::{OfPeer, Peer};
 
 /// Names the compression of a request's messages.
 pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");
 /// Names the compressions that the client reads.
 pub(super) static ACCEPTED: http::HeaderName = http::HeaderName::from_static("grpc-accept-encoding");
+/// Bytes of a message of a call that takes no token, compressed or not: it has a name at most.
+const OPEN_BYTES_MAX: usize = 4096;
 /// Calls whose client sends any number of messages, also none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 
@@ -34,17 +35,18 @@ const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 pub(crate) struct Messages<S> {
     service: S,
     limits: Limits,
+    bodies: Bodies,
 }
 
 impl<S> Messages<S> {
-    pub(crate) fn new(service: S, limits: Limits) -> Messages<S> {
-        Messages { service, limits }
+    pub(crate) fn new(service: S, limits: Limits, bodies: Bodies) -> Messages<S> {
+        Messages { service, limits, bodies }
     }
 }
 
 impl<S: OfPeer> OfPeer for Messages<S> {
-    fn of_peer(&self, peer: SocketAddr) -> Messages<S> {
-        Messages { service: self.service.of_peer(peer), limits: self.limits }
+    fn of_peer(&self, peer: &Peer) -> Messages<S> {
+        Messages { service: self.service.of_peer(peer), limits: self.limits, bodies: self.bodies.clone() }
     }
 }
 
@@ -74,7 +76,11 @@ where
         mirror(&mut head.headers, encoding);
         deadline::note(&head.headers, &mut head.extensions);
         let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
-        let body = Frames::new(body, encoding, streaming, &self.limits);
+        let mut limits = self.limits;
+        if guard::is_open(head.uri.path()) {
+            limits.message_bytes_max = limits.message_bytes_max.min(OPEN_BYTES_MAX);
+        }
+        let body = Frames::new(body, encoding, streaming, &limits, self.bodies.begin());
         self.service.call(http::Request::from_parts(head, body))
     }
 }
@@ -99,6 +105,8 @@ pub(crate) struct Frames<B> {
     streaming: bool,
     bytes_max: usize,
     stalled: Duration,
+    /// Bytes of the message that is coming.
+    in_body: InBody,
     /// What came and was not looked at yet.
     chunk: Bytes,
     prefix: [u8; PREFIX_BYTES],
@@ -110,20 +118,27 @@ pub(crate) struct Frames<B> {
     /// Whether a message has come whole.
     any: bool,
     /// Runs while the client owes something.
-    patience: Option<Pin<Box<Sleep>>>,
+    patience: Option<Patience>,
     /// What is wrong with what comes after the messages that were handed on last.
     failure: Option<InferError>,
     ended: bool,
 }
 
 impl<B> Frames<B> {
-    fn new(body: B, encoding: Option<Encoding>, streaming: bool, limits: &Limits) -> Frames<B> {
+    fn new(
+        body: B,
+        encoding: Option<Encoding>,
+        streaming: bool,
+        limits: &Limits,
+        in_body: InBody,
+    ) -> Frames<B> {
         Frames {
             body,
             encoding,
             streaming,
             bytes_max: limits.message_bytes_max.min(u32::MAX as usize),
             stalled: Duration::from_millis(limits.stalled_ms_max),
+            in_body,
             chunk: Bytes::new(),
             prefix: [0; PREFIX_BYTES],
             prefix_bytes: 0,
@@ -192,8 +207,11 @@ impl<B> Frames<B> {
                 let packed = self.packed();
                 self.prefix_bytes = 0;
                 self.any = true;
-                if packed {
-                    return self.unpack().map(Some);
+                let message = if packed { Some(self.unpack()?) } else { None };
+                self.in_body.shrink();
+                self.patience = None;
+                if message.is_some() {
+                    return Ok(message);
                 }
                 *whole = *plain;
             }
@@ -228,6 +246,7 @@ impl<B> Frames<B> {
         // A flag of 1 was let through only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
         let plain = encoding.decompress(&packed, self.bytes_max)?;
+        self.in_body.grow(plain.len())?;
         let mut message = BytesMut::with_capacity(PREFIX_BYTES + plain.len());
         message.put_u8(0);
         // `bytes_max` is at most what 32 bits hold.
@@ -259,8 +278,7 @@ impl<B> Frames<B> {
             self.patience = None;
             return false;
         }
-        let patience = self.patience.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stalled)));
-        patience.as_mut().poll(cx).is_ready()
+        self.patience.get_or_insert_with(|| Patience::new(self.stalled)).over().poll(cx).is_ready()
     }
 }
 
@@ -291,14 +309,22 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
                     self.ended = true;
                     let waited = self.stalled.as_millis();
                     return Poll::Ready(Some(Err(Status::deadline_exceeded(format!(
-                        "nothing came for {waited} ms in the middle of a request (limits.stalled_ms_max)"
+                        "a request came too slowly: less than {PROGRESS_BYTES} bytes of it in the last {waited} ms (limits.stalled_ms_max)"
                     )))));
                 }
                 polled => ready!(polled),
             };
-            self.patience = None;
             match next.map(|frame| frame.map(Frame::into_data)) {
-                Some(Ok(Ok(data))) => self.chunk = data,
+                Some(Ok(Ok(data))) => {
+                    if let Some(patience) = &mut self.patience {
+                        patience.came(data.len());
+                    }
+                    if let Err(error) = self.in_body.grow(data.len()) {
+                        self.ended = true;
+                        return Poll::Ready(Some(Err(error.into())));
+                    }
+                    self.chunk = data;
+                }
                 Some(Ok(Err(other))) => return Poll::Ready(Some(Ok(other))),
                 Some(Err(error)) => return Poll::Ready(Some(Err(Status::from_error(error.into())))),
                 None => {

@@ -10,13 +10,15 @@ use std::sync::Arc;
 
 use futures::future::FutureExt;
 use futures::stream::{BoxStream, FuturesOrdered, StreamExt, unfold};
+use prost::Message;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
 use super::{Admitted, Origin, Service};
+use crate::connections::{Held, Quota};
 use crate::error::InferError;
 use crate::infer::stopping;
-use crate::peer::peer;
+use crate::peer::{Peer, peer};
 use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
@@ -45,6 +47,7 @@ pub(super) fn answers(
     let conversation = Conversation {
         // A stream has no deadline but its client's: when he goes, what waits goes too.
         origin: Origin { client: peer(request.extensions()), deadline: Ok(None) },
+        quota: request.extensions().get().map(|peer: &Peer| peer.quota.clone()),
         service,
         caller,
         span: telemetry::current(),
@@ -68,7 +71,9 @@ struct Conversation {
     span: Option<Arc<Active>>,
     strict: bool,
     requests: Streaming<pb::ModelInferRequest>,
-    running: FuturesOrdered<AbortOnDropHandle<Answer>>,
+    running: FuturesOrdered<AbortOnDropHandle<(Answer, Option<Held>)>>,
+    /// What the client may leave unread.
+    quota: Option<Quota>,
     /// Set when no more requests are read: the status to end with, none after the first error.
     end: Option<Option<Status>>,
 }
@@ -98,7 +103,7 @@ impl Conversation {
                 };
                 let Some(request) = self.accept(arrival) else { continue };
                 match self.requests.next().now_or_never() {
-                    None => return Some(self.answer(request).await),
+                    None => return Some(self.answer(request).await.0),
                     Some(second) => {
                         self.start(request);
                         if let Some(request) = self.accept(second) {
@@ -116,7 +121,7 @@ impl Conversation {
                         }
                     }
                     answered = self.running.next() => match answered {
-                        Some(Ok(answer)) => return Some(answer),
+                        Some(Ok((answer, _held))) => return Some(answer),
                         Some(Err(error)) => match error.try_into_panic() {
                             Ok(panic) => std::panic::resume_unwind(panic),
                             Err(_) => return Some(Err(stopping().into())),
@@ -143,11 +148,12 @@ impl Conversation {
         self.running.push_back(AbortOnDropHandle::new(task));
     }
 
-    fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = Answer> + use<> {
+    fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = (Answer, Option<Held>)> + use<> {
         // Here, as tasks begin in any order, and requests of a sequence run in that of their arrival.
         let admitted = self.service.admit(&self.caller, &request);
         let (service, origin) = (self.service.clone(), self.origin.clone());
-        telemetry::nested(self.span.clone(), answer(service, admitted, origin, request, self.strict))
+        let (quota, strict) = (self.quota.clone(), self.strict);
+        telemetry::nested(self.span.clone(), answer(service, admitted, origin, request, quota, strict))
     }
 }
 
@@ -157,23 +163,30 @@ async fn answer(
     admitted: Result<Admitted, InferError>,
     origin: Origin,
     request: pb::ModelInferRequest,
+    quota: Option<Quota>,
     strict: bool,
-) -> Answer {
+) -> (Answer, Option<Held>) {
     let id = request.id.clone();
     let answer = match admitted {
         Ok(admitted) => service.infer(admitted, origin, request).await.map(|(response, _)| response),
         Err(error) => Err(error),
+    };
+    // It may wait for those before it, which the client may not take.
+    let held = answer.as_ref().ok().zip(quota).map(|(response, quota)| quota.hold(response.encoded_len()));
+    let (answer, held) = match held.transpose() {
+        Ok(held) => (answer, held),
+        Err(error) => (Err(error), None),
     };
     if let Err(error) = &answer {
         telemetry::failed(None, error);
     }
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),
-        Err(error) if strict => return Err(error.into()),
+        Err(error) if strict => return (Err(error.into()), None),
         // So that the client knows which request failed.
         Err(error) => (pb::ModelInferResponse { id, ..Default::default() }, error.to_string()),
     };
     let last = pb::InferParameter { parameter_choice: Some(ParameterChoice::BoolParam(true)) };
     response.parameters.insert(FINAL.to_owned(), last);
-    Ok(pb::ModelStreamInferResponse { error_message, infer_response: Some(response) })
+    (Ok(pb::ModelStreamInferResponse { error_message, infer_response: Some(response) }), held)
 }

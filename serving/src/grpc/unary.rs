@@ -22,7 +22,7 @@ use tonic::{Request, Status};
 use super::Service as Calls;
 use super::messages::{ACCEPTED, ENCODING, Frames};
 use crate::codec::{PREFIX_BYTES, decode, framed};
-use crate::peer::{self, OfPeer};
+use crate::peer::{self, OfPeer, Peer};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -35,13 +35,13 @@ const MODEL_INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 pub(crate) struct Unary {
     calls: Arc<Calls>,
     others: GrpcInferenceServiceServer<Calls>,
-    /// Who is at the other end of the connection.
-    peer: Option<SocketAddr>,
+    /// The other end of the connection.
+    peer: Option<Peer>,
 }
 
 impl OfPeer for Unary {
-    fn of_peer(&self, peer: SocketAddr) -> Unary {
-        Unary { peer: Some(peer), ..self.clone() }
+    fn of_peer(&self, peer: &Peer) -> Unary {
+        Unary { peer: Some(peer.clone()), ..self.clone() }
     }
 }
 
@@ -73,10 +73,10 @@ where
             || headers.contains_key(&ENCODING)
             || headers.contains_key(&ACCEPTED)
         {
-            peer::note(request.extensions_mut(), self.peer);
+            peer::note(request.extensions_mut(), self.peer.as_ref());
             return Box::pin(self.others.call(request).map_ok(|reply| reply.map(Reply::Other)));
         }
-        let (calls, client) = (Arc::clone(&self.calls), self.peer);
+        let (calls, client) = (Arc::clone(&self.calls), self.peer.as_ref().map(|peer| peer.address));
         Box::pin(async move {
             let answered = answer(&calls, client, request).await;
             Ok(answered.unwrap_or_else(Status::into_http))

@@ -1,21 +1,21 @@
-//! Compressed bodies over HTTP: requests are decompressed before a route sees them, replies to inference
-//! and the page compressed as `Accept-Encoding` asks.
+//! Compressed bodies over HTTP: how a request is compressed, and replies to inference and the page compressed as
+//! `Accept-Encoding` asks.
 
 use axum::body::{Body, HttpBody};
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::{App, Failure, read};
+use super::Failure;
 use crate::compression::Encoding;
 use crate::error::quote;
 
 /// Replies below this size gain nothing.
 const COMPRESSED_BYTES_MIN: u64 = 1024;
 
-/// Takes the compression off a request and puts one on its reply.
-pub(super) async fn translate(State(app): State<App>, request: Request, next: Next) -> Response {
+/// Compresses replies.
+pub(super) async fn translate(request: Request, next: Next) -> Response {
     let accepted = Accepted::read(request.headers());
     if accepted == Accepted::Nothing {
         let reason = "the reply is wanted in none of the forms gzip, deflate and identity".into();
@@ -28,30 +28,14 @@ pub(super) async fn translate(State(app): State<App>, request: Request, next: Ne
         Accepted::Preferred(_) if path != "/" && !path.ends_with("/infer") => Accepted::Plain,
         accepted => accepted,
     };
-    let response = match decompressed(&app, request).await {
-        Ok(request) => next.run(request).await,
-        Err(failure) => failure.into_response(),
-    };
-    match compressed(accepted, response).await {
+    match compressed(accepted, next.run(request).await).await {
         Ok(response) => response,
         Err(failure) => failure.into_response(),
     }
 }
 
-async fn decompressed(app: &App, request: Request) -> Result<Request, Failure> {
-    let Some(encoding) = content_encoding(request.headers())? else {
-        return Ok(request);
-    };
-    let (mut head, body) = request.into_parts();
-    let packed = read(body, &head.headers, &app.limits).await?;
-    let plain = encoding.decompress(&packed, app.limits.message_bytes_max)?;
-    head.headers.remove(header::CONTENT_ENCODING);
-    head.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(plain.len()));
-    Ok(Request::from_parts(head, Body::from(plain)))
-}
-
 /// How a request's body is compressed. `identity` says that it is not.
-fn content_encoding(headers: &HeaderMap) -> Result<Option<Encoding>, Failure> {
+pub(super) fn content_encoding(headers: &HeaderMap) -> Result<Option<Encoding>, Failure> {
     let names = names(headers, header::CONTENT_ENCODING);
     let applied: Vec<&String> =
         names.iter().filter(|name| !name.is_empty() && !name.eq_ignore_ascii_case("identity")).collect();

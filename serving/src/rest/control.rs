@@ -2,23 +2,21 @@
 
 use axum::Json;
 use axum::Router;
-use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{FromRequest, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use futures::StreamExt;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{App, Failure, Target};
+use super::{App, Failure, Target, read};
 use crate::error::{InferError, quote};
 use crate::logging;
 use crate::tokens::Caller;
 use crate::{model_config, statistics};
 
 /// Largest body of a control call, in bytes: none needs more than a few names.
-const BODY_BYTES_MAX: usize = 64 << 10;
+pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 
 /// The routes of the control calls.
 pub(super) fn routes() -> Router<App> {
@@ -45,26 +43,33 @@ struct Call {
     parameters: Map<String, Value>,
 }
 
-/// Reads a small JSON body; none at all is the same as an empty object.
-async fn read<T: Default + for<'de> Deserialize<'de>>(body: Body) -> Result<T, Failure> {
-    let (mut stream, mut content) = (body.into_data_stream(), Vec::new());
-    while let Some(chunk) = stream.next().await {
-        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body broke off: {error}")))?;
-        if content.len().saturating_add(chunk.len()) > BODY_BYTES_MAX {
-            return Err(Failure {
-                status: StatusCode::PAYLOAD_TOO_LARGE,
-                reason: format!("the body of a control call is larger than {BODY_BYTES_MAX} bytes"),
-            });
+/// A small JSON body; none at all is the same as an empty object.
+struct Small<T>(T);
+
+impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for Small<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, app: &App) -> Result<Small<T>, Failure> {
+        let (head, body) = request.into_parts();
+        let body =
+            read(app, body, &head.headers, BODY_BYTES_MAX).await.map_err(|failure| match failure.status {
+                StatusCode::PAYLOAD_TOO_LARGE => Failure {
+                    reason: format!("the body of a control call is larger than {BODY_BYTES_MAX} bytes"),
+                    ..failure
+                },
+                _ => failure,
+            })?;
+        if body.bytes.trim_ascii().is_empty() {
+            return Ok(Small(T::default()));
         }
-        content.extend_from_slice(&chunk);
+        // An object first: of itself a list would do as well, its elements taken for the fields in order.
+        serde_json::from_slice(&body.bytes)
+            .and_then(|object: Map<String, Value>| T::deserialize(Value::Object(object)))
+            .map(Small)
+            .map_err(|error| {
+                InferError::invalid(format!("the body is not what this call takes: {error}")).into()
+            })
     }
-    if content.trim_ascii().is_empty() {
-        return Ok(T::default());
-    }
-    // An object first: of itself a list would do as well, its elements taken for the fields in order.
-    serde_json::from_slice(&content)
-        .and_then(|object: Map<String, Value>| T::deserialize(Value::Object(object)))
-        .map_err(|error| InferError::invalid(format!("the body is not what this call takes: {error}")).into())
 }
 
 async fn config(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
@@ -96,8 +101,11 @@ fn tell_statistics(app: &App, caller: &Caller, model: &str, version: &str) -> Re
     Ok(Json(json!({ "model_stats": statistics })).into_response())
 }
 
-async fn index(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
-    let call: Call = read(body).await?;
+async fn index(
+    State(app): State<App>,
+    caller: Caller,
+    Small(call): Small<Call>,
+) -> Result<Response, Failure> {
     let entries = app.controls.index(&caller, "", call.ready).await?;
     let entries: Vec<Value> = entries
         .into_iter()
@@ -117,9 +125,8 @@ async fn load(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    body: Body,
+    Small(call): Small<Call>,
 ) -> Result<Response, Failure> {
-    let call: Call = read(body).await?;
     let parameters: Vec<&str> = call.parameters.keys().map(String::as_str).collect();
     app.controls.load(&caller, "", target.model, &parameters).await?;
     Ok(Json(json!({})).into_response())
@@ -129,9 +136,8 @@ async fn unload(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    body: Body,
+    Small(call): Small<Call>,
 ) -> Result<Response, Failure> {
-    let call: Call = read(body).await?;
     let parameters: Vec<_> =
         call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
     app.controls.unload(&caller, "", target.model, &parameters).await?;
@@ -142,8 +148,12 @@ async fn trace_settings(State(app): State<App>, caller: Caller) -> Result<Respon
     change_trace_settings(&app, &caller, "", &Map::new())
 }
 
-async fn set_trace_settings(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
-    change_trace_settings(&app, &caller, "", &read(body).await?)
+async fn set_trace_settings(
+    State(app): State<App>,
+    caller: Caller,
+    Small(changes): Small<Map<String, Value>>,
+) -> Result<Response, Failure> {
+    change_trace_settings(&app, &caller, "", &changes)
 }
 
 async fn model_trace_settings(
@@ -158,9 +168,9 @@ async fn set_model_trace_settings(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    body: Body,
+    Small(changes): Small<Map<String, Value>>,
 ) -> Result<Response, Failure> {
-    change_trace_settings(&app, &caller, &target.model, &read(body).await?)
+    change_trace_settings(&app, &caller, &target.model, &changes)
 }
 
 /// A setting is a text, a number or a list of texts; null clears it.
@@ -206,8 +216,12 @@ async fn log_settings(State(app): State<App>, caller: Caller) -> Result<Response
     change_log_settings(&app, &caller, &Map::new())
 }
 
-async fn set_log_settings(State(app): State<App>, caller: Caller, body: Body) -> Result<Response, Failure> {
-    change_log_settings(&app, &caller, &read(body).await?)
+async fn set_log_settings(
+    State(app): State<App>,
+    caller: Caller,
+    Small(changes): Small<Map<String, Value>>,
+) -> Result<Response, Failure> {
+    change_log_settings(&app, &caller, &changes)
 }
 
 fn change_log_settings(
@@ -224,17 +238,19 @@ fn change_log_settings(
         };
         (name.as_str(), value)
     });
-    let settings: Map<String, Value> = logging::named(app.controls.log_settings(caller, changes)?)
-        .into_iter()
-        .map(|(name, value)| {
-            let value = match value {
-                logging::Value::Bool(on) => json!(on),
-                logging::Value::Number(number) => json!(number),
-                logging::Value::Text(text) => json!(text),
-                logging::Value::Other => Value::Null,
-            };
-            (name.to_owned(), value)
-        })
-        .collect();
+    let changes: Vec<_> = changes.collect();
+    let settings: Map<String, Value> =
+        logging::named(app.controls.log_settings(caller, changes.into_iter())?)
+            .into_iter()
+            .map(|(name, value)| {
+                let value = match value {
+                    logging::Value::Bool(on) => json!(on),
+                    logging::Value::Number(number) => json!(number),
+                    logging::Value::Text(text) => json!(text),
+                    logging::Value::Other => Value::Null,
+                };
+                (name.to_owned(), value)
+            })
+            .collect();
     Ok(Json(settings).into_response())
 }

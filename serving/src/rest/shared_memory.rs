@@ -9,6 +9,8 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::body::nullable;
+use super::control::BODY_BYTES_MAX;
 use super::{App, Failure, read};
 use crate::error::InferError;
 use crate::shared_memory::{cuda_refused, cuda_status};
@@ -66,8 +68,8 @@ async fn register(
     body: Body,
 ) -> Result<StatusCode, Failure> {
     caller.may_control_all()?;
-    let body = read(body, &headers, &app.limits).await?;
-    let request: RegisterJson = serde_json::from_slice(&body).map_err(|error| {
+    let body = read(&app, body, &headers, BODY_BYTES_MAX).await?;
+    let request: RegisterJson = serde_json::from_slice(&body.bytes).map_err(|error| {
         InferError::invalid(format!(
             "the body is not {{\"key\": …, \"offset\": …, \"byte_size\": …}} in JSON: {error}"
         ))

@@ -9,6 +9,7 @@ use millrace_serving::{Config, Control, new_token};
 use tempfile::TempDir;
 use tonic::{Code, Request};
 
+use crate::compressed::{bare_call, frame};
 use crate::malformed::{as_rest, edited, good};
 use crate::support::*;
 
@@ -298,4 +299,29 @@ async fn files_of_tokens_that_cannot_be_used_are_named() {
         let error = millrace_serving::serve(&callers.config(), source, Default::default()).await.unwrap_err();
         assert!(error.to_string().contains(says), "{error}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_decompressed_for_callers_without_a_token() {
+    let callers = Callers::new();
+    let server = callers.start().await;
+    let headers = [("content-encoding", "gzip")];
+    for (path, status) in [("/", 200), ("/v2/health/live", 200), ("/v2/health/ready", 200), ("/v2", 401)] {
+        assert_eq!(server.http("GET", path, &headers, b"no gzip").await.status, status, "{path}");
+    }
+    // An unknown field of 1 MiB, which takes 1 KiB compressed.
+    let message = [&[0x7a, 0x80, 0x80, 0x40][..], &vec![0; 1 << 20]].concat();
+    let packed = crate::compressed::packed("gzip", &message);
+    let url = format!("http://{}", server.serving.addresses().grpc);
+    let mut channel = tonic::transport::Endpoint::from_shared(url).unwrap().connect().await.unwrap();
+    for method in ["ServerLive", "ServerReady"] {
+        let (status, message) = bare_call(&mut channel, method, Some("gzip"), frame(1, &packed)).await;
+        assert_eq!(status, 8, "{method}: {message}");
+    }
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel)
+        .send_compressed(tonic::codec::CompressionEncoding::Gzip);
+    let long = tonic_health::pb::HealthCheckRequest { service: "x".repeat(1 << 20) };
+    assert_eq!(health.check(long).await.unwrap_err().code(), Code::ResourceExhausted);
+    health.check(tonic_health::pb::HealthCheckRequest::default()).await.unwrap();
+    server.stop().await;
 }
