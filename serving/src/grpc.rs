@@ -197,7 +197,7 @@ impl GrpcInferenceService for Service {
         let repository = self.inference.repository();
         let found =
             repository.find(&request.name, asked).and_then(|model| repository.check_steps(&model)).is_ok();
-        Ok(Response::new(pb::ModelReadyResponse { ready: found && self.inference.is_ready() }))
+        Ok(Response::new(pb::ModelReadyResponse { ready: found && !self.inference.is_draining() }))
     }
 
     async fn server_metadata(

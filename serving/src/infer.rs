@@ -98,9 +98,14 @@ impl Inference {
         &self.repository
     }
 
-    /// Whether new requests are taken.
+    /// Whether new requests are taken, and each model of the configuration has had a version that can answer.
     pub fn is_ready(&self) -> bool {
-        !self.gate.draining.load(Ordering::SeqCst)
+        !self.is_draining() && self.repository.is_ready()
+    }
+
+    /// Whether new requests are refused because the server stops.
+    pub fn is_draining(&self) -> bool {
+        self.gate.draining.load(Ordering::SeqCst)
     }
 
     /// Refuses new requests from now on as [`InferError::Unavailable`]; running ones finish.
@@ -141,7 +146,7 @@ impl Inference {
         self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
         IN_FLIGHT.inc();
         let entered = Entered { gate: self.gate.clone() };
-        if self.is_ready() { Ok(entered) } else { Err(stopping()) }
+        if self.is_draining() { Err(stopping()) } else { Ok(entered) }
     }
 
     /// Answers a request. Cancel safe: a dropped call leaves nothing behind.

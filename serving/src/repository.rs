@@ -5,6 +5,7 @@ mod beside;
 mod control;
 mod declared;
 mod ensemble;
+mod entries;
 mod load;
 mod policy;
 mod refresh;
@@ -158,6 +159,8 @@ struct Inner {
     config: Config,
     cache: Option<Arc<ResponseCache>>,
     models: RwLock<Arc<Models>>,
+    /// Set once each model of the configuration has had a version that can answer.
+    ready: AtomicBool,
     /// One look through at a time.
     refreshing: tokio::sync::Mutex<()>,
     /// Versions that are being loaded.
@@ -199,6 +202,7 @@ impl Repository {
             config: config.clone(),
             cache: ResponseCache::new(config.response_cache_bytes_max).map(Arc::new),
             models: RwLock::default(),
+            ready: AtomicBool::new(false),
             refreshing: tokio::sync::Mutex::new(()),
             loading: Mutex::default(),
             along: Mutex::default(),
@@ -216,6 +220,8 @@ impl Repository {
             }
             Control::Explicit => repository.load_configured().await?,
         }
+        let models = repository.inner.models.read().clone();
+        repository.note_ready(&models);
         Ok(repository)
     }
 
@@ -242,6 +248,23 @@ impl Repository {
         while cancel.run_until_cancelled(tokio::time::sleep(period)).await.is_some() {
             if let Some(Err(error)) = cancel.run_until_cancelled(self.refresh()).await {
                 tracing::warn!(error = %chain(&error), "the model repository cannot be read");
+            }
+        }
+    }
+
+    /// Whether each model that the configuration names (`load`, `models`) has had a version that can answer. From then
+    /// on it is true.
+    pub fn is_ready(&self) -> bool {
+        self.inner.ready.load(Ordering::SeqCst)
+    }
+
+    /// Waits for [`Repository::is_ready`]. Cancel safe.
+    pub async fn became_ready(&self) {
+        let mut changes = self.changes();
+        while !self.is_ready() {
+            // This holds the sender.
+            if changes.changed().await.is_err() {
+                std::future::pending::<()>().await;
             }
         }
     }

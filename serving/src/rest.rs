@@ -218,7 +218,7 @@ fn status_of(ready: bool) -> StatusCode {
 }
 
 async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    let ready = app.inference.is_ready();
+    let ready = !app.inference.is_draining();
     let repository = app.inference.repository();
     let model = repository.find(&target.model, target.asked()?)?;
     repository.check_steps(&model)?;

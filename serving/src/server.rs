@@ -9,6 +9,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::middleware::from_fn_with_state;
 use axum::routing::get;
+use futures::FutureExt;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -37,6 +38,8 @@ use crate::{grpc, metrics, reflection, rest, telemetry};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
+/// Names in the health protocol: the service's own, and the empty one of the whole server.
+const HEALTH_NAMES: [&str; 2] = ["", SERVICE_NAME];
 
 /// Where a server listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -225,6 +228,10 @@ fn serve_on(
     let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
+    for name in HEALTH_NAMES {
+        // Nobody else has the reporter yet, so it does not wait.
+        let _ = health.set_service_status(name, ServingStatus::NotServing).now_or_never();
+    }
     // Closes the inference listeners once running requests are done; the metrics stay until the end.
     let closing = CancellationToken::new();
     let ending = CancellationToken::new();
@@ -257,14 +264,21 @@ fn serve_on(
     let drain = Duration::from_millis(config.drain_ms_max);
     let served = inference.clone();
     let task = tokio::spawn(async move {
-        // A service name of its own and the empty one of the whole server, as the health protocol has it.
-        health.set_service_status(SERVICE_NAME, ServingStatus::Serving).await;
+        let ready = async {
+            served.repository().became_ready().await;
+            for name in HEALTH_NAMES {
+                health.set_service_status(name, ServingStatus::Serving).await;
+            }
+            tracing::info!("the server is ready");
+            std::future::pending::<()>().await;
+        };
         let failed = tokio::select! {
             () = cancel.cancelled() => None,
             first = transports.join_next() => first,
+            () = ready => None,
         };
         served.drain();
-        for name in ["", SERVICE_NAME] {
+        for name in HEALTH_NAMES {
             health.set_service_status(name, ServingStatus::NotServing).await;
         }
         tracing::info!("the server takes no more requests");

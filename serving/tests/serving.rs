@@ -27,6 +27,8 @@ mod ensemble_members;
 mod ensemble_refused;
 #[path = "serving/ensemble_tensors.rs"]
 mod ensemble_tensors;
+#[path = "serving/entries.rs"]
+mod entries;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
 #[path = "serving/lifecycle.rs"]

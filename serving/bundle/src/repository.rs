@@ -58,6 +58,8 @@ pub struct Listing {
     pub folders: Vec<ModelFolder>,
     /// What was left out, with the reason.
     pub skipped: Vec<Skipped>,
+    /// Names of models whose folder could not be read, with the reason.
+    pub unread: Vec<(String, Error)>,
 }
 
 /// Usable versions below `root`, by name, then by version ascending. Incomplete and corrupt ones are
@@ -72,7 +74,7 @@ pub async fn list(store: &dyn ObjectStore, root: &str) -> Result<Vec<ModelVersio
 /// Everything below `root`: usable versions, and the others with the reason.
 ///
 /// # Errors
-/// As [`list`].
+/// [`Error::Store`] when the root cannot be listed.
 pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
     let root = root_path(root)?;
     let mut listing = Listing::default();
@@ -80,12 +82,19 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
         let Some(name) = model.filename().map(str::to_owned) else {
             continue;
         };
+        // Hidden entries are of other programs, such as those of Git and of mounted ConfigMaps.
+        if name.starts_with('.') {
+            continue;
+        }
         if !is_model_name(&name) {
             let reason = Error::InvalidName { name: shorten(&name) };
             listing.skipped.push(Skipped { path: model.to_string(), reason });
             continue;
         }
-        add_versions(store, &model, &name, &mut listing).await?;
+        // One that cannot be read takes no other one down.
+        if let Err(reason) = add_versions(store, &model, &name, &mut listing).await {
+            listing.unread.push((name, reason));
+        }
     }
     listing.complete.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));
     listing.plain.sort_by(|a, b| a.name.cmp(&b.name).then(a.version.cmp(&b.version)));

@@ -77,8 +77,16 @@ impl Repository {
     pub(super) async fn load_configured(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         for name in &self.inner.config.load {
-            if let Err(error) = self.load_whole(name).await? {
-                tracing::warn!(model = name, %error, "a model that load names is not served");
+            let outcome = match self.load_whole(name).await {
+                Ok(outcome) => outcome.map_err(|error| error.to_string()),
+                Err(error) => {
+                    // The repository itself must be there.
+                    millrace_bundle::scan(self.inner.source.store.as_ref(), &self.inner.source.root).await?;
+                    Err(chain(&error))
+                }
+            };
+            if let Err(error) = outcome {
+                tracing::warn!(model = name, error, "a model that load names is not served");
             }
         }
         Ok(())
@@ -87,11 +95,15 @@ impl Repository {
     /// Looks again at the models that are loaded.
     pub(super) async fn refresh_loaded(&self) -> Result<()> {
         let loaded: Vec<String> = self.inner.models.read().models.keys().cloned().collect();
+        let mut outcome = Ok(());
         for name in loaded {
             // A model that left the repository is dropped by a call alone.
-            self.load_now(&name, super::refresh::RETRY_AFTER).await?.ok();
+            if let Err(error) = self.load_now(&name, super::refresh::RETRY_AFTER).await {
+                tracing::warn!(model = name, error = chain(&error), "a model cannot be looked for");
+                outcome = Err(error);
+            }
         }
-        Ok(())
+        outcome
     }
 
     /// Loads a model, or what is new of it, and with an ensemble those of its models that are not loaded. Versions
@@ -297,6 +309,7 @@ mod tests {
                 config: Config { control, ..Config::default() },
                 cache: None,
                 models: Default::default(),
+                ready: Default::default(),
                 refreshing: Default::default(),
                 loading: Default::default(),
                 along: Default::default(),

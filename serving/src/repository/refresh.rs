@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::{CONFIG_FILE, FileStat, Listing, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
@@ -30,6 +31,8 @@ struct Found {
 enum Candidate {
     Bundle(Box<Manifest>),
     Plain(PlainVersion),
+    /// One that is ready and whose files are not complete now, as while they are replaced in place.
+    Broken(Failure),
 }
 
 impl Repository {
@@ -56,17 +59,30 @@ impl Repository {
         next: &mut Models,
         retry_after: Duration,
     ) {
+        let mut found: BTreeMap<String, Found> = BTreeMap::new();
         for skipped in listing.skipped {
             let reason = chain(&skipped.reason);
             match self.version_of(&skipped.path) {
                 Some((model, version)) => {
-                    let failures = before.models.get(&model).map(|versions| &versions.failed);
-                    let known = failures.and_then(|failed| failed.get(&version));
-                    if known.is_none_or(|failure| failure.reason != reason) {
-                        tracing::warn!(model, version, error = reason, "a model version is not served");
-                    }
+                    let known = before.models.get(&model);
+                    let is_ready = known.is_some_and(|known| known.ready.contains_key(&version));
+                    let known = known.and_then(|known| known.failed.get(&version));
+                    let is_new = known.is_none_or(|failure| failure.reason != reason);
                     let at = Instant::now();
                     let failure = Failure { origin: None, reason, at, settling: false, told: false };
+                    if is_ready {
+                        let versions = &mut found.entry(model).or_default().versions;
+                        versions.insert(version, Candidate::Broken(failure));
+                        continue;
+                    }
+                    if is_new {
+                        tracing::warn!(
+                            model,
+                            version,
+                            error = failure.reason,
+                            "a model version is not served"
+                        );
+                    }
                     next.models.entry(model).or_default().failed.insert(version, failure);
                 }
                 None => {
@@ -78,7 +94,21 @@ impl Repository {
             }
         }
 
-        let mut found: BTreeMap<String, Found> = BTreeMap::new();
+        for (model, reason) in listing.unread {
+            let problem = format!("its folder cannot be read: {}", chain(&reason));
+            let known = before.models.get(&model);
+            let other = before.other.iter().any(|(path, _)| *path == model);
+            if !other && known.is_none_or(|known| !known.problems.contains(&problem)) {
+                tracing::warn!(model, error = problem, "a model is not served as it should be");
+            }
+            match known {
+                // Its versions stay until it can be read again.
+                Some(known) => {
+                    next.models.insert(model, Versions { problems: vec![problem], ..known.clone() });
+                }
+                None => next.other.push((model, problem)),
+            }
+        }
         for version in listing.complete {
             let candidate = Candidate::Bundle(Box::new(version.manifest));
             found.entry(version.name).or_default().versions.insert(version.version, candidate);
@@ -216,10 +246,9 @@ impl Repository {
         if failed.is_none_or(|failed| failed.reason != failure.reason) {
             tracing::warn!(model, version, error = failure.reason, "a model version is not served");
         }
-        // Where there is no graph any more, nothing is about to replace it.
-        let stays = failure.told;
         versions.failed.insert(version, failure);
-        if let Some(ready) = ready.filter(|_| stays) {
+        // It goes with its folder.
+        if let Some(ready) = ready {
             versions.ready.insert(version, ready.clone());
         }
     }
@@ -288,10 +317,26 @@ impl Repository {
         let faulty = next.tell_faults(before);
         MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()) - faulty);
         MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()) + faulty);
+        changed |= self.note_ready(&next);
         *inner.models.write() = Arc::new(next);
         if changed {
             inner.changes.send_modify(|count| *count = count.wrapping_add(1));
         }
+    }
+
+    /// Notes once that each model of the configuration has a version that can answer; whether that is new. What comes
+    /// later, a bad version for one, does not change it.
+    pub(super) fn note_ready(&self, models: &Models) -> bool {
+        let inner = &self.inner;
+        let answers = |name: &String| {
+            let versions = models.models.get(name);
+            versions
+                .is_some_and(|versions| versions.ready.values().any(|model| models.fault(model).is_none()))
+        };
+        let mut configured = inner.config.load.iter().chain(inner.config.models.keys());
+        !inner.ready.load(Ordering::SeqCst)
+            && configured.all(answers)
+            && !inner.ready.swap(true, Ordering::SeqCst)
     }
 
     /// Name and version of a path in the store, when it has the form of a version's path.
@@ -325,6 +370,7 @@ fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Fail
     let loading = config.and_then(|read| read.good.as_ref()).map(|declared| declared.loading.clone());
     let is_ensemble = loading.as_ref().is_some_and(|loading| loading.ensemble.is_some());
     let content = match candidate {
+        Candidate::Broken(failure) => return Err(failure),
         Candidate::Bundle(_) if is_ensemble => {
             let reason = "config.pbtxt has ensemble_scheduling, and this version is a bundle: an ensemble has no graph of its own";
             return Err(failure(reason.to_owned(), true));

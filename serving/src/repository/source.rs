@@ -1,4 +1,4 @@
-//! Where models are found: a volume, a snapshot of one, a directory, any store.
+//! The places that models are served from: a volume, a snapshot of one, a directory, any store.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use millrace_datafs::View;
 use object_store::ObjectStore;
 
+use super::entries::Entries;
 use crate::config::VOLUME_ROOT;
 use crate::error::{Error, Result};
 
@@ -24,18 +25,18 @@ impl Source {
 
     /// Models in the `models/` directory of a volume or a snapshot.
     pub fn volume(view: &View) -> Source {
-        Source::new(view.object_store(), VOLUME_ROOT)
+        Source::new(Arc::new(Entries::volume(view)), VOLUME_ROOT)
     }
 
-    /// Models in a directory of the local file system: `<directory>/<name>/<version>/`.
+    /// Models in a directory of the local file system: `<directory>/<name>/<version>/`. Where the path is a
+    /// symbolic link that is replaced, the models are those of its new target.
     ///
     /// # Errors
     /// [`Error::Directory`] when it is not a readable directory.
     pub fn directory(path: &Path) -> Result<Source> {
         let failed = |reason: String| Error::Directory { path: path.to_path_buf(), reason };
         std::fs::read_dir(path).map_err(|error| failed(error.to_string()))?;
-        let store = object_store::local::LocalFileSystem::new_with_prefix(path)
-            .map_err(|error| failed(error.to_string()))?;
-        Ok(Source::new(Arc::new(store), ""))
+        let path = std::path::absolute(path).map_err(|error| failed(error.to_string()))?;
+        Ok(Source::new(Arc::new(Entries::folder(path)), ""))
     }
 }
