@@ -1,6 +1,8 @@
 //! `millrace up`: everything that the configuration declares, in one process, started in the order
 //! of the data and stopped against it.
 
+mod stage;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,7 +15,6 @@ use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
 use millrace_streams::topic;
-use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::context::{Context, ensure_volume, live};
@@ -21,15 +22,13 @@ use crate::failure::{Exit, fail, failure};
 use crate::home::{Addresses, HomeLock};
 use crate::shared_broker;
 use crate::snapshots::Schedule;
+use stage::Stage;
 
 /// How often a training of `[up]` looks whether its snapshot is there.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
 
 /// How often the service looks whether its mounts are there.
 const MOUNT_POLL: Duration = Duration::from_secs(1);
-
-/// Pause before an ingest that met a passing failure starts again.
-const INGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A running service. Stop it with [`Service::stop`]; a dropped one only aborts.
 pub(crate) struct Service {
@@ -50,47 +49,6 @@ pub(crate) struct Service {
     mounts: Vec<Mount>,
     metrics: Option<MetricsServer>,
     lock: HomeLock,
-}
-
-/// Tasks that stop together.
-#[derive(Default)]
-struct Stage {
-    stop: CancellationToken,
-    tasks: JoinSet<Result<()>>,
-}
-
-impl Stage {
-    fn spawn(&mut self, what: String, task: impl Future<Output = Result<()>> + Send + 'static) {
-        self.tasks.spawn(async move { task.await.with_context(|| what) });
-    }
-
-    /// Waits for all tasks; the first error counts, the others are logged.
-    async fn finish(&mut self) -> Result<()> {
-        self.stop.cancel();
-        let mut first = Ok(());
-        while let Some(ended) = self.tasks.join_next().await {
-            if let Err(error) = ended.map_err(anyhow::Error::from).and_then(|result| result) {
-                if first.is_ok() {
-                    first = Err(error);
-                } else {
-                    tracing::error!(error = format!("{error:#}"), "a task failed while stopping");
-                }
-            }
-        }
-        first
-    }
-
-    /// The error of the first task that fails; pending while all run well.
-    async fn failed(&mut self) -> anyhow::Error {
-        loop {
-            match self.tasks.join_next().await {
-                Some(Ok(Ok(()))) => {}
-                Some(Ok(Err(error))) => return error,
-                Some(Err(error)) => return error.into(),
-                None => std::future::pending().await,
-            }
-        }
-    }
 }
 
 /// Runs `millrace up`.
@@ -198,16 +156,12 @@ impl Service {
         for job in &settings.ingest.jobs {
             let (job, datafs, kafka, stop) =
                 (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
-            self.back.spawn(format!("ingest {}", job.name), async move {
-                loop {
-                    match millrace_ingest::run(&job, &datafs, &kafka, stop.clone(), Until::Forever).await {
-                        // The volume knows where it stands, so a new run goes on from there.
-                        Err(error) if error.is_retryable() && !stop.is_cancelled() => {
-                            tracing::warn!(job = job.name, %error, "ingest starts again");
-                            stop.run_until_cancelled(tokio::time::sleep(INGEST_PAUSE)).await;
-                        }
-                        ended => return Ok(ended.map(drop)?),
-                    }
+            // The volume knows where it stands, so a new run goes on from there.
+            self.back.keep(format!("ingest {}", job.name), move || {
+                let (job, datafs, kafka, stop) = (job.clone(), datafs.clone(), kafka.clone(), stop.clone());
+                async move {
+                    millrace_ingest::run(&job, &datafs, &kafka, stop, Until::Forever).await?;
+                    Ok(())
                 }
             });
         }
@@ -225,8 +179,9 @@ impl Service {
             // Read now, so that a mistake shows at the start and not when the snapshot is there.
             millrace_trainer::job::JobFile::load(&path)?;
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
-            self.middle.spawn(format!("train {}", path.display()), async move {
-                train_when_ready(&context, &path, stop).await
+            self.middle.keep(format!("train {}", job.display()), move || {
+                let (context, path, stop) = (context.clone(), path.clone(), stop.clone());
+                async move { train_when_ready(&context, &path, stop).await }
             });
         }
         for schedule in Schedule::all(&settings.up.snapshots)? {
@@ -277,9 +232,12 @@ impl Service {
             let progress = self.view(context, live(&spec.volume)).await?;
             let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
-            self.front.spawn(format!("pipe {}", declared.name), async move {
-                pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
-                Ok(())
+            self.front.keep(format!("pipe {}", declared.name), move || {
+                let (declared, deps, stop) = (declared.clone(), deps.clone(), stop.clone());
+                async move {
+                    pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
+                    Ok(())
+                }
             });
         }
         Ok(())

@@ -174,6 +174,9 @@ fn variables() -> Result<Vec<(String, String)>> {
         let Ok(value) = value.into_string() else {
             return fail(Exit::Usage, format!("environment variable {name} is no text (UTF-8)"));
         };
+        if is_service_link(name, &value) {
+            continue;
+        }
         variables.push((name.to_owned(), value));
     }
     Ok(variables)
@@ -182,6 +185,27 @@ fn variables() -> Result<Vec<(String, String)>> {
 /// Whether a variable names a key, as far as its name tells.
 fn is_key(variable: &str) -> bool {
     variable.starts_with("MILLRACE_") && !RESERVED.contains(&variable) && !WORKER.contains(&variable)
+}
+
+/// Whether Kubernetes has set a variable, which it does in each container for each service of the namespace:
+/// `NAME_SERVICE_HOST`, `NAME_SERVICE_PORT[_PORTNAME]`, `NAME_PORT=tcp://…`, `NAME_PORT_8000_TCP[_PROTO|_PORT|_ADDR]`.
+fn is_service_link(variable: &str, value: &str) -> bool {
+    let protocols = ["TCP", "UDP", "SCTP"];
+    let of_port = |rest: &str| {
+        let mut parts = rest.splitn(3, '_');
+        let port = parts.next().is_some_and(|port| port.parse::<u16>().is_ok());
+        let protocol = parts.next().is_some_and(|name| protocols.contains(&name));
+        port && protocol && parts.next().is_none_or(|part| ["PROTO", "PORT", "ADDR"].contains(&part))
+    };
+    let is_url = || {
+        let scheme = value.split_once("://").map(|(scheme, _)| scheme.to_uppercase());
+        scheme.is_some_and(|scheme| protocols.contains(&scheme.as_str()))
+    };
+    variable.ends_with("_SERVICE_HOST")
+        || variable.ends_with("_SERVICE_PORT")
+        || variable.contains("_SERVICE_PORT_")
+        || (variable.ends_with("_PORT") && is_url())
+        || variable.match_indices("_PORT_").any(|(at, found)| of_port(&variable[at + found.len()..]))
 }
 
 /// Parses a file's text and lays environment variables over it.
@@ -356,6 +380,32 @@ mod tests {
         let shown = format!("{:?}", loaded.settings.datafs.encryption_keys);
         assert!(shown.contains(folder.path().join("keys/main").to_str().unwrap()), "{shown}");
         assert!(shown.contains("\"/k\""), "{shown}");
+    }
+
+    #[test]
+    fn service_links_of_kubernetes_are_no_keys() {
+        for (name, value) in [
+            ("MILLRACE_SERVICE_HOST", "10.0.0.7"),
+            ("MILLRACE_SERVING_SERVICE_PORT", "8000"),
+            ("MILLRACE_SERVING_SERVICE_PORT_GRPC", "8001"),
+            ("MILLRACE_PORT", "tcp://10.0.0.7:8000"),
+            ("MILLRACE_SERVING_PORT", "tcp://10.0.0.7:8000"),
+            ("MILLRACE_SERVING_PORT_8000_TCP", "tcp://10.0.0.7:8000"),
+            ("MILLRACE_SERVING_PORT_8000_TCP_PROTO", "tcp"),
+            ("MILLRACE_SERVING_PORT_8000_UDP_PORT", "8000"),
+            ("MILLRACE_SERVING_PORT_8000_TCP_ADDR", "10.0.0.7"),
+        ] {
+            assert!(is_service_link(name, value), "{name}");
+        }
+        for (name, value) in [
+            ("MILLRACE_SERVING_PORT", "8000"),
+            ("MILLRACE_GRPC", "1"),
+            ("MILLRACE_SERVING__GRPC", "127.0.0.1:1"),
+            ("MILLRACE_SERVING_PORT_HIGH", "8000"),
+            ("MILLRACE_TRAINER_WORKERS", "4"),
+        ] {
+            assert!(!is_service_link(name, value), "{name}");
+        }
     }
 
     #[test]

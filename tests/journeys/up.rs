@@ -179,3 +179,52 @@ fn a_service_whose_mount_is_taken_away_ends_and_says_so() {
     home.ok(["umount", &mounted]);
     assert_eq!(up.wait(), Some(1));
 }
+
+#[test]
+fn one_bad_label_leaves_the_model_server_up() {
+    let home = Home::new();
+    let config = home.file("up.toml", CONFIG.replace("MOUNTS", ""));
+    home.file("train.toml", JOB);
+    let config = config.to_str().unwrap();
+    let mut up = home.start(["--config", config, "up", "--json"]);
+    let addresses = up.object();
+    let lines = std::fs::read_to_string(project().join("examples/digits/digits.jsonl")).unwrap();
+    let mut records: Vec<serde_json::Value> =
+        lines.lines().take(200).map(|line| serde_json::from_str(line).unwrap()).collect();
+    records[150]["label"] = serde_json::json!(99);
+    let text: String = records.iter().map(|record| format!("{record}\n")).collect();
+    let file = home.file("labels.jsonl", text);
+    home.json(["--config", config, "produce", "digits", file.to_str().unwrap()]);
+    until("all records have landed", || {
+        let output = home.run(["--config", config, "feed", "digits:/train", "--dry", "--json"]);
+        output.status.success()
+            && serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()["rows"] == 200
+    });
+    home.ok(["--config", config, "snapshot", "create", "digits@frozen"]);
+    let metrics = addresses["metrics"].as_str().unwrap().to_owned();
+    until("the training has failed and was started again", || {
+        let told = |name: &str| {
+            let text = http_get(&metrics, "/metrics");
+            let line = text.lines().find(|line| line.starts_with(name) && line.contains("train.toml"));
+            line.is_some_and(|line| !line.ends_with(" 0"))
+        };
+        told("millrace_up_part_restarts_total") && told("millrace_up_part_failures")
+    });
+    let http = addresses["http"].as_str().unwrap().to_owned();
+    assert!(http_get(&http, "/v2/health/ready").contains("true"));
+    assert_eq!(up.stop(), 0);
+}
+
+#[test]
+fn variables_of_kubernetes_services_are_no_configuration() {
+    let home = Home::new();
+    let output = home
+        .command()
+        .args(["volume", "list"])
+        .env("MILLRACE_SERVING_PORT", "tcp://10.0.0.7:8000")
+        .env("MILLRACE_SERVING_PORT_8000_TCP", "tcp://10.0.0.7:8000")
+        .env("MILLRACE_SERVING_SERVICE_HOST", "10.0.0.7")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

@@ -1,0 +1,179 @@
+//! The parts of a service that stop together, and the restarts of those that fail.
+
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+/// Pause before the first new start of a part; doubled for each that follows.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// And at most.
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+/// A part that has run for so long was well: what follows is a new failure.
+const WELL_AFTER: Duration = Duration::from_secs(120);
+
+/// Failures of a part in a row; 0 while it runs well.
+static FAILURES: LazyLock<IntGaugeVec> = LazyLock::new(|| {
+    let options = Opts::new(
+        "millrace_up_part_failures",
+        "Failures of a part of the service in a row; 0 while it runs well",
+    );
+    let gauge = IntGaugeVec::new(options, &["part"]).expect("a valid metric");
+    prometheus::register(Box::new(gauge.clone())).expect("registered once");
+    gauge
+});
+
+/// New starts of a part after it failed.
+static RESTARTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
+    let options =
+        Opts::new("millrace_up_part_restarts_total", "New starts of a part of the service after it failed");
+    let counter = IntCounterVec::new(options, &["part"]).expect("a valid metric");
+    prometheus::register(Box::new(counter.clone())).expect("registered once");
+    counter
+});
+
+/// Tasks that stop together.
+pub(super) struct Stage {
+    pub(super) stop: CancellationToken,
+    tasks: JoinSet<Result<()>>,
+    pauses: [Duration; 2],
+}
+
+impl Default for Stage {
+    fn default() -> Stage {
+        Stage { stop: CancellationToken::new(), tasks: JoinSet::new(), pauses: [PAUSE_MIN, PAUSE_MAX] }
+    }
+}
+
+impl Stage {
+    /// Runs a task whose failure ends the service.
+    pub(super) fn spawn(&mut self, what: String, task: impl Future<Output = Result<()>> + Send + 'static) {
+        self.tasks.spawn(async move { task.await.with_context(|| what) });
+    }
+
+    /// Runs a task that is started again when it fails or panics, after a pause that grows; the others go on.
+    pub(super) fn keep<F>(&mut self, what: String, attempt: impl Fn() -> F + Send + 'static)
+    where
+        F: Future<Output = Result<()>> + Send + 'static,
+    {
+        let (stop, [pause_min, pause_max]) = (self.stop.clone(), self.pauses);
+        let (failing, restarts) =
+            (FAILURES.with_label_values(&[&what]), RESTARTS.with_label_values(&[&what]));
+        self.tasks.spawn(async move {
+            let mut failures = 0_u32;
+            loop {
+                let began = Instant::now();
+                let ended = AbortOnDropHandle::new(tokio::spawn(attempt())).await;
+                let error = match ended.map_err(anyhow::Error::from).and_then(|result| result) {
+                    Ok(()) => {
+                        failing.set(0);
+                        return Ok(());
+                    }
+                    Err(error) if stop.is_cancelled() => return Err(error.context(what)),
+                    Err(error) => error,
+                };
+                failures = if began.elapsed() >= WELL_AFTER { 1 } else { failures.saturating_add(1) };
+                failing.set(failures.into());
+                let pause = pause_max.min(pause_min.saturating_mul(1 << (failures - 1).min(16)));
+                tracing::error!(
+                    part = what,
+                    error = format!("{error:#}"),
+                    failures,
+                    pause_ms = pause.as_millis() as u64,
+                    "a part of the service failed and is started again; the others go on"
+                );
+                if stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                    return Ok(());
+                }
+                restarts.inc();
+            }
+        });
+    }
+
+    /// Waits for all tasks; the first error counts, the others are logged.
+    pub(super) async fn finish(&mut self) -> Result<()> {
+        self.stop.cancel();
+        let mut first = Ok(());
+        while let Some(ended) = self.tasks.join_next().await {
+            if let Err(error) = ended.map_err(anyhow::Error::from).and_then(|result| result) {
+                if first.is_ok() {
+                    first = Err(error);
+                } else {
+                    tracing::error!(error = format!("{error:#}"), "a task failed while stopping");
+                }
+            }
+        }
+        first
+    }
+
+    /// The error of the first task that fails; pending while all run well.
+    pub(super) async fn failed(&mut self) -> anyhow::Error {
+        loop {
+            match self.tasks.join_next().await {
+                Some(Ok(Ok(()))) => {}
+                Some(Ok(Err(error))) => return error,
+                Some(Err(error)) => return error.into(),
+                None => std::future::pending().await,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn hasty() -> Stage {
+        Stage { pauses: [Duration::from_millis(1); 2], ..Stage::default() }
+    }
+
+    #[tokio::test]
+    async fn a_part_that_fails_starts_again_until_it_succeeds() {
+        let mut stage = hasty();
+        let attempts = Arc::new(AtomicU32::new(0));
+        let counted = attempts.clone();
+        stage.keep("first".into(), move || {
+            let attempt = counted.fetch_add(1, Ordering::SeqCst);
+            async move {
+                match attempt {
+                    0 => anyhow::bail!("one bad label"),
+                    1 => panic!("a bug"),
+                    _ => Ok(()),
+                }
+            }
+        });
+        while attempts.load(Ordering::SeqCst) < 3 {
+            let failed = tokio::time::timeout(Duration::from_millis(5), stage.failed()).await;
+            assert!(failed.is_err(), "{failed:?}");
+        }
+        stage.finish().await.unwrap();
+        assert_eq!(attempts.load(Ordering::SeqCst), 3);
+        assert_eq!(RESTARTS.with_label_values(&["first"]).get(), 2);
+        assert_eq!(FAILURES.with_label_values(&["first"]).get(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_part_that_always_fails_ends_with_the_service() {
+        let mut stage = Stage::default();
+        let (began, mut begins) = tokio::sync::mpsc::unbounded_channel();
+        stage.keep("second".into(), move || {
+            began.send(()).unwrap();
+            async { anyhow::bail!("no such topic") }
+        });
+        begins.recv().await.unwrap();
+        // It is in its attempt, or in the pause after it: both end at once.
+        let ended = tokio::time::timeout(Duration::from_secs(60), stage.finish()).await.unwrap();
+        if let Err(error) = ended {
+            assert_eq!(format!("{error:#}"), "second: no such topic");
+        }
+    }
+}
