@@ -329,11 +329,9 @@ async fn perform(
     let Checked { inputs, outputs, stays, .. } = request;
     let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
-    let rows = if model.max_batch_size() > 0 && inputs.iter().all(|input| has_rows(input, extent)) {
-        extent
-    } else {
-        0
-    };
+    // What has no elements runs alone: its rows cannot be told from those of others.
+    let has_rows = |input: &Held| has_rows(input, extent) && input.view().elements() > 0;
+    let rows = if model.max_batch_size() > 0 && inputs.iter().all(has_rows) { extent } else { 0 };
     if let Some(rows_max) = model.rows_max()
         && rows > rows_max
     {

@@ -93,3 +93,5 @@ mod tokens;
 mod trace;
 #[path = "serving/triton_layout.rs"]
 mod triton_layout;
+#[path = "serving/values.rs"]
+mod values;

@@ -49,13 +49,12 @@ pub(super) fn check(spec: &TensorSpec, input: View<'_>) -> Result<(), InferError
     }
     let fits = shape.len() == spec.shape.len()
         && spec.shape.iter().zip(shape).all(|(expected, found)| match expected {
-            // No graph is required to work on nothing, and some crash on it.
-            -1 => *found >= 1,
+            -1 => *found >= 0,
             expected => expected == found,
         });
     if !fits {
         return Err(InferError::invalid(format!(
-            "input {:?} has shape {}, the model takes {:?} (-1: any extent from 1 on)",
+            "input {:?} has shape {}, the model takes {:?} (-1: any extent)",
             spec.name,
             crate::tensor::shown(shape),
             spec.shape

@@ -1,9 +1,11 @@
 //! Bodies of inference requests and replies: JSON, optionally followed by the raw bytes of tensors that
 //! say `binary_data_size`.
 
+mod not_finite;
+
 use bytes::Bytes;
 use millrace_bundle::{Datatype, Signature};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::elements::Elements;
@@ -19,12 +21,12 @@ use crate::tensor::Tensor;
 #[derive(Debug, Deserialize)]
 #[serde(expecting = "an object")]
 struct RequestJson {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "nullable")]
     id: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "parameters")]
     parameters: Map<String, Value>,
     inputs: Vec<InputJson>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "nullable")]
     outputs: Vec<OutputJson>,
 }
 
@@ -34,7 +36,7 @@ struct InputJson {
     name: String,
     shape: Vec<i64>,
     datatype: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "parameters")]
     parameters: Map<String, Value>,
     #[serde(default)]
     data: Option<Elements>,
@@ -44,8 +46,22 @@ struct InputJson {
 #[serde(expecting = "an object")]
 struct OutputJson {
     name: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "parameters")]
     parameters: Map<String, Value>,
+}
+
+/// A field that is null is as absent.
+pub(super) fn nullable<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// Parameters; those that are null are as absent.
+pub(super) fn parameters<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Map<String, Value>, D::Error> {
+    let mut parameters: Map<String, Value> = nullable(deserializer)?;
+    parameters.retain(|_, value| !value.is_null());
+    Ok(parameters)
 }
 
 /// What a reply takes from its request beside the outputs.
@@ -81,7 +97,10 @@ pub(super) fn decode(
         return Err(InferError::invalid("the body is a list, an object with \"inputs\" is expected"));
     }
     let request: RequestJson = serde_json::from_slice(json).map_err(|error| {
-        InferError::invalid(format!("the body is not an inference request in JSON: {}", shortened(&error)))
+        not_finite::refusal(json).unwrap_or_else(|| {
+            let reason = shortened(&error);
+            InferError::invalid(format!("the body is not an inference request in JSON: {reason}"))
+        })
     })?;
     let Schedule { priority, timeout } = check_request(&request.parameters)?;
     for (what, count) in [("inputs", request.inputs.len()), ("outputs", request.outputs.len())] {
@@ -115,9 +134,9 @@ pub(super) fn decode(
 pub(super) fn head(body: &Bytes, header_length: Option<usize>) -> (String, Option<Step>) {
     #[derive(Default, Deserialize)]
     struct Head {
-        #[serde(default)]
+        #[serde(default, deserialize_with = "nullable")]
         id: String,
-        #[serde(default)]
+        #[serde(default, deserialize_with = "parameters")]
         parameters: Map<String, Value>,
     }
     let json_length = header_length.map_or(body.len(), |length| length.min(body.len()));

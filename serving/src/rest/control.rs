@@ -9,6 +9,7 @@ use axum::routing::{get, post};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::body::{nullable, parameters};
 use super::{App, Failure, Target, read};
 use crate::error::{InferError, quote};
 use crate::logging;
@@ -39,7 +40,9 @@ pub(super) fn routes() -> Router<App> {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Call {
+    #[serde(deserialize_with = "nullable")]
     ready: bool,
+    #[serde(deserialize_with = "parameters")]
     parameters: Map<String, Value>,
 }
 
@@ -229,7 +232,7 @@ fn change_log_settings(
     caller: &Caller,
     changes: &Map<String, Value>,
 ) -> Result<Response, Failure> {
-    let changes = changes.iter().map(|(name, value)| {
+    let changes = changes.iter().filter(|(_, value)| !value.is_null()).map(|(name, value)| {
         let value = match value {
             Value::Bool(on) => logging::Value::Bool(*on),
             Value::Number(number) => number.as_u64().map_or(logging::Value::Other, logging::Value::Number),

@@ -33,7 +33,7 @@ pub(super) fn routes() -> Router<App> {
 #[derive(Debug, Deserialize)]
 struct RegisterJson {
     key: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "nullable")]
     offset: u64,
     byte_size: u64,
 }

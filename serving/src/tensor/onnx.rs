@@ -1,9 +1,15 @@
-//! Tensors in and out of ONNX Runtime.
+//! Tensors in and out of ONNX Runtime. Strings go through its C interface, where they have a length: those of its Rust
+//! interface are UTF-8 without NUL, and BYTES elements may be any bytes.
+
+use std::ffi::c_char;
+use std::ptr;
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
+use ort::AsPointer;
+use ort::memory::Allocator;
 use ort::session::SessionInputValue;
-use ort::value::{TensorElementType, TensorRef, TensorValueTypeMarker, Value};
+use ort::value::{DynTensor, TensorElementType, TensorRef, TensorValueTypeMarker, Value, ValueType};
 
 use super::{Data, Tensor, for_numbers};
 use crate::error::{InferError, one_line};
@@ -37,18 +43,50 @@ pub(super) fn copy(tensor: &Tensor) -> Result<SessionInputValue<'_>, InferError>
 }
 
 fn texts(tensor: &Tensor, values: &[Bytes]) -> Result<SessionInputValue<'static>, InferError> {
-    let texts = values
-        .iter()
-        .map(|value| match std::str::from_utf8(value) {
-            Ok(text) if !text.contains('\0') => Ok(text.to_owned()),
-            _ => Err(InferError::invalid(format!(
-                "input {:?}: a BYTES element is not UTF-8 text without NUL, which ONNX strings are",
-                tensor.name
-            ))),
-        })
-        .collect::<Result<Vec<String>, _>>()?;
     let shape = tensor.shape.as_slice();
-    Ok(ort::value::Tensor::from_string_array((shape, texts.as_slice())).map_err(failed)?.into())
+    let mut strings =
+        DynTensor::new(&Allocator::default(), TensorElementType::String, shape).map_err(failed)?;
+    for (index, value) in values.iter().enumerate() {
+        fill(&mut strings, index, value).map_err(failed)?;
+    }
+    Ok(strings.into())
+}
+
+/// Makes an element of a tensor of strings hold these bytes.
+fn fill(strings: &mut DynTensor, index: usize, bytes: &[u8]) -> ort::Result<()> {
+    let mut place: *mut c_char = ptr::null_mut();
+    // SAFETY: the value is a tensor of strings that this holds alone, and the callee checks the index. It makes the
+    // element as long as it is told, and `place` its first byte, which is valid until the tensor is changed next.
+    unsafe {
+        let resize = ort::api().GetResizedStringTensorElementBuffer;
+        ort::Error::result_from_status(resize(strings.ptr_mut(), index, bytes.len(), &mut place))?;
+        ptr::copy_nonoverlapping(bytes.as_ptr(), place.cast(), bytes.len());
+    }
+    Ok(())
+}
+
+/// The elements of a tensor of strings in the processor's memory.
+fn strings<Type: TensorValueTypeMarker + ?Sized>(value: &Value<Type>) -> ort::Result<(Vec<i64>, Vec<Bytes>)> {
+    let ValueType::Tensor { ty: TensorElementType::String, shape, .. } = value.dtype() else {
+        return Err(ort::Error::new(format!("{} is not a tensor of strings", value.dtype())));
+    };
+    let count = shape.num_elements();
+    let mut length = 0;
+    let (mut content, mut starts) = (Vec::new(), vec![0; count]);
+    // SAFETY: the callees check that the value is a tensor of strings with as many elements, and write the number of
+    // bytes that they are told, which both vectors have.
+    unsafe {
+        let api = ort::api();
+        ort::Error::result_from_status((api.GetStringTensorDataLength)(value.ptr(), &mut length))?;
+        content.resize(length, 0_u8);
+        let place = content.as_mut_ptr().cast();
+        let written = (api.GetStringTensorContent)(value.ptr(), place, length, starts.as_mut_ptr(), count);
+        ort::Error::result_from_status(written)?;
+    }
+    let content = Bytes::from(content);
+    let ends = starts.iter().skip(1).copied().chain([length]);
+    let elements = starts.iter().zip(ends).map(|(start, end)| content.slice(*start..end)).collect();
+    Ok((shape.to_vec(), elements))
 }
 
 fn failed(error: ort::Error) -> InferError {
@@ -84,8 +122,8 @@ pub(crate) fn extract<Type: TensorValueTypeMarker + ?Sized>(
         Datatype::Fp32 => numbers!(Fp32, f32),
         Datatype::Fp64 => numbers!(Fp64, f64),
         Datatype::Bytes => {
-            let (shape, texts) = value.try_extract_strings()?;
-            (shape.to_vec(), Data::Bytes(texts.into_iter().map(Into::into).collect()))
+            let (shape, elements) = strings(value)?;
+            (shape, Data::Bytes(elements))
         }
     })
 }

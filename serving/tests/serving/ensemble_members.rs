@@ -285,7 +285,7 @@ async fn a_step_that_refuses_is_named() {
     let step = |number, model: &str| {
         format!(
             "ensemble \"loose\" version 1: step {number} (model \"{model}\"), version 1: input \"input\" has shape [1, 5], \
-             the model takes [-1, 4] (-1: any extent from 1 on)"
+             the model takes [-1, 4] (-1: any extent)"
         )
     };
     // Both get it, and whichever is first says so.

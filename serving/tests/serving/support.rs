@@ -159,6 +159,19 @@ pub(crate) fn fixed() -> Vec<u8> {
     })
 }
 
+/// Looks up rows of a table: `index` INT64 [batch] to `row` FP32 [batch, 3], from 0 to 3.
+pub(crate) fn table() -> Vec<u8> {
+    use tensor_proto::DataType::{Float, Int64};
+    model(GraphProto {
+        name: Some("table".into()),
+        node: vec![node("Gather", &["table", "index"], "row")],
+        initializer: vec![floats("table", &[4, 3])],
+        input: vec![value("index", Int64, &[-1])],
+        output: vec![value("row", Float, &[-1, 3])],
+        ..Default::default()
+    })
+}
+
 /// Takes a good part of a second for 256 rows: `input` FP32 [batch, 512] through many layers.
 pub(crate) fn slow(layers: usize) -> Vec<u8> {
     use tensor_proto::DataType::Float;
