@@ -238,7 +238,7 @@ pub struct Batching {
 }
 
 /// Most levels of priority.
-const PRIORITY_LEVELS_MAX: usize = 64;
+pub(crate) const PRIORITY_LEVELS_MAX: usize = 64;
 
 impl Default for Batching {
     fn default() -> Self {

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions};
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use prost::Message;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 use crate::manifest::{
     FORMAT_VERSION, FileEntry, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
-    is_model_name, shorten,
+    WRITING_FILE, is_model_name, shorten,
 };
 use crate::onnx;
 use crate::repository::version_path;
@@ -175,6 +175,10 @@ impl Bundle {
                 return Err(Error::Store { path: base.to_string(), source });
             }
         }
+        // Until the manifest is there, a graph alone could be taken for a version of Triton's layout.
+        let writing = base.clone().join(WRITING_FILE);
+        let marked = store.put(&writing, PutPayload::new()).await;
+        marked.map_err(|source| Error::Store { path: writing.to_string(), source })?;
         for (relative, content) in self.files() {
             let path = relative.split('/').fold(base.clone(), |path, part| path.join(part));
             let mode = if relative == MANIFEST_FILE { PutMode::Create } else { PutMode::Overwrite };
@@ -194,6 +198,8 @@ impl Bundle {
                 }
             }
         }
+        // The manifest counts; a mark that stays changes nothing.
+        store.delete(&writing).await.ok();
         Ok(())
     }
 

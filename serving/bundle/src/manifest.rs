@@ -12,6 +12,8 @@ use crate::signature::Signature;
 pub const FORMAT_VERSION: u64 = 1;
 /// File name of the manifest inside a version's directory.
 pub const MANIFEST_FILE: &str = "bundle.json";
+/// Stands in a version's directory while its files are written there one by one; the manifest ends it.
+pub const WRITING_FILE: &str = "bundle.json.writing";
 /// File name of the graph inside a version's directory.
 pub const MODEL_FILE: &str = "model.onnx";
 /// Largest manifest that is read or written, in bytes.

@@ -10,7 +10,10 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, UpdateVersion};
 use crate::bundle::{Bundle, sha256_hex};
 use crate::error::{Error, Result};
 use crate::folder::{CONFIG_FILE, ModelFolder, PlainVersion};
-use crate::manifest::{FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, Manifest, is_model_name, shorten};
+use crate::manifest::{
+    FORMAT_VERSION, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest, WRITING_FILE, is_model_name,
+    shorten,
+};
 
 /// Bounds on what is read from a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +55,8 @@ pub struct Skipped {
 pub struct Listing {
     /// Usable versions, by name, then by version ascending.
     pub complete: Vec<ModelVersion>,
-    /// Versions without a manifest, of models that have a `config.pbtxt`, in the same order.
+    /// Versions without a manifest, of models that have a `config.pbtxt` or no version with a manifest, in the
+    /// same order.
     pub plain: Vec<PlainVersion>,
     /// Files beside the versions, of models that have some.
     pub folders: Vec<ModelFolder>,
@@ -125,6 +129,7 @@ async fn add_versions(
     if !folder.files.is_empty() {
         listing.folders.push(folder);
     }
+    let (mut bare, mut has_bundles) = (Vec::new(), false);
     for path in versions {
         let version = path.filename().unwrap_or_default().to_owned();
         let found = match parse_version(&version) {
@@ -132,13 +137,33 @@ async fn add_versions(
             None => Err(Error::InvalidVersion { version: shorten(&version) }),
         };
         match found {
-            Ok(Found::Bundle(manifest)) => listing.complete.push(ModelVersion {
-                name: name.to_owned(),
-                version: manifest.version,
-                manifest: *manifest,
-            }),
+            Ok(Found::Bundle(manifest)) => {
+                has_bundles = true;
+                listing.complete.push(ModelVersion {
+                    name: name.to_owned(),
+                    version: manifest.version,
+                    manifest: *manifest,
+                });
+            }
             Ok(Found::Plain(version)) => listing.plain.push(version),
-            Err(reason) => listing.skipped.push(Skipped { path: path.to_string(), reason }),
+            Ok(Found::Bare(version)) => bare.push((path, version)),
+            Err(reason) => {
+                // Bundles that are damaged or not complete.
+                has_bundles |= !matches!(
+                    reason,
+                    Error::InvalidVersion { .. } | Error::NotFound { .. } | Error::Store { .. }
+                );
+                listing.skipped.push(Skipped { path: path.to_string(), reason });
+            }
+        }
+    }
+    // Beside bundles, a graph without a manifest is a bundle that is being written or was left half written.
+    for (path, version) in bare {
+        if has_bundles {
+            let path = path.to_string();
+            listing.skipped.push(Skipped { reason: no_manifest(&path), path });
+        } else {
+            listing.plain.push(version);
         }
     }
     Ok(())
@@ -147,10 +172,13 @@ async fn add_versions(
 /// What the directory of a version holds.
 enum Found {
     Bundle(Box<Manifest>),
+    /// A version as Triton has it, beside a configuration.
     Plain(PlainVersion),
+    /// A graph alone, and no configuration.
+    Bare(PlainVersion),
 }
 
-/// Looks at the directory of a version; only beside a `config.pbtxt` may it do without a manifest.
+/// Looks at the directory of a version.
 async fn look_at(
     store: &dyn ObjectStore,
     base: &Path,
@@ -165,6 +193,10 @@ async fn look_at(
     };
     if configured && !files.contains_key(&base.clone().join(MANIFEST_FILE)) {
         return Ok(Found::Plain(PlainVersion::new(name, version, base, &files)?));
+    }
+    let has = |file: &str| files.contains_key(&base.clone().join(file));
+    if !has(MANIFEST_FILE) && !has(WRITING_FILE) && has(MODEL_FILE) {
+        return Ok(Found::Bare(PlainVersion::new(name, version, base, &files)?));
     }
     let (manifest, _) = inspect(store, base, &files, name, version).await?;
     Ok(Found::Bundle(Box::new(manifest)))
@@ -289,6 +321,12 @@ async fn files_below(store: &dyn ObjectStore, base: &Path) -> Result<BTreeMap<Pa
     Ok(files)
 }
 
+fn no_manifest(path: &str) -> Error {
+    let reason =
+        format!("there is no {MANIFEST_FILE} yet, nor a {CONFIG_FILE} beside the versions, as Triton has it");
+    Error::Incomplete { path: path.to_owned(), reason }
+}
+
 /// Reads and checks the manifest and the presence and sizes of the files; gives the files' paths in the
 /// manifest's order.
 async fn inspect(
@@ -300,11 +338,7 @@ async fn inspect(
 ) -> Result<(Manifest, Vec<Path>)> {
     let path = base.clone().join(MANIFEST_FILE);
     let incomplete = |reason: String| Error::Incomplete { path: base.to_string(), reason };
-    let Some(meta) = files.get(&path) else {
-        return Err(incomplete(format!(
-            "there is no {MANIFEST_FILE} yet, nor a {CONFIG_FILE} beside the versions, as Triton has it"
-        )));
-    };
+    let Some(meta) = files.get(&path) else { return Err(no_manifest(base.as_ref())) };
     if meta.size > MANIFEST_BYTES_MAX {
         let bytes_max = MANIFEST_BYTES_MAX;
         return Err(Error::TooLarge { path: path.to_string(), bytes: meta.size, bytes_max });

@@ -2,9 +2,14 @@
 //! mean something else without it, and what is left aside.
 
 mod fields;
+mod queue;
 mod sequences;
+mod warmup;
 
 use millrace_bundle::{Signature, TensorSpec};
+
+use queue::Queue;
+use warmup::Warmup;
 
 use super::policy::VersionPolicy;
 use crate::config::{Config, Devices};
@@ -39,6 +44,10 @@ pub(crate) struct Loading {
     outputs: Vec<TensorSpec>,
     /// Preferred rows and the delay, of `dynamic_batching` or `sequence_batching`.
     batching: Option<(Vec<usize>, u64)>,
+    /// How requests wait.
+    queue: Queue,
+    /// What each session runs on before the version is ready.
+    pub(crate) warmups: Vec<Warmup>,
     /// What is kept between requests.
     sequences: Option<Declaration>,
     /// 0 where the server decides.
@@ -90,6 +99,8 @@ impl Declared {
             inputs,
             outputs,
             batching: fields::batching(config).map_err(|reason| at(scheduling, reason))?,
+            queue: Queue::read(config).map_err(|reason| at(scheduling, reason))?,
+            warmups: warmup::read(config).map_err(|reason| at("model_warmup", reason))?,
             sequences,
             sessions,
             device,
@@ -167,6 +178,7 @@ impl Loading {
             config.batching.preferred_rows.clone_from(preferred);
             config.batching.delay_us_max = *delay_us;
         }
+        self.queue.apply(config);
         if self.sessions > 0 {
             config.sessions_max = self.sessions;
         }
@@ -227,6 +239,11 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     {
         return refused("response_cache", ": answers of a model with sequences depend on what came before");
     }
+    if matches!(&config.scheduling_choice, Some(pb::model_config::SchedulingChoice::SequenceBatching(_)))
+        && !config.model_warmup.is_empty()
+    {
+        return refused("model_warmup", ": a model with sequences has no requests of its own: leave it out");
+    }
     if is_ensemble {
         check_ensemble(parsed)?;
     } else if config.platform == ensemble::PLATFORM {
@@ -279,6 +296,7 @@ fn check_ensemble(parsed: &Parsed) -> Result<(), String> {
         ("platform", !["", ensemble::PLATFORM].contains(&config.platform.as_str()), "is not \"ensemble\""),
         ("backend", !config.backend.is_empty(), "belongs to its steps' models"),
         ("instance_group", !config.instance_group.is_empty(), "belongs to its steps' models"),
+        ("model_warmup", !config.model_warmup.is_empty(), "belongs to its steps' models"),
         (
             "response_cache",
             config.response_cache.as_ref().is_some_and(|cache| cache.enable),

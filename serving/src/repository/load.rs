@@ -69,10 +69,20 @@ impl Repository {
             )));
         }
         let answers = cache.map(|cache| Answers::new(cache, bundle.manifest()));
+        let warmups = loading.iter().flat_map(|loading| &loading.warmups).map(|warmup| {
+            let inputs = warmup.tensors(&bundle.manifest().signature);
+            inputs
+                .map(|inputs| (inputs, warmup.count))
+                .map_err(|reason| failed(format!("config.pbtxt: {reason}")))
+        });
+        let warmups = warmups.collect::<Result<Vec<_>>>()?;
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
             let pool = session::build(&bundle, &config)?;
+            for (inputs, count) in &warmups {
+                pool.warm_up_on(inputs, *count, bundle.manifest())?;
+            }
             let mut manifest = bundle.manifest().clone();
             let sequences = plan.map(|(plan, declaration)| {
                 manifest.signature = plan.client().clone();

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::Signature;
+use millrace_bundle::{Manifest, Signature};
 
 use super::background;
 use super::handover::{Begun, Shared};
@@ -24,7 +24,7 @@ use super::placement::Placement;
 use super::values::run_tensors;
 use super::{Session, intra_threads};
 use crate::config::{Config, Device, Engine, Memory};
-use crate::error::InferError;
+use crate::error::{Error, InferError, Result};
 use crate::tensor::{Data, Tensor};
 
 /// Before runs that take longer, the thread takes in what clients have sent, if others run, too; before
@@ -249,6 +249,22 @@ impl Pool {
             self.try_out(&rows_of_zeros, rows, signature);
         }
         warm.then_some(row)
+    }
+
+    /// Runs each session so often on the inputs of a warm-up that its configuration asks for.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a run fails.
+    pub(crate) fn warm_up_on(&self, inputs: &[Tensor], count: u32, manifest: &Manifest) -> Result<()> {
+        for session in self.shared.state.lock().free.iter_mut() {
+            for _ in 0..count {
+                run_tensors(session, inputs, &manifest.signature.outputs).map_err(|error| {
+                    let (model, version) = (manifest.name.clone(), manifest.version);
+                    Error::Model { model, version, reason: format!("config.pbtxt: model_warmup: {error}") }
+                })?;
+            }
+        }
+        Ok(())
     }
 
     /// Runs each session on inputs of so many rows; whether all could.

@@ -268,3 +268,110 @@ async fn a_call_loads_what_was_written_just_now() {
     assert!(error.message().contains("backend: \"pytorch\": only ONNX models"), "{error}");
     server.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn graphs_without_a_configuration_are_served_unless_bundles_are_written_there() {
+    let dir = TempDir::new().unwrap();
+    put(dir.path(), "plain/1/model.onnx", mlp());
+    put(dir.path(), "plain/2/model.onnx", mlp());
+    // A bundle whose manifest is still to come, and one beside complete ones.
+    put(dir.path(), "half/1/model.onnx", mlp());
+    put(dir.path(), "half/1/bundle.json.writing", "");
+    publish(dir.path(), "mlp", 1, mlp()).await;
+    put(dir.path(), "mlp/2/model.onnx", mlp());
+    let server = Server::over(config(), dir).await;
+    assert_eq!(server.serving.repository().versions("plain"), Some(vec![1, 2]));
+    assert_eq!(answers(&server, "plain", None).await, Ok("2".into()));
+    let shown = server.http("GET", "/v2/models/plain/config", &[], b"").await.json();
+    assert_eq!(shown["input"][0]["name"], "input", "{shown}");
+    assert!(answers(&server, "half", None).await.is_err());
+    assert!(why(&server, "half", Some(1)).contains("no bundle.json"), "{}", why(&server, "half", Some(1)));
+    assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
+    assert!(why(&server, "mlp", Some(2)).contains("no bundle.json"), "{}", why(&server, "mlp", Some(2)));
+    // Nothing of the writing stays beside a complete bundle.
+    assert!(!server.dir.path().join("mlp/1/bundle.json.writing").exists());
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queue_policies_and_warm_ups_are_honoured_or_refused() {
+    let dir = TempDir::new().unwrap();
+    let batching = |content: &str| format!("max_batch_size: 8 dynamic_batching {{ {content} }}");
+    let warmup = |content: &str| format!("model_warmup {{ name: \"first\" {content} }}");
+    let fp32 = |name: &str, dims: &str| {
+        format!(
+            "inputs {{ key: \"{name}\" value {{ data_type: TYPE_FP32 dims: [ {dims} ] random_data: true }} }}"
+        )
+    };
+    let good = [
+        (
+            "queue",
+            batching(
+                "priority_levels: 3 default_priority_level: 2 \
+                 default_queue_policy { default_timeout_microseconds: 50000 max_queue_size: 2 timeout_action: REJECT }",
+            ),
+            mlp(),
+        ),
+        (
+            "warm",
+            format!(
+                "max_batch_size: 8 {}",
+                warmup(&format!("batch_size: 2 count: 3 {}", fp32("input", "4")))
+            ),
+            mlp(),
+        ),
+    ];
+    let bad = [
+        (
+            "delay",
+            batching("default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 1 }"),
+            mlp(),
+            "dynamic_batching: timeout_action DELAY is not supported",
+        ),
+        ("levels", batching("priority_levels: 65 default_priority_level: 1"), mlp(), "allowed are up to 64"),
+        ("level", batching("priority_levels: 2"), mlp(), "default_priority_level is 0"),
+        (
+            "each",
+            batching(
+                "priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 1 value {} }",
+            ),
+            mlp(),
+            "priority_queue_policy is not supported",
+        ),
+        (
+            "file",
+            warmup(
+                "inputs { key: \"input\" value { data_type: TYPE_FP32 dims: [ 1, 4 ] input_data_file: \"x\" } }",
+            ),
+            mlp(),
+            "model_warmup: \"first\": input \"input\": input_data_file is not supported",
+        ),
+        ("lacking", warmup(&fp32("a", "1, 4")), sum(), "input \"b\" is missing"),
+        ("foreign", warmup(&fp32("other", "1, 4")), mlp(), "no input \"other\""),
+        ("shape", warmup(&fp32("input", "1, 5")), mlp(), "is FP32 [1, 5], the model takes FP32 [-1, 4]"),
+        // It fits the model, which cannot run on it.
+        ("run", warmup(&format!("{} {}", fp32("a", "2, 4"), fp32("b", "3, 4"))), sum(), "model_warmup: "),
+    ];
+    let all = good.iter().map(|(name, config, onnx)| (*name, config, onnx));
+    for (name, config, onnx) in all.chain(bad.iter().map(|(name, config, onnx, _)| (*name, config, onnx))) {
+        put(dir.path(), &format!("{name}/config.pbtxt"), config);
+        put(dir.path(), &format!("{name}/1/model.onnx"), onnx);
+    }
+    let server = Server::over(config(), dir).await;
+    for (name, ..) in &good {
+        assert_eq!(why(&server, name, Some(1)), "", "{name}");
+        assert_eq!(answers(&server, name, None).await, Ok("1".into()), "{name}");
+    }
+    for (name, _, _, expected) in &bad {
+        assert!(why(&server, name, Some(1)).contains(expected), "{name}: {}", why(&server, name, Some(1)));
+    }
+    let request = pb::ModelConfigRequest { name: "queue".into(), ..Default::default() };
+    let shown = server.triton().await.model_config(request).await.unwrap().into_inner().config.unwrap();
+    let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = shown.scheduling_choice else {
+        panic!("{shown:?}")
+    };
+    let policy = batching.default_queue_policy.unwrap();
+    assert_eq!((batching.priority_levels, batching.default_priority_level), (3, 2));
+    assert_eq!((policy.default_timeout_microseconds, policy.max_queue_size), (50_000, 2));
+    server.stop().await;
+}

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_bundle::{Bundle, check_name, next_version};
+use millrace_bundle::{Bundle, WRITING_FILE, check_name, next_version};
 use millrace_datafs::{Publish, View};
 use millrace_serving::config::VOLUME_ROOT;
 use object_store::ObjectStore;
@@ -96,6 +96,8 @@ pub(super) fn into_folder(
         (None, None) => return busy(name),
     };
     let written = make(version).and_then(|bundle| {
+        let writing = place.join(WRITING_FILE);
+        File::create(&writing).with_context(|| format!("cannot write {}", writing.display()))?;
         for (path, bytes) in bundle.files() {
             let path = place.join(path);
             // Files of a bundle may lie in folders of their own.
@@ -104,6 +106,7 @@ pub(super) fn into_folder(
                 .and_then(|()| write_atomically(&path, &bytes))
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
+        fs::remove_file(&writing).with_context(|| format!("cannot remove {}", writing.display()))?;
         for made in [model.as_path(), folder] {
             File::open(made)?.sync_all().with_context(|| format!("cannot sync {}", made.display()))?;
         }

@@ -226,7 +226,6 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
         ("cc_model_filenames", !config.cc_model_filenames.is_empty()),
         ("metric_tags", !config.metric_tags.is_empty()),
         ("parameters", !config.parameters.is_empty()),
-        ("model_warmup", !config.model_warmup.is_empty()),
         ("model_metrics", config.model_metrics.is_some()),
         ("output.label_filename", config.output.iter().any(|output| !output.label_filename.is_empty())),
     ];
@@ -240,12 +239,7 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
         ]);
     }
     if let Some(pb::model_config::SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice {
-        fields.extend([
-            ("dynamic_batching.preserve_ordering", batching.preserve_ordering),
-            ("dynamic_batching.priority_levels", batching.priority_levels > 0),
-            ("dynamic_batching.default_queue_policy", batching.default_queue_policy.is_some()),
-            ("dynamic_batching.priority_queue_policy", !batching.priority_queue_policy.is_empty()),
-        ]);
+        fields.extend([("dynamic_batching.preserve_ordering", batching.preserve_ordering)]);
     }
     if let Some(pb::model_config::SchedulingChoice::EnsembleScheduling(ensemble)) = &config.scheduling_choice
     {
