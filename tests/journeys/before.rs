@@ -93,9 +93,20 @@ fn a_training_of_an_earlier_program_goes_on_from_its_checkpoint_and_its_model_is
     let report = json(&home, &["train", job.to_str().unwrap()]);
     assert!(report["resumed_from_step"].as_u64().is_some_and(|step| step > 0), "{report}");
     assert_eq!((&report["end"], &report["steps"]), (&"epochs_done".into(), &25_000.into()), "{report}");
+    // The finished training of two epochs: it is known as published, and goes on when it may run longer.
+    let done = |epochs: u64| {
+        let text = std::fs::read_to_string(&job).unwrap();
+        let text = text.replace("epochs_max = 500", &format!("epochs_max = {epochs}"));
+        home.file("done.toml", &text.replace("\"steps\"", "\"done\""))
+    };
+    let again = json(&home, &["train", done(2).to_str().unwrap()]);
+    assert_eq!((&again["already_published"], &again["version"]), (&true.into(), &1.into()), "{again}");
+    let more = json(&home, &["train", done(3).to_str().unwrap()]);
+    assert_eq!((&more["resumed_from_step"], &more["steps"]), (&100.into(), &150.into()), "{more}");
+    assert_eq!((&more["already_published"], &more["version"]), (&false.into(), &2.into()), "{more}");
     let models = home.dir.path().join("models");
     run(&home, &["cp", "-r", "v:/models", models.to_str().unwrap()]);
-    assert_eq!(files_below(&models, "onnx").len(), 2);
+    assert_eq!(files_below(&models, "onnx").len(), 3);
     let (service, told) = home.serve(["--models", models.to_str().unwrap()]);
     let records = home.file("r.jsonl", "{\"x\":[0.5,0.5]}\n");
     for model in ["done", "steps"] {

@@ -1,11 +1,17 @@
 //! Checkpoints in a volume: files, manifest and pointer become visible in one publish.
 //!
-//! `checkpoints/<job>/<step>/state.safetensors` and `manifest.json` beside it; the application key
-//! `trainer/<job>/checkpoint` names the newest one and is the only truth: a directory it does not
-//! name is nothing. The key `trainer/<job>/owner` fences writers: whoever starts the job takes it,
-//! and a worker that outlived its coordinator can publish nothing any more.
-use std::io::Write;
-
+//! A checkpoint is `checkpoints/<job>/<run>/<step>/state.safetensors` with `manifest.json` beside it;
+//! `<run>` is the first 16 digits of the run's id. The application key `trainer/<job>/checkpoint/<run>`
+//! lists the run's checkpoints and is the only truth: a directory that it does not list is ignored.
+//! The key `trainer/<job>/owner` fences writers: the coordinator takes it when it starts the job, and
+//! a worker that outlived its coordinator can publish nothing any more.
+//!
+//! A run is what a job computes ([`crate::job::JobFile::digest`]), so jobs of different budgets share
+//! its checkpoints. Other runs of the job stay beside it, see [`Checkpoints::begin`].
+//!
+//! Format 1 kept one run a job, directly below `checkpoints/<job>/` and in the key
+//! `trainer/<job>/checkpoint`. A run of that format is taken over when its job begins: the entries
+//! move to the run's own key, the files stay where they are.
 use millrace_datafs::{Publish, StagedFile, View};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -14,12 +20,22 @@ use crate::engine::ParamLayout;
 use crate::error::{Error, Result};
 use crate::state::State;
 
-/// The format of manifests and pointers.
-const FORMAT_VERSION: u32 = 1;
+#[cfg(test)]
+mod tests;
+
+/// The format of manifests and of the key that lists checkpoints.
+const FORMAT_VERSION: u32 = 2;
+/// The format with one run a job.
+const FORMER_VERSION: u32 = 1;
 /// How often a publish is tried again when another writer was faster.
 const ATTEMPTS: usize = 8;
+/// Finished runs of one job whose checkpoints stay beside the current run's. A job that is started for
+/// each new snapshot would fill the volume otherwise.
+const FINISHED_RUNS_KEPT: usize = 3;
 const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
+const MODEL_FILE: &str = "model.onnx";
+const JOB_FILE: &str = "job.json";
 
 /// Why a run has nothing left to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,17 +47,42 @@ pub enum Finish {
     EpochsDone,
 }
 
-/// The newest checkpoint of a job.
+/// The value of a run's key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Pointer {
+struct Trail {
     format_version: u32,
-    /// The run it belongs to: [`crate::job::JobFile::digest`].
-    pub(crate) run: String,
-    pub(crate) step: u64,
-    pub(crate) finish: Option<Finish>,
+    run: String,
+    /// When a job began it last, in seconds since 1970.
+    begun: i64,
+    /// Whether the last checkpoint written ended a job.
+    finished: bool,
+    /// The checkpoints, by step.
+    kept: Vec<Kept>,
+}
+
+/// A checkpoint of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kept {
+    step: u64,
+    /// Its directory below `checkpoints/<job>/`.
+    folder: String,
+    /// Of `state.safetensors`; format 1 told it of the newest checkpoint only.
+    sha256: Option<String>,
+}
+
+/// The value of the key in format 1.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FormerPointer {
+    format_version: u32,
+    run: String,
+    step: u64,
+    #[serde(rename = "finish")]
+    _finish: Option<Finish>,
     sha256: String,
-    /// Directories of the checkpoints that still exist, oldest first; the last one is the newest.
+    /// Directories, oldest first; the last one is the newest checkpoint.
     kept: Vec<String>,
 }
 
@@ -81,23 +122,75 @@ pub(crate) struct Checkpoints {
     pub(crate) keep: usize,
 }
 
+/// Why a checkpoint was not read.
+enum Unread {
+    /// Its bytes are gone or are not those that were written.
+    Damaged(String),
+    Failed(Error),
+}
+
+impl Trail {
+    fn new(run: &str) -> Trail {
+        Trail {
+            format_version: FORMAT_VERSION,
+            run: run.to_owned(),
+            begun: 0,
+            finished: false,
+            kept: Vec::new(),
+        }
+    }
+
+    fn insert(&mut self, kept: Kept) {
+        let at = self.kept.partition_point(|other| other.step < kept.step);
+        self.kept.insert(at, kept);
+    }
+
+    /// Takes out all but the newest `keep` checkpoints up to `step`, and all but the newest `keep`
+    /// beyond it, which are those of a job with a larger budget.
+    fn prune(&mut self, step: u64, keep: usize) -> Vec<Kept> {
+        let beyond = self.kept.split_off(self.kept.partition_point(|kept| kept.step <= step));
+        let mut dropped = Vec::new();
+        let mut left = Vec::new();
+        for mut part in [std::mem::take(&mut self.kept), beyond] {
+            let stays = part.split_off(part.len().saturating_sub(keep));
+            dropped.append(&mut part);
+            left.extend(stays);
+        }
+        self.kept = left;
+        dropped
+    }
+
+    fn value(&self) -> Vec<u8> {
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+}
+
 impl Checkpoints {
     /// The key that fences writers.
     pub(crate) fn owner_key(job: &str) -> String {
         format!("trainer/{job}/owner")
     }
 
-    fn pointer_key(&self) -> String {
+    fn former_key(&self) -> String {
         format!("trainer/{}/checkpoint", self.job)
     }
 
+    fn key_of(&self, run: &str) -> String {
+        format!("trainer/{}/checkpoint/{run}", self.job)
+    }
+
+    fn key(&self) -> String {
+        self.key_of(&self.run)
+    }
+
+    /// The directory of the job.
     fn folder(&self) -> String {
         format!("checkpoints/{}", self.job)
     }
 
-    /// Where the run's first model is kept, so that a restart does not need the file it came from.
+    /// Where the run's first model is kept, so that workers do not need the file it came from.
     pub(crate) fn model_path(&self) -> String {
-        format!("{}/model.onnx", self.folder())
+        format!("{}/{}/{MODEL_FILE}", self.folder(), directory(&self.run))
     }
 
     /// `volume:/path`, for messages.
@@ -105,91 +198,119 @@ impl Checkpoints {
         format!("{}:/{path}", self.view.spec())
     }
 
-    /// The newest checkpoint of this job, of whatever run.
-    pub(crate) fn latest(&self) -> Result<Option<Pointer>> {
-        Ok(self.pointer()?.map(|(_, pointer)| pointer))
+    /// `volume:/path` of the run's checkpoints, for messages.
+    pub(crate) fn run_place(&self) -> String {
+        self.place(&format!("{}/{}", self.folder(), directory(&self.run)))
     }
 
-    fn pointer(&self) -> Result<Option<(Vec<u8>, Pointer)>> {
-        let key = self.pointer_key();
-        let read = self
-            .view
-            .key_get(&key)
-            .map_err(|e| Error::volume(format!("read key {key} of {}", self.view.spec()), e))?;
-        let Some(bytes) = read else { return Ok(None) };
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.view
+            .key_get(key)
+            .map_err(|e| Error::volume(format!("read key {key} of {}", self.view.spec()), e))
+    }
+
+    fn trail(&self) -> Result<Option<(Vec<u8>, Trail)>> {
+        let key = self.key();
+        let Some(bytes) = self.get(&key)? else { return Ok(None) };
+        let trail = self.parse(&key, &bytes)?;
+        Ok(Some((bytes, trail)))
+    }
+
+    fn parse(&self, key: &str, bytes: &[u8]) -> Result<Trail> {
         let bad = |reason: String| Error::Checkpoint { place: self.place(&self.folder()), reason };
-        let pointer: Pointer = serde_json::from_slice(&bytes)
-            .map_err(|e| bad(format!("the pointer cannot be read ({e}); it may be of a newer version")))?;
-        if pointer.format_version != FORMAT_VERSION {
-            return Err(bad(format!("format version {} is unknown", pointer.format_version)));
+        let trail: Trail = serde_json::from_slice(bytes)
+            .map_err(|e| bad(format!("key {key} cannot be read ({e}); it may be of a newer version")))?;
+        if trail.format_version != FORMAT_VERSION {
+            return Err(bad(format!("format version {} of key {key} is unknown", trail.format_version)));
         }
-        Ok(Some((bytes, pointer)))
+        Ok(trail)
     }
 
-    /// Reads and verifies the checkpoint that `pointer` names.
-    pub(crate) fn load(&self, pointer: &Pointer, layout: &ParamLayout) -> Result<State> {
-        let folder = pointer.kept.last().cloned().unwrap_or_default();
-        let path = format!("{}/{folder}/{STATE_FILE}", self.folder());
-        let bytes = self
-            .view
-            .read_file(&path)
-            .map_err(|e| Error::volume(format!("read checkpoint {}", self.place(&path)), e))?;
-        let bad = |reason: String| Error::Checkpoint { place: self.place(&path), reason };
-        if hex::encode(Sha256::digest(&bytes)) != pointer.sha256 {
-            return Err(bad("its digest differs from the pointer's".to_owned()));
+    /// The newest state of the run that can be read and that `wanted` accepts. A damaged checkpoint is
+    /// passed over with a warning.
+    pub(crate) fn newest(
+        &self,
+        layout: &ParamLayout,
+        wanted: impl Fn(&State) -> bool,
+    ) -> Result<Option<State>> {
+        let Some((_, trail)) = self.trail()? else { return Ok(None) };
+        for kept in trail.kept.iter().rev() {
+            match self.load(kept, layout) {
+                Ok(state) if wanted(&state) => return Ok(Some(state)),
+                Ok(_) => {}
+                Err(Unread::Damaged(reason)) => tracing::warn!(
+                    job = self.job,
+                    step = kept.step,
+                    reason,
+                    "checkpoint is damaged: going on from the one before it, or from step 0"
+                ),
+                Err(Unread::Failed(error)) => return Err(error),
+            }
         }
-        let state = State::decode(layout, &bytes).map_err(bad)?;
-        if state.step != pointer.step {
-            return Err(bad(format!("it is of step {}, not {}", state.step, pointer.step)));
-        }
-        Ok(state)
+        Ok(None)
     }
 
-    /// Makes `state` the newest checkpoint; durable when it returns. Writing a checkpoint that is
-    /// there already, or one behind the newest, does nothing.
+    fn load(&self, kept: &Kept, layout: &ParamLayout) -> Result<State, Unread> {
+        use millrace_datafs::Error as E;
+        let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
+        let place = self.place(&path);
+        let damaged = |reason: String| Err(Unread::Damaged(format!("{place}: {reason}")));
+        let bytes = match self.view.read_file(&path) {
+            Ok(bytes) => bytes,
+            Err(error @ (E::Corrupt { .. } | E::NotFound { .. })) => return damaged(error.to_string()),
+            Err(error) => {
+                return Err(Unread::Failed(Error::volume(format!("read checkpoint {place}"), error)));
+            }
+        };
+        let found = hex::encode(Sha256::digest(&bytes));
+        if kept.sha256.as_ref().is_some_and(|sha256| *sha256 != found) {
+            return damaged("its digest differs from the one that was written".to_owned());
+        }
+        match State::decode(layout, &bytes) {
+            Ok(state) if state.step != kept.step => {
+                damaged(format!("it is of step {}, not {}", state.step, kept.step))
+            }
+            Ok(state) => Ok(state),
+            Err(reason) if kept.sha256.is_none() => damaged(reason),
+            // The bytes are those that were written: by a newer program.
+            Err(reason) => Err(Unread::Failed(Error::Checkpoint { place, reason })),
+        }
+    }
+
+    /// Adds `state` to the run's checkpoints, in the place of one of the same step, and removes those
+    /// beyond the number that is kept. Durable when it returns.
     pub(crate) fn write(&self, state: &State, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
-        let folder = format!("{:012}", state.step);
+        let folder = format!("{}/{:012}", directory(&self.run), state.step);
         let path = format!("{}/{folder}", self.folder());
         let bytes =
             state.encode(layout).map_err(|reason| Error::Checkpoint { place: self.place(&path), reason })?;
         let sha256 = hex::encode(Sha256::digest(&bytes));
         for _ in 0..ATTEMPTS {
-            let before = self.pointer()?;
-            let mut kept = Vec::new();
-            if let Some((_, newest)) = before.as_ref().filter(|(_, p)| p.run == self.run) {
-                let newer = (newest.step, newest.finish.is_some()) >= (state.step, finish.is_some());
-                if newer {
-                    return Ok(());
-                }
-                kept.clone_from(&newest.kept);
-            }
-            kept.retain(|other| *other != folder);
-            kept.push(folder.clone());
-            let gone = kept.len().saturating_sub(self.keep);
-            let dropped: Vec<String> = kept.drain(..gone).collect();
-            let pointer = Pointer {
-                format_version: FORMAT_VERSION,
-                run: self.run.clone(),
-                step: state.step,
-                finish,
-                sha256: sha256.clone(),
-                kept,
+            let (before, mut trail) = match self.trail()? {
+                Some((bytes, trail)) => (Some(bytes), trail),
+                None => (None, Trail::new(&self.run)),
             };
-            let manifest = self.manifest(state, &pointer, bytes.len());
+            trail.finished = finish.is_some();
+            let (mut dropped, others): (Vec<Kept>, Vec<Kept>) =
+                std::mem::take(&mut trail.kept).into_iter().partition(|kept| kept.step == state.step);
+            trail.kept = others;
+            trail.insert(Kept { step: state.step, folder: folder.clone(), sha256: Some(sha256.clone()) });
+            dropped.extend(trail.prune(state.step, self.keep));
+            dropped.retain(|kept| kept.folder != folder);
+            let manifest = self.manifest(state, &sha256, finish, bytes.len());
             let mut publish = Publish::new()
                 .file(format!("{path}/{STATE_FILE}"), self.stage(&bytes)?)
                 .file(format!("{path}/{MANIFEST_FILE}"), self.stage(&manifest)?);
-            for other in &dropped {
-                publish = self.drop_files(publish, other);
+            for kept in &dropped {
+                publish = self.drop_checkpoint(publish, kept);
             }
-            let pointer = serde_json::to_vec(&pointer).unwrap_or_default();
             publish = publish
                 .expect_key(Self::owner_key(&self.job), Some(self.owner.clone().into_bytes()))
-                .expect_key(self.pointer_key(), before.map(|(bytes, _)| bytes))
-                .put_key(self.pointer_key(), pointer);
+                .expect_key(self.key(), before)
+                .put_key(self.key(), trail.value());
             match self.view.publish(publish) {
                 Ok(()) => {
-                    self.drop_folders(&dropped);
+                    self.drop_folders(dropped.iter().map(|kept| kept.folder.as_str()));
                     tracing::info!(
                         job = self.job,
                         step = state.step,
@@ -207,61 +328,162 @@ impl Checkpoints {
         })
     }
 
-    /// Takes over the job for `owner` and, when the newest checkpoint is of another run, clears it
-    /// away. Returns the newest checkpoint of this run.
-    pub(crate) fn begin(&self, model: &[u8], job: &[u8]) -> Result<Option<Pointer>> {
+    /// Takes over the job for `owner` and stores the run's model and job file.
+    ///
+    /// A run of format 1 is taken over where `is_same` recognises it by its id and its job file.
+    /// Other runs of the job stay: unfinished ones always, of finished ones the newest
+    /// [`FINISHED_RUNS_KEPT`]. The log names each run that stays unfinished or is removed.
+    pub(crate) fn begin(
+        &self,
+        model: &[u8],
+        job: &[u8],
+        is_same: impl Fn(&str, Option<&[u8]>) -> bool,
+    ) -> Result<()> {
         for _ in 0..ATTEMPTS {
-            let before = self.pointer()?;
+            let (before, mut trail) = match self.trail()? {
+                Some((bytes, trail)) => (Some(bytes), trail),
+                None => (None, Trail::new(&self.run)),
+            };
+            trail.begun = chrono::Utc::now().timestamp();
+            let folder = directory(&self.run);
             let mut publish = Publish::new()
                 .put_key(Self::owner_key(&self.job), self.owner.clone().into_bytes())
-                .expect_key(self.pointer_key(), before.as_ref().map(|(bytes, _)| bytes.clone()))
+                .expect_key(self.key(), before)
                 .file(self.model_path(), self.stage(model)?)
-                .file(format!("{}/job.json", self.folder()), self.stage(job)?);
-            let mut dropped = Vec::new();
-            let ours = match before {
-                Some((_, pointer)) if pointer.run == self.run => Some(pointer),
-                Some((_, pointer)) => {
-                    tracing::info!(
-                        job = self.job,
-                        step = pointer.step,
-                        "the job, its data or its model changed: starting over"
-                    );
-                    for folder in &pointer.kept {
-                        publish = self.drop_files(publish, folder);
+                .file(format!("{}/{folder}/{JOB_FILE}", self.folder()), self.stage(job)?);
+            if let Some((bytes, former)) = self.former()? {
+                let former_job = self.view.read_file(&format!("{}/{JOB_FILE}", self.folder())).ok();
+                if is_same(&former.run, former_job.as_deref()) {
+                    publish =
+                        publish.expect_key(self.former_key(), Some(bytes)).delete_key(self.former_key());
+                    for file in [MODEL_FILE, JOB_FILE] {
+                        publish = self.drop_file(publish, format!("{}/{file}", self.folder()));
                     }
-                    publish = publish.delete_key(self.pointer_key());
-                    dropped = pointer.kept;
-                    None
+                    self.take_over(&mut trail, former);
+                } else {
+                    tracing::warn!(
+                        job = self.job,
+                        step = former.step,
+                        place = self.place(&self.folder()),
+                        "the job, its data or its model changed: earlier checkpoints stay, and are used \
+                         again when it is changed back"
+                    );
                 }
-                None => None,
-            };
+            }
+            publish = publish.put_key(self.key(), trail.value());
+            let removed = self.removable()?;
+            for (key, bytes, other) in &removed {
+                publish = publish.expect_key(key.clone(), Some(bytes.clone())).delete_key(key.clone());
+                for kept in &other.kept {
+                    publish = self.drop_checkpoint(publish, kept);
+                }
+                for file in [MODEL_FILE, JOB_FILE] {
+                    let path = format!("{}/{}/{file}", self.folder(), directory(&other.run));
+                    publish = self.drop_file(publish, path);
+                }
+            }
             match self.view.publish(publish) {
                 Ok(()) => {
-                    self.drop_folders(&dropped);
-                    return Ok(ours);
+                    for (_, _, other) in &removed {
+                        self.drop_folders(other.kept.iter().map(|kept| kept.folder.as_str()));
+                        self.drop_folders([directory(&other.run)].into_iter());
+                    }
+                    return Ok(());
                 }
                 Err(error) => self.on_conflict(error)?,
             }
         }
         Err(Error::Busy {
             job: self.job.clone(),
-            reason: "its checkpoints are being written by somebody else; try again".to_owned(),
+            reason: "another process writes its checkpoints; try again".to_owned(),
         })
     }
 
-    /// Adds the removal of a checkpoint's files, as far as nobody removed them already.
-    fn drop_files(&self, mut publish: Publish, folder: &str) -> Publish {
-        for file in [STATE_FILE, MANIFEST_FILE] {
-            let path = format!("{}/{folder}/{file}", self.folder());
-            if self.view.stat(&path).is_ok() {
-                publish = publish.remove(path);
-            }
+    fn former(&self) -> Result<Option<(Vec<u8>, FormerPointer)>> {
+        let key = self.former_key();
+        let Some(bytes) = self.get(&key)? else { return Ok(None) };
+        let bad = |reason: String| Error::Checkpoint { place: self.place(&self.folder()), reason };
+        let former: FormerPointer =
+            serde_json::from_slice(&bytes).map_err(|e| bad(format!("key {key} cannot be read ({e})")))?;
+        if former.format_version != FORMER_VERSION {
+            return Err(bad(format!("format version {} of key {key} is unknown", former.format_version)));
         }
-        publish
+        Ok(Some((bytes, former)))
     }
 
-    /// Removes empty folders; one that somebody put a file into stays.
-    fn drop_folders(&self, folders: &[String]) {
+    /// Adds the checkpoints of a run of format 1.
+    fn take_over(&self, trail: &mut Trail, former: FormerPointer) {
+        for folder in former.kept {
+            let Ok(step) = folder.parse() else { continue };
+            if trail.kept.iter().all(|kept| kept.step != step) {
+                let sha256 = (step == former.step).then(|| former.sha256.clone());
+                trail.insert(Kept { step, folder, sha256 });
+            }
+        }
+    }
+
+    /// Other runs of the job that are removed now: those without a checkpoint, and finished ones beyond
+    /// the newest few.
+    fn removable(&self) -> Result<Vec<(String, Vec<u8>, Trail)>> {
+        let prefix = self.key_of("");
+        let found = self
+            .view
+            .key_scan(&prefix)
+            .map_err(|e| Error::volume(format!("read keys {prefix} of {}", self.view.spec()), e))?;
+        let mut others = Vec::new();
+        for (key, bytes) in found.into_iter().filter(|(key, _)| *key != self.key()) {
+            let trail = self.parse(&key, &bytes)?;
+            others.push((key, bytes, trail));
+        }
+        others.sort_by_key(|(_, _, trail)| std::cmp::Reverse(trail.begun));
+        let mut finished = 0;
+        others.retain(|(_, _, trail)| {
+            let there = |kept: &Kept| {
+                let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
+                !self.view.stat(&path).is_err_and(|error| error.is_not_found())
+            };
+            if !trail.kept.iter().any(there) {
+                return true;
+            }
+            let place = self.place(&format!("{}/{}", self.folder(), directory(&trail.run)));
+            let step = trail.kept.last().map_or(0, |kept| kept.step);
+            if !trail.finished {
+                tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "the job, its data or its model changed: earlier checkpoints stay until this \
+                     directory is deleted, and are used again when it is changed back"
+                );
+                return false;
+            }
+            finished += 1;
+            if finished > FINISHED_RUNS_KEPT {
+                tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "removing the checkpoints of a finished run: {FINISHED_RUNS_KEPT} newer ones are kept"
+                );
+            }
+            finished > FINISHED_RUNS_KEPT
+        });
+        Ok(others)
+    }
+
+    fn drop_file(&self, publish: Publish, path: String) -> Publish {
+        if self.view.stat(&path).is_ok() { publish.remove(path) } else { publish }
+    }
+
+    /// Adds the removal of a checkpoint's files, as far as they are there.
+    fn drop_checkpoint(&self, publish: Publish, kept: &Kept) -> Publish {
+        [STATE_FILE, MANIFEST_FILE].into_iter().fold(publish, |publish, file| {
+            self.drop_file(publish, format!("{}/{}/{file}", self.folder(), kept.folder))
+        })
+    }
+
+    /// Removes empty directories; one with a file of another origin stays.
+    fn drop_folders<'f>(&self, folders: impl Iterator<Item = &'f str>) {
         for folder in folders {
             let path = format!("{}/{folder}", self.folder());
             if let Err(error) = self.view.remove_dir(&path) {
@@ -270,10 +492,10 @@ impl Checkpoints {
         }
     }
 
-    /// Lets a conflict over the pointer pass, so that the caller tries again.
+    /// Lets a conflict over the run's key pass, so that the caller tries again.
     fn on_conflict(&self, error: millrace_datafs::Error) -> Result<()> {
         match &error {
-            millrace_datafs::Error::Conflict { key } if *key == self.pointer_key() => Ok(()),
+            millrace_datafs::Error::Conflict { key } if *key == self.key() => Ok(()),
             millrace_datafs::Error::Conflict { .. } => Err(Error::Busy {
                 job: self.job.clone(),
                 reason: "another coordinator has taken it over".to_owned(),
@@ -286,7 +508,7 @@ impl Checkpoints {
         stage(&self.view, bytes)
     }
 
-    fn manifest(&self, state: &State, pointer: &Pointer, bytes: usize) -> Vec<u8> {
+    fn manifest(&self, state: &State, sha256: &str, finish: Option<Finish>, bytes: usize) -> Vec<u8> {
         let manifest = Manifest {
             format_version: FORMAT_VERSION,
             job: &self.job,
@@ -294,9 +516,9 @@ impl Checkpoints {
             plan: &self.plan,
             step: state.step,
             epochs: state.ledger.epochs.len(),
-            finish: pointer.finish,
+            finish,
             loss: state.ledger.epochs.last().map(|epoch| epoch.loss),
-            files: [ManifestFile { path: STATE_FILE, bytes, sha256: &pointer.sha256 }],
+            files: [ManifestFile { path: STATE_FILE, bytes, sha256 }],
             code_version: env!("CARGO_PKG_VERSION"),
             created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         };
@@ -308,8 +530,11 @@ impl Checkpoints {
 pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     let fail = |e| Error::volume(format!("write {} bytes to {}", bytes.len(), view.spec()), e);
     let mut writer = view.stage().map_err(fail)?;
-    writer
-        .write_all(bytes)
-        .map_err(|e| Error::io(format!("write {} bytes to {}", bytes.len(), view.spec()), e))?;
+    writer.append(bytes).map_err(fail)?;
     writer.finish().map_err(fail)
+}
+
+/// The directory of a run below the job's.
+fn directory(run: &str) -> &str {
+    run.get(..16).unwrap_or(run)
 }

@@ -28,8 +28,8 @@ pub const EPOCHS_MAX: u64 = 100_000;
 
 /// A `train.toml`.
 ///
-/// Unknown keys are refused. What the job computes is decided by everything but `workers` and
-/// `checkpoint_every_steps`; see [`JobFile::digest`].
+/// Unknown keys are refused. Three groups of keys are told apart: what the job computes
+/// ([`JobFile::digest`]), its budget (`epochs_max`, `loss_target`), and how it runs.
 ///
 /// ```
 /// let job = millrace_trainer::job::JobFile::parse(r#"
@@ -263,25 +263,137 @@ impl JobFile {
         self.output.name.as_ref().unwrap_or(&self.name)
     }
 
-    /// SHA-256, in hex, of everything that decides the result: this file without `workers`,
-    /// `checkpoint_every_steps` and the model's path, the first model's digest `model_sha256`, and
-    /// the identity of the rows and their order, `data`.
+    /// SHA-256, in hex, of what the job computes: [`Computation`], the first model's digest
+    /// `model_sha256`, and the identity of the rows and their order, `data`.
+    ///
+    /// The budget (`epochs_max`, `loss_target`), the workers, the checkpoints, the job's name and its
+    /// output are not part of it.
     pub fn digest(&self, model_sha256: &str, data: &str) -> String {
-        let mut decisive = self.clone();
-        decisive.workers = None;
-        decisive.checkpoint_every_steps = 0;
-        if matches!(decisive.model, ModelSource::File(_)) {
-            decisive.model = ModelSource::File(PathBuf::new());
-        }
-        // Field order is fixed by the type, so equal jobs give equal bytes.
-        let text = serde_json::to_string(&decisive).unwrap_or_default();
-        let mut digest = Sha256::new();
-        for part in ["millrace job 1", text.as_str(), model_sha256, data] {
-            digest.update((part.len() as u64).to_le_bytes());
-            digest.update(part.as_bytes());
-        }
-        hex::encode(digest.finalize())
+        let text = serde_json::to_string(&self.computation()).unwrap_or_default();
+        digest_of(&["millrace computation 2", &text, model_sha256, data])
     }
+
+    // Exhaustive, so that the compiler asks of each new key whether it is part of the computation.
+    fn computation(&self) -> Computation<'_> {
+        let JobFile {
+            name: _,
+            dataset,
+            features,
+            label,
+            // The digest of the first model stands for it.
+            model: _,
+            loss,
+            optimizer,
+            batch_rows,
+            virtual_shards,
+            epochs_max: _,
+            loss_target: _,
+            seed,
+            device,
+            workers: _,
+            checkpoint_every_steps: _,
+            shuffle,
+            output: _,
+        } = self;
+        Computation {
+            dataset,
+            features,
+            label,
+            loss: *loss,
+            optimizer,
+            batch_rows: *batch_rows,
+            virtual_shards: *virtual_shards,
+            seed: *seed,
+            device: *device,
+            shuffle,
+        }
+    }
+
+    /// The run's id in checkpoints and bundles of format 1, which included the budget and the output.
+    pub(crate) fn former_digest(&self, model_sha256: &str, data: &str) -> String {
+        let former = FormerJob {
+            name: &self.name,
+            dataset: &self.dataset,
+            features: &self.features,
+            label: &self.label,
+            model: match &self.model {
+                ModelSource::File(_) => FormerModel::File(""),
+                ModelSource::Init(spec) => FormerModel::Init(spec),
+            },
+            loss: self.loss,
+            optimizer: &self.optimizer,
+            batch_rows: self.batch_rows,
+            virtual_shards: self.virtual_shards,
+            epochs_max: self.epochs_max,
+            loss_target: self.loss_target,
+            seed: self.seed,
+            device: self.device,
+            workers: None,
+            checkpoint_every_steps: 0,
+            shuffle: &self.shuffle,
+            output: &self.output,
+        };
+        let text = serde_json::to_string(&former).unwrap_or_default();
+        digest_of(&["millrace job 1", &text, model_sha256, data])
+    }
+}
+
+/// The canonical form of what a job computes, version 2; its JSON is hashed.
+///
+/// Fields of version 2 are always written, in this order. A later option must not change the digests
+/// of existing jobs: omit it (`skip_serializing_if`) at the value that computes what programs without
+/// the option compute. The same holds for the tables inside.
+#[derive(Serialize)]
+struct Computation<'a> {
+    dataset: &'a DatasetSpec,
+    features: &'a str,
+    label: &'a str,
+    loss: Loss,
+    optimizer: &'a OptimizerConfig,
+    batch_rows: usize,
+    virtual_shards: usize,
+    seed: u64,
+    device: Device,
+    shuffle: &'a Shuffle,
+}
+
+/// The form that format 1 hashed. It never changes.
+#[derive(Serialize)]
+struct FormerJob<'a> {
+    name: &'a Name,
+    dataset: &'a DatasetSpec,
+    features: &'a str,
+    label: &'a str,
+    model: FormerModel<'a>,
+    loss: Loss,
+    optimizer: &'a OptimizerConfig,
+    batch_rows: usize,
+    virtual_shards: usize,
+    epochs_max: u64,
+    loss_target: Option<f64>,
+    seed: u64,
+    device: Device,
+    workers: Option<usize>,
+    checkpoint_every_steps: u64,
+    shuffle: &'a Shuffle,
+    output: &'a Output,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum FormerModel<'a> {
+    File(&'a str),
+    Init(&'a ModelSpec),
+}
+
+/// SHA-256, in hex, of texts with their lengths.
+pub(crate) fn digest_of(parts: &[&str]) -> String {
+    let mut digest = Sha256::new();
+    for part in parts {
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part.as_bytes());
+    }
+    hex::encode(digest.finalize())
 }
 
 fn parse(text: &str) -> Result<JobFile, String> {

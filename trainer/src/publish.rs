@@ -1,18 +1,24 @@
-//! Publishing a finished run as a model bundle: once per run, whatever crashes in between.
+//! Publishing a finished run as a model bundle: once, whatever crashes in between.
 //!
-//! The bundle's files and the key `trainer/<job>/published/<run>` appear in one publish, and the key
-//! must not have been there: the same run can never become two versions.
+//! What is published is the state of a run after a step, under a model name: that is the identity in
+//! the key `trainer/<job>/published/<identity>`. The bundle's files and the key appear in one publish,
+//! which expects the key as it was read: one identity never becomes two versions. Only where the
+//! version that the key names is gone, the state is published again as a new version.
+//!
+//! Programs of checkpoint format 1 used the run's former id as the identity; such keys are read, too.
 use std::collections::BTreeMap;
 
 use millrace_bundle::{Bundle, Lineage, Statistics};
 use millrace_datafs::{Publish, View};
+use object_store::ObjectStore;
 use prost::Message;
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Handle;
 
 use crate::checkpoint::{Checkpoints, stage};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::job::JobFile;
+use crate::job::{JobFile, digest_of};
 use crate::metrics;
 use crate::state::State;
 
@@ -32,6 +38,8 @@ pub(crate) struct Published {
 #[derive(Debug, Clone)]
 pub(crate) struct Origin {
     pub(crate) run: String,
+    /// The run's id in format 1.
+    pub(crate) former_run: String,
     pub(crate) offsets: BTreeMap<String, BTreeMap<i32, i64>>,
 }
 
@@ -57,20 +65,38 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
     Ok(offsets)
 }
 
-fn run_key(job: &JobFile, run: &str) -> String {
-    format!("trainer/{}/published/{run}", job.name)
-}
-
-/// The version a run was published as, if it was.
-pub(crate) fn published(output: &View, job: &JobFile, run: &str) -> Result<Option<Published>> {
-    let key = run_key(job, run);
+/// The version that a key names, with the key's value.
+fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
     let value =
-        output.key_get(&key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
-    Ok(value.and_then(|value| serde_json::from_slice(&value).ok()))
+        output.key_get(key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
+    let Some(value) = value else { return Ok(None) };
+    let published = serde_json::from_slice(&value).map_err(|e| Error::Bundle {
+        what: format!("read key {key} of {}", output.spec()),
+        source: Box::new(e),
+    })?;
+    Ok(Some((value, published)))
 }
 
-/// Publishes the finished run `state` as the next version, or finds the version it already has. Asks for the
-/// statistics of its inputs where it has none.
+/// Whether the bundle of a published version is still there.
+fn stands(
+    store: &dyn ObjectStore,
+    root: &str,
+    name: &str,
+    published: &Published,
+    runtime: &Handle,
+) -> Result<bool> {
+    let listing =
+        runtime.block_on(millrace_bundle::scan_model(store, root, name)).map_err(|e| Error::Bundle {
+            what: format!("look for model {name} version {}", published.version),
+            source: Box::new(e),
+        })?;
+    Ok(listing.complete.iter().any(|found| {
+        found.version == published.version && found.manifest.model_sha256() == published.model_sha256
+    }))
+}
+
+/// Publishes the finished run `state` as the next version, or finds the version it already has; says whether it
+/// had one. Asks for the statistics of its inputs where it has none.
 ///
 /// Blocks; `runtime` must not be the caller's own thread's.
 pub(crate) fn publish(
@@ -80,21 +106,32 @@ pub(crate) fn publish(
     engine: &mut Engine,
     state: &State,
     statistics: impl FnOnce() -> Option<Statistics>,
-    runtime: &tokio::runtime::Handle,
-) -> Result<Published> {
-    if let Some(published) = published(&checkpoints.view, job, &origin.run)? {
-        return Ok(published);
+    runtime: &Handle,
+) -> Result<(Published, bool)> {
+    let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
+    let name = job.model_name();
+    let store = output.object_store();
+    let identity = digest_of(&[&origin.run, &state.step.to_string(), root, name.as_str()]);
+    let key = format!("trainer/{}/published/{identity}", job.name);
+    let former_key = format!("trainer/{}/published/{}", job.name, origin.former_run);
+    let standing = |key: &str| -> Result<Option<Published>> {
+        let Some((_, published)) = recorded(output, key)? else { return Ok(None) };
+        Ok(stands(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
+    };
+    for key in [&key, &former_key] {
+        if let Some(published) = standing(key)? {
+            return Ok((published, true));
+        }
     }
     let statistics = statistics();
     engine.set_weights(&state.weights)?;
     let model = engine.export().encode_to_vec();
-    let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
-    let name = job.model_name();
     let latest_key = format!("{root}/{name}/latest");
     for _ in 0..ATTEMPTS {
-        if let Some(published) = published(output, job, &origin.run)? {
-            return Ok(published);
+        if let Some(published) = standing(&key)? {
+            return Ok((published, true));
         }
+        let before = recorded(output, &key)?.map(|(value, _)| value);
         let bad = |e| Error::Bundle { what: format!("publish model {name}"), source: Box::new(e) };
         let latest = output
             .key_get(&latest_key)
@@ -104,7 +141,6 @@ pub(crate) fn publish(
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .and_then(|text| text.parse().ok())
             .unwrap_or_default();
-        let store = output.object_store();
         let free = runtime
             .block_on(millrace_bundle::next_version(store.as_ref(), root, name.as_str()))
             .map_err(bad)?;
@@ -129,8 +165,8 @@ pub(crate) fn publish(
             .map_err(bad)?;
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let mut publish = Publish::new()
-            .expect_key(run_key(job, &origin.run), None)
-            .put_key(run_key(job, &origin.run), serde_json::to_vec(&published).unwrap_or_default())
+            .expect_key(key.clone(), before)
+            .put_key(key.clone(), serde_json::to_vec(&published).unwrap_or_default())
             .expect_key(latest_key.clone(), latest)
             .put_key(latest_key.clone(), version.to_string().into_bytes());
         for (path, bytes) in bundle.files() {
@@ -140,7 +176,7 @@ pub(crate) fn publish(
             Ok(()) => {
                 metrics::model_published();
                 tracing::info!(job = %job.name, model = %name, version, "model published");
-                return Ok(published);
+                return Ok((published, false));
             }
             Err(millrace_datafs::Error::Conflict { .. }) => {}
             Err(error) => {

@@ -17,7 +17,7 @@ use crate::engine::{Engine, EngineError};
 use crate::error::{Error, Result};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale, Wide};
 use crate::job::JobFile;
-use crate::ledger::{Ledger, Tally, epoch_digest};
+use crate::ledger::{EpochRecord, Ledger, Tally, epoch_digest};
 use crate::optim::Optimizer;
 use crate::source;
 use crate::state::State;
@@ -103,9 +103,8 @@ impl Replica {
             engine,
             checkpoints,
         };
-        let newest = replica.checkpoints.latest()?;
-        if let Some(pointer) = newest.filter(|pointer| pointer.run == replica.checkpoints.run) {
-            let state = replica.checkpoints.load(&pointer, replica.engine.layout())?;
+        let newest = newest(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
+        if let Some(state) = newest {
             replica.restore(state)?;
         }
         Ok(replica)
@@ -337,6 +336,22 @@ pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
     } else {
         None
     }
+}
+
+/// The newest checkpoint of a run from which a job can go on, or that ends it: later ones belong to a
+/// job with a larger budget.
+pub(crate) fn newest(
+    checkpoints: &Checkpoints,
+    job: &JobFile,
+    plan: &Plan,
+    engine: &Engine,
+) -> Result<Option<State>> {
+    checkpoints.newest(engine.layout(), |state| {
+        let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
+        let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);
+        let epochs = converged.unwrap_or(u64::MAX).min(job.epochs_max);
+        state.step <= plan.steps_for_epochs(epochs)
+    })
 }
 
 /// Opens the volume of checkpoints and bundles.

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-use crate::checkpoint::{Checkpoints, Finish, Pointer};
+use crate::checkpoint::{Checkpoints, Finish};
 use crate::config::Config;
 use crate::elastic::coordinator::{self, Crew, Outcome};
 use crate::engine::{Device, Engine};
@@ -25,7 +25,7 @@ use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
 use crate::optim::Optimizer;
 use crate::publish::{self, Origin};
-use crate::replica::open_output;
+use crate::replica::{self, open_output};
 use crate::source;
 use crate::state::State;
 use crate::statistics;
@@ -87,7 +87,7 @@ pub enum End {
 pub struct TrainReport {
     /// The job.
     pub job: String,
-    /// The run: a digest of the job, its data and its first model.
+    /// The run: a digest of what the job computes, its data and its first model, without the budget.
     pub run: String,
     /// Why it ended.
     pub end: End,
@@ -130,10 +130,11 @@ pub struct TrainReport {
 /// The coordinator runs in the calling task, the workers are processes. Everything that can be found
 /// wrong with the job, its data or its model is found before the first worker starts.
 ///
-/// A run (same job file but for `workers` and `checkpoint_every_steps`, same rows, same first
-/// weights) goes on from its newest checkpoint and is published once: calling again after a crash at
-/// any moment, or after the end, gives the same version and the same `model_sha256`, whatever the
-/// number of workers and whoever died on the way.
+/// A run (what the job computes, see [`JobFile::digest`], the same rows, the same first weights) goes
+/// on from its newest checkpoint within the budget, also when `epochs_max` or `loss_target` changed.
+/// Its state after a step is published once a model name: calling again after a crash at any moment,
+/// or after the end, gives the same version and the same `model_sha256`, whatever the number of workers
+/// and their deaths. A version that was deleted since is published again, under a new number.
 ///
 /// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]). Dropping the
 /// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
@@ -163,36 +164,24 @@ pub async fn train(
         model: job.model_name().to_string(),
         version: None,
         model_sha256: None,
-        already_published: prepared.published.is_some(),
-        resumed_from_step: prepared.resumed.as_ref().map(|pointer| pointer.step),
+        already_published: false,
+        resumed_from_step: prepared.resumed_from_step,
         workers,
         workers_lost: 0,
         membership_epochs: 0,
         samples_per_second: 0.0,
         seconds: 0.0,
     };
-    let finished = |pointer: &Option<Pointer>| pointer.as_ref().is_some_and(|p| p.finish.is_some());
-    if !finished(&prepared.resumed) {
+    let mut trained = None;
+    if !prepared.finished {
         let first_step = report.resumed_from_step.unwrap_or_default();
         let outcome = prepared.run_workers(workers, first_step, cancel.clone(), &mut on_progress).await?;
         report.workers_lost = outcome.workers_lost;
         report.membership_epochs = outcome.membership_epochs;
-        let newest = prepared.checkpoints.clone();
-        let newest = blocking(move || newest.latest()).await?;
-        if !outcome.stopped && !finished(&newest) {
-            return Err(Error::Checkpoint {
-                place: format!("{}:/checkpoints/{}", prepared.checkpoints.view.spec(), report.job),
-                reason: "the workers finished, but their last checkpoint is not there".to_owned(),
-            });
-        }
-        let steps = newest.map_or(0, |p| p.step).saturating_sub(first_step);
-        let rows = steps as f64 * job.batch_rows as f64;
-        if !outcome.trained.is_zero() {
-            report.samples_per_second = rows / outcome.trained.as_secs_f64();
-        }
+        trained = Some(outcome);
     }
     let stop = cancel;
-    let mut report = blocking(move || prepared.conclude(report, &stop)).await?;
+    let mut report = blocking(move || prepared.conclude(report, trained, &stop)).await?;
     report.seconds = began.elapsed().as_secs_f64();
     Ok(report)
 }
@@ -206,8 +195,9 @@ struct Prepared {
     plan: Arc<Plan>,
     checkpoints: Checkpoints,
     origin: Origin,
-    resumed: Option<Pointer>,
-    published: Option<publish::Published>,
+    /// The step of the checkpoint from which the job goes on, and whether that ends it.
+    resumed_from_step: Option<u64>,
+    finished: bool,
     runtime: Handle,
     _lock: JobLock,
 }
@@ -239,7 +229,9 @@ impl Prepared {
 
         let model = model.encode_to_vec();
         let data = format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job)?);
-        let run = job.digest(&hex::encode(Sha256::digest(&model)), &data);
+        let model_sha256 = hex::encode(Sha256::digest(&model));
+        let run = job.digest(&model_sha256, &data);
+        let former_run = job.former_digest(&model_sha256, &data);
         let lock = JobLock::take(&setup.home, job.name.as_str())?;
         let checkpoints = Checkpoints {
             view: output,
@@ -249,17 +241,27 @@ impl Prepared {
             owner: random_token()?,
             keep: setup.config.checkpoints_keep,
         };
-        let published = publish::published(&checkpoints.view, &job, &run)?;
         let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
-        let resumed = checkpoints.begin(&model, &text)?;
-        if let Some(pointer) = &resumed {
-            tracing::info!(job = %job.name, step = pointer.step, "going on from the last checkpoint");
+        // The id of a run of format 1 held its budget, which its job file tells.
+        checkpoints.begin(&model, &text, |id, former_job| {
+            let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());
+            id == former_run
+                || former_job.is_some_and(|former| {
+                    former.former_digest(&model_sha256, &data) == id
+                        && former.digest(&model_sha256, &data) == run
+                })
+        })?;
+        let resumed = replica::newest(&checkpoints, &job, &plan, &engine)?;
+        if let Some(state) = &resumed {
+            tracing::info!(job = %job.name, step = state.step, "going on from the last checkpoint");
         }
+        let finished = resumed.as_ref().is_some_and(|state| replica::finish(&job, &state.ledger).is_some());
+        let resumed_from_step = resumed.map(|state| state.step);
         let snapshot = setup
             .datafs
             .view(&job.dataset.source)
             .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
-        let origin = Origin { run, offsets: publish::offsets(&snapshot)? };
+        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)? };
         Ok(Prepared {
             job,
             setup,
@@ -268,8 +270,8 @@ impl Prepared {
             plan,
             checkpoints,
             origin,
-            resumed,
-            published,
+            resumed_from_step,
+            finished,
             runtime,
             _lock: lock,
         })
@@ -324,20 +326,34 @@ impl Prepared {
         .await
     }
 
-    /// Publishes a finished run and fills in the report. `stop` shortens the look at its inputs.
-    fn conclude(mut self, mut report: TrainReport, stop: &CancellationToken) -> Result<TrainReport> {
-        let state = match self.checkpoints.latest()? {
-            Some(pointer) => {
-                report.end = match pointer.finish {
-                    Some(Finish::Converged) => End::Converged,
-                    Some(Finish::EpochsDone) => End::EpochsDone,
-                    None => End::Stopped,
-                };
-                Some(self.checkpoints.load(&pointer, self.engine.layout())?)
-            }
-            None => None,
+    /// Publishes a finished run and fills in the report. `trained` says how workers ended, if any ran;
+    /// `stop` shortens the look at the run's inputs.
+    fn conclude(
+        mut self,
+        mut report: TrainReport,
+        trained: Option<Outcome>,
+        stop: &CancellationToken,
+    ) -> Result<TrainReport> {
+        let state = replica::newest(&self.checkpoints, &self.job, &self.plan, &self.engine)?;
+        let finish = state.as_ref().and_then(|state| replica::finish(&self.job, &state.ledger));
+        report.end = match finish {
+            Some(Finish::Converged) => End::Converged,
+            Some(Finish::EpochsDone) => End::EpochsDone,
+            None => End::Stopped,
         };
+        if finish.is_none() && trained.as_ref().is_none_or(|outcome| !outcome.stopped) {
+            return Err(Error::Checkpoint {
+                place: self.checkpoints.run_place(),
+                reason: "the run is finished, but its last checkpoint cannot be read; start the job again"
+                    .to_owned(),
+            });
+        }
         let Some(state) = state else { return Ok(report) };
+        if let Some(outcome) = trained.filter(|outcome| !outcome.trained.is_zero()) {
+            let steps = state.step.saturating_sub(report.resumed_from_step.unwrap_or_default());
+            report.samples_per_second =
+                steps as f64 * self.job.batch_rows as f64 / outcome.trained.as_secs_f64();
+        }
         fill(&mut report, &state);
         if report.end != End::Stopped {
             let columns = source::columns(&self.job, &self.engine);
@@ -357,7 +373,7 @@ impl Prepared {
                     None
                 })
             };
-            let published = publish::publish(
+            let (published, already) = publish::publish(
                 &self.checkpoints,
                 &self.job,
                 &self.origin,
@@ -366,6 +382,7 @@ impl Prepared {
                 statistics,
                 &self.runtime,
             )?;
+            report.already_published = already;
             report.version = Some(published.version);
             report.model_sha256 = Some(published.model_sha256);
         }

@@ -285,7 +285,8 @@ fn killed_and_frozen_workers_change_nothing() {
 
     // Old checkpoints are gone, folders included.
     let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
-    let kept = volume(&datafs, "models").list("checkpoints/battered").unwrap();
+    let folder = format!("checkpoints/battered/{}", &report.run[..16]);
+    let kept = volume(&datafs, "models").list(&folder).unwrap();
     let folders: Vec<_> = kept.iter().filter(|entry| entry.name.starts_with('0')).collect();
     assert_eq!(folders.len(), Config::default().checkpoints_keep, "{kept:?}");
 }
@@ -380,6 +381,60 @@ fn a_stopped_job_keeps_its_place_and_only_one_runs() {
     let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 60"), |_| {}).unwrap();
     assert_eq!(resumed.model_sha256, plain.model_sha256);
     assert_eq!(resumed.rows_per_epoch, plain.rows_per_epoch);
+}
+
+#[test]
+fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
+    let home = home();
+    let with = |name: &str, budget: &str| job(name, &format!("workers = 1\n{budget}"));
+    let train = |name: &str, budget: &str| run(setup(home.path()), with(name, budget), |_| {}).unwrap();
+    let steps = |epochs: usize| (epochs * ROWS).div_ceil(32) as u64;
+    let plain: Vec<TrainReport> = [10, 20, 40]
+        .iter()
+        .map(|epochs| train(&format!("plain-{epochs}"), &format!("epochs_max = {epochs}")))
+        .collect();
+
+    let first = train("budget", "epochs_max = 20");
+    assert_eq!((first.version, &first.model_sha256), (Some(1), &plain[1].model_sha256));
+    let raised = train("budget", "epochs_max = 40");
+    assert_eq!((raised.resumed_from_step, raised.steps), (Some(steps(20)), steps(40)));
+    assert_eq!((raised.version, &raised.model_sha256), (Some(2), &plain[2].model_sha256));
+    // The end of a smaller budget lies before all checkpoints. Those stay.
+    let lowered = train("budget", "epochs_max = 10");
+    assert_eq!((lowered.resumed_from_step, lowered.steps), (None, steps(10)));
+    assert_eq!((lowered.version, &lowered.model_sha256), (Some(3), &plain[0].model_sha256));
+    for (budget, version, step) in [("epochs_max = 20", 1, steps(20)), ("epochs_max = 40", 2, steps(40))] {
+        let again = train("budget", budget);
+        assert!(again.already_published, "{again:?}");
+        assert_eq!((again.version, again.resumed_from_step), (Some(version), Some(step)));
+        assert_eq!(again.membership_epochs, 0);
+    }
+    // A loss that an epoch before had reached already ends the job there, not at the last checkpoint.
+    let target = raised.loss_per_epoch[24];
+    let converged = train("budget", &format!("epochs_max = 40\nloss_target = {target}"));
+    assert_eq!((converged.end, converged.resumed_from_step), (End::Converged, Some(steps(20))));
+    assert!(converged.epochs <= 25 && converged.loss.unwrap() <= target, "{converged:?}");
+    assert_eq!(converged.version, Some(4));
+}
+
+#[test]
+fn a_changed_job_leaves_the_checkpoints_of_before_and_uses_them_when_changed_back() {
+    let home = home();
+    let cancel = CancellationToken::new();
+    let text = "workers = 1\nepochs_max = 60";
+    let stopped = runtime()
+        .block_on(train(job("changed", text), setup(home.path()), cancel.clone(), |seen| {
+            if seen.step >= 100 {
+                cancel.cancel();
+            }
+        }))
+        .unwrap();
+    assert_eq!(stopped.end, End::Stopped);
+    let other = JobFile { seed: 12, epochs_max: 2, ..job("changed", text) };
+    let other = run(setup(home.path()), other, |_| {}).unwrap();
+    assert_eq!((other.version, other.resumed_from_step), (Some(1), None));
+    let back = run(setup(home.path()), job("changed", text), |_| {}).unwrap();
+    assert_eq!((back.version, back.resumed_from_step), (Some(2), Some(stopped.steps)));
 }
 
 /// An ONNX file with one node of an operator that cannot be trained.

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use super::{JobFile, ModelSource};
+use super::{JobFile, ModelSource, Output, Shuffle};
 use crate::engine::{Device, Loss};
 
 const MINIMAL: &str =
@@ -66,24 +66,52 @@ fn mistakes_are_named_with_their_line() {
 }
 
 #[test]
-fn the_digest_knows_what_decides_the_result() {
+fn the_digest_knows_the_computation_and_not_the_budget() {
     let job = JobFile::parse(MINIMAL).unwrap();
     let digest = |job: &JobFile| job.digest("model", "plan#1");
     let same = [
         JobFile { workers: Some(3), ..job.clone() },
         JobFile { checkpoint_every_steps: 7, ..job.clone() },
         JobFile { model: ModelSource::File("elsewhere/m.onnx".into()), ..job.clone() },
+        JobFile { epochs_max: 21, ..job.clone() },
+        JobFile { loss_target: Some(0.1), ..job.clone() },
+        JobFile { name: "other".parse().unwrap(), ..job.clone() },
+        JobFile { output: Output { path: "elsewhere".into(), ..Output::default() }, ..job.clone() },
     ];
     assert!(same.iter().all(|other| digest(other) == digest(&job)));
     let others = [
         JobFile { seed: 1, ..job.clone() },
-        JobFile { epochs_max: 21, ..job.clone() },
         JobFile { batch_rows: 65, ..job.clone() },
         JobFile { virtual_shards: 11, ..job.clone() },
-        JobFile { loss_target: Some(0.1), ..job.clone() },
         JobFile { device: Device::Cuda(0), ..job.clone() },
+        JobFile { loss: Loss::Mse, ..job.clone() },
+        JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
     ];
     assert!(others.iter().all(|other| digest(other) != digest(&job)));
     assert_ne!(job.digest("model", "plan#2"), digest(&job));
     assert_ne!(job.digest("modelp", "lan#1"), digest(&job));
+}
+
+/// The ids were computed outside of this program: a change of either form orphans checkpoints.
+#[test]
+fn digests_of_both_formats_stay() {
+    let job = JobFile::parse(MINIMAL).unwrap();
+    assert_eq!(
+        job.digest("model", "plan#1"),
+        "eaa4fe602c837ac28c288b0549a21d13eb0b32ef5a527fdbcbb904f558e33e11"
+    );
+    assert_eq!(
+        job.former_digest("model", "plan#1"),
+        "7b3914cc46c65f39820e5a8d218d29465d588475d2a8e4e25206048272f5c803"
+    );
+    let job = JobFile::parse(
+        "name = \"j\"\ndataset = \"d@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nloss_target = 0.5\nworkers = 3\n\
+         loss = \"mse\"\nmodel = { kind = \"mlp\", inputs = 4, hidden = [3], classes = 2 }\n\
+         optimizer = { kind = \"sgd\", learning_rate = 0.1 }\noutput = { volume = \"v\" }\n",
+    )
+    .unwrap();
+    assert_eq!(
+        job.former_digest("model", "plan#1"),
+        "12b647afa5af965e89e53805c9ad03401c47aaadd823beca89dc2e9fda0b7ad6"
+    );
 }

@@ -1,0 +1,98 @@
+//! Tests of checkpoints in a volume: which are kept, and whose.
+#![allow(clippy::unwrap_used)]
+
+use millrace_datafs::{Config, Datafs, VolumeSpec};
+
+use super::{Checkpoints, FINISHED_RUNS_KEPT, Finish, Kept, Trail};
+use crate::engine::{Param, ParamLayout};
+use crate::ledger::Ledger;
+use crate::optim::OptimizerState;
+use crate::state::State;
+
+fn layout() -> ParamLayout {
+    // Longer than what the metadata keeps inline.
+    ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
+}
+
+fn state(step: u64) -> State {
+    let weights = (0..64 * 512).map(|i| (i as f32 + step as f32).sin()).collect();
+    State { step, weights, optimizer: OptimizerState { step, slots: vec![] }, ledger: Ledger::default() }
+}
+
+fn datafs(home: &std::path::Path) -> Datafs {
+    let datafs = Datafs::open(home, &Config { gc_interval_ms: 0, ..Config::default() }).unwrap();
+    // There already in the second of two processes.
+    let _ = datafs.volume_create(&"models".parse().unwrap());
+    datafs
+}
+
+fn checkpoints(datafs: &Datafs, run: &str) -> Checkpoints {
+    Checkpoints {
+        view: datafs.view(&"models".parse::<VolumeSpec>().unwrap()).unwrap(),
+        job: "job".into(),
+        run: run.repeat(16),
+        plan: "plan".into(),
+        owner: "owner".into(),
+        keep: 2,
+    }
+}
+
+fn newest(checkpoints: &Checkpoints, up_to: u64) -> Option<u64> {
+    let found = checkpoints.newest(&layout(), |state| state.step <= up_to).unwrap();
+    if let Some(found) = &found {
+        assert_eq!(found.weights, state(found.step).weights);
+    }
+    found.map(|found| found.step)
+}
+
+fn folders(checkpoints: &Checkpoints) -> Vec<String> {
+    checkpoints.view.list(&checkpoints.folder()).unwrap().into_iter().map(|entry| entry.name).collect()
+}
+
+#[test]
+fn checkpoints_of_a_larger_budget_stay_while_a_smaller_one_runs() {
+    let mut trail = Trail::new("r");
+    let add = |trail: &mut Trail, step: u64| -> Vec<u64> {
+        trail.insert(Kept { step, folder: step.to_string(), sha256: None });
+        trail.prune(step, 2).into_iter().map(|kept| kept.step).collect()
+    };
+    assert!(add(&mut trail, 100).is_empty());
+    assert!(add(&mut trail, 200).is_empty());
+    assert_eq!(add(&mut trail, 300), [100]);
+    for (step, dropped) in [(10, vec![]), (20, vec![]), (30, vec![10]), (250, vec![20, 30])] {
+        assert_eq!(add(&mut trail, step), dropped);
+    }
+    let steps: Vec<u64> = trail.kept.iter().map(|kept| kept.step).collect();
+    assert_eq!(steps, [200, 250, 300]);
+}
+
+#[test]
+fn other_runs_of_a_job_stay_but_for_the_oldest_finished_ones() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let begin = |run: &str, finish: Option<Finish>, begun: i64| {
+        let run = checkpoints(&datafs, run);
+        run.begin(b"model", b"{}", |_, _| false).unwrap();
+        run.write(&state(5), &layout(), finish).unwrap();
+        let (_, mut trail) = run.trail().unwrap().unwrap();
+        trail.begun = begun;
+        run.view.publish(millrace_datafs::Publish::new().put_key(run.key(), trail.value())).unwrap();
+        run
+    };
+    let unfinished = begin("u", None, 1);
+    // A run that never wrote a checkpoint.
+    checkpoints(&datafs, "e").begin(b"model", b"{}", |_, _| false).unwrap();
+    let finished: Vec<Checkpoints> = ["a", "b", "c", "d", "f"]
+        .iter()
+        .zip(2..)
+        .map(|(run, begun)| begin(run, Some(Finish::EpochsDone), begun))
+        .collect();
+    let last = checkpoints(&datafs, "z");
+    last.begin(b"model", b"{}", |_, _| false).unwrap();
+    assert_eq!(newest(&unfinished, 9), Some(5));
+    assert_eq!(newest(&last, 9), None);
+    let kept: Vec<bool> = finished.iter().map(|run| newest(run, 9).is_some()).collect();
+    assert_eq!(kept, [false, false, true, true, true]);
+    assert_eq!(folders(&last).len(), FINISHED_RUNS_KEPT + 2);
+    assert!(!folders(&last).contains(&"e".repeat(16)));
+}
