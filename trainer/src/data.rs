@@ -4,6 +4,7 @@ use std::ops::Range;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Float32Type, Int64Type};
+use arrow::util::display::array_value_to_string;
 
 use crate::engine::{Labels, Loss, ShardBatch};
 use crate::error::{Error, Result};
@@ -135,17 +136,18 @@ impl Columns {
             )));
         }
         self.no_nulls(column, &self.label, row_name)?;
-        let column = self.cast(column, &self.label, &DataType::Int64)?;
-        let classes = column.as_primitive::<Int64Type>().values().to_vec();
+        let numbers = self.cast(column, &self.label, &DataType::Int64)?;
+        let numbers = numbers.as_primitive::<Int64Type>();
         let most = self.output_width as i64;
-        match classes.iter().position(|class| !(0..most).contains(class)) {
+        // A number that the type cannot hold has become a null.
+        match numbers.iter().position(|class| !class.is_some_and(|class| (0..most).contains(&class))) {
             Some(row) => Err(self.bad(format!(
                 "{} has label {}; the model's classes are 0 to {}",
                 row_name(row),
-                classes[row],
+                array_value_to_string(column, row).unwrap_or_default(),
                 most - 1
             ))),
-            None => Ok(classes),
+            None => Ok(numbers.values().to_vec()),
         }
     }
 
@@ -187,14 +189,21 @@ impl Columns {
         if let Some(row) = ranges.iter().position(|range| range.len() != width) {
             return Err(wrong_width(row, ranges[row].len()));
         }
-        let values = self.cast(values, name, &DataType::Float32)?;
-        let values = values.as_primitive::<Float32Type>();
+        let numbers = self.cast(values, name, &DataType::Float32)?;
+        let numbers = numbers.as_primitive::<Float32Type>();
         let mut flat = Vec::with_capacity(rows * width);
         for (row, range) in ranges.into_iter().enumerate() {
-            if values.null_count() > 0 && range.clone().any(|at| values.is_null(at)) {
-                return Err(self.bad(format!("{} has a null in column {name:?}", row_name(row))));
+            // A number that the type cannot hold has become a null, too.
+            if numbers.null_count() > 0
+                && let Some(at) = range.clone().find(|at| numbers.is_null(*at))
+            {
+                let found = match values.is_null(at) {
+                    true => "a null".to_owned(),
+                    false => array_value_to_string(values, at).unwrap_or_default(),
+                };
+                return Err(self.bad(format!("{} has {found} in column {name:?}", row_name(row))));
             }
-            flat.extend_from_slice(&values.values()[range]);
+            flat.extend_from_slice(&numbers.values()[range]);
         }
         match flat.iter().position(|value| !value.is_finite()) {
             Some(at) => {

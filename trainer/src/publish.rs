@@ -20,6 +20,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
 use crate::metrics;
+use crate::replica::check_weights;
 use crate::state::State;
 
 /// How often a publish is tried again when another model of the same name was faster.
@@ -118,6 +119,7 @@ pub(crate) fn publish(
         let Some((_, published)) = recorded(output, key)? else { return Ok(None) };
         Ok(stands(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
     };
+    check_weights(engine.layout(), &state.weights, state.step.saturating_sub(1))?;
     for key in [&key, &former_key] {
         if let Some(published) = standing(key)? {
             return Ok((published, true));

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::collective::Ring;
 use crate::data::{Columns, rank_shards, shard_slots};
-use crate::engine::{Engine, EngineError};
+use crate::engine::{Engine, EngineError, ParamLayout};
 use crate::error::{Error, Result};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale, Wide};
 use crate::job::JobFile;
@@ -160,6 +160,7 @@ impl Replica {
     }
 
     fn restore(&mut self, state: State) -> Result<()> {
+        check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
         self.engine.set_weights(&state.weights)?;
         self.optimizer.load_state(state.optimizer)?;
         self.ledger = state.ledger;
@@ -216,6 +217,7 @@ impl Replica {
         self.scale.mean_into(gradient, total.rows, &mut self.mean)?;
         let (optimizer, mean) = (&mut self.optimizer, &self.mean);
         self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
+        check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
         self.step += 1;
         self.ledger.add(&total);
         while self.plan.epochs_after(self.step) > self.epochs() {
@@ -324,6 +326,21 @@ impl Replica {
         };
         Error::Diverged { step: self.step, reason }
     }
+}
+
+/// Refuses weights that are not finite, which `step` has made.
+pub(crate) fn check_weights(layout: &ParamLayout, weights: &[f32], step: u64) -> Result<()> {
+    // No early exit, so that the loop vectorises.
+    if weights.iter().fold(true, |finite, weight| finite & weight.is_finite()) {
+        return Ok(());
+    }
+    let index = weights.iter().position(|weight| !weight.is_finite()).unwrap_or_default();
+    let reason = format!(
+        "a weight of parameter {} became {}: training diverged (lower the learning rate, or scale the inputs)",
+        layout.name_of(index).unwrap_or_default(),
+        weights[index]
+    );
+    Err(Error::Diverged { step, reason })
 }
 
 /// Whether a run with these books has nothing left to do.

@@ -418,6 +418,26 @@ fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
 }
 
 #[test]
+fn a_deleted_version_is_published_again_under_a_new_number() {
+    let home = home();
+    let job = || job("deleted", "workers = 1\nepochs_max = 2");
+    let first = run(setup(home.path()), job(), |_| {}).unwrap();
+    assert_eq!((first.version, first.already_published), (Some(1), false));
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let live = volume(&datafs, "models");
+    for entry in live.list("models/deleted/1").unwrap() {
+        live.remove_file(&format!("models/deleted/1/{}", entry.name)).unwrap();
+    }
+    live.remove_dir("models/deleted/1").unwrap();
+    let again = run(setup(home.path()), job(), |_| {}).unwrap();
+    assert_eq!((again.version, again.already_published, again.membership_epochs), (Some(2), false, 0));
+    assert_eq!(again.model_sha256, first.model_sha256);
+    assert_eq!(bundle(home.path(), "deleted", 2).model_sha256(), first.model_sha256.unwrap());
+    let third = run(setup(home.path()), job(), |_| {}).unwrap();
+    assert_eq!((third.version, third.already_published), (Some(2), true));
+}
+
+#[test]
 fn a_changed_job_leaves_the_checkpoints_of_before_and_uses_them_when_changed_back() {
     let home = home();
     let cancel = CancellationToken::new();
@@ -514,6 +534,14 @@ fn failures_of_workers_end_the_job_with_one_line() {
     assert!(matches!(error, Error::Worker { .. }), "{error:?}");
     let line = error.one_line();
     assert!(line.contains("step ") && line.contains("learning rate") && !line.contains('\n'), "{line}");
+
+    // The loss of the only step is finite, the weights after it are not.
+    let text = job_text("overflows", "workers = 1\nepochs_max = 1\nvirtual_shards = 1")
+        .replace("kind = \"adamw\", learning_rate = 0.01", "kind = \"sgd\", learning_rate = 1e300")
+        .replace("batch_rows = 32", &format!("batch_rows = {ROWS}"));
+    let error = run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap_err();
+    let line = error.one_line();
+    assert!(line.contains("step 0: a weight of parameter") && line.contains("learning rate"), "{line}");
 
     let mut broken = setup(home.path());
     broken.worker.program = PathBuf::from("/does/not/exist");

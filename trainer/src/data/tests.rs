@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use arrow::array::{
     ArrayRef, BooleanArray, Float64Array, Int8Array, Int32Array, Int64Array, ListArray, RecordBatch,
-    StringArray,
+    StringArray, UInt64Array,
 };
 use arrow::datatypes::{Float32Type, Int32Type};
 use proptest::prelude::*;
@@ -107,6 +107,8 @@ fn what_does_not_fit_is_named() {
             "row 1 has label 3; the model's classes are 0 to 2",
         ),
         (good_x(), Arc::new(Int64Array::from(vec![-1, 0])), "row 0 has label -1"),
+        (good_x(), Arc::new(UInt64Array::from(vec![1, 1 << 63])), "row 1 has label 9223372036854775808"),
+        (good_x(), Arc::new(UInt64Array::from(vec![u64::MAX, 0])), "row 0 has label 18446744073709551615"),
         (good_x(), Arc::new(Float64Array::from(vec![0.0, 1.0])), "whole class numbers"),
         (good_x(), int_list, "whole class numbers"),
         (Arc::new(StringArray::from(vec!["a", "b"])), good_y(), "numbers"),

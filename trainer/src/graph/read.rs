@@ -1,13 +1,13 @@
 //! From a model to a graph: names, order, operators.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
 use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
 use super::{
-    Binary, Dim, Graph, GraphError, Op, ParamSpec, Source, Unary, arithmetic, linear, shape, sizes, spatial,
-    tensor,
+    Binary, Dim, Graph, GraphError, Node, Op, ParamSpec, Source, Unary, ValueId, arithmetic, linear, shape,
+    sizes, spatial, tensor,
     wiring::{input, makers, order, output},
 };
 
@@ -98,17 +98,15 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
             return Err(malformed(format!("output {output:?} is not a float tensor")));
         }
     };
-    finish(b, proto, input_id, output_id, input, output, &makers)
+    finish(b, input_id, output_id, input, output)
 }
 
 fn finish(
     mut b: Builder,
-    proto: &GraphProto,
     input_id: usize,
     output_id: usize,
     input: &str,
     output: &str,
-    makers: &HashMap<&str, usize>,
 ) -> Result<Graph, GraphError> {
     let dims = b.dims(output_id);
     let leading = dims.first() == Some(&Dim::Rows(1));
@@ -123,8 +121,8 @@ fn finish(
             "its output depends on no float initializer of rank 1 or more: there is nothing to train",
         ));
     }
+    let ends_in_softmax = ends_in_softmax(&b, output_id);
     // Parameters were numbered as they were found, which is the order of the initializers.
-    let ends_in_softmax = makers.get(output).is_some_and(|index| proto.node[*index].op_type() == "Softmax");
     Ok(Graph {
         values: std::mem::take(&mut b.values),
         nodes: b.nodes,
@@ -135,6 +133,20 @@ fn finish(
         output_name: output.to_owned(),
         ends_in_softmax,
     })
+}
+
+/// Whether the output is a Softmax over its classes, also behind nodes that only move elements.
+fn ends_in_softmax(b: &Builder, output: ValueId) -> bool {
+    let classes = Dim::Fixed(shape::elements_at(b.dims(output), 1));
+    let mut value = output;
+    loop {
+        match b.nodes.iter().find(|node| node.output == value) {
+            Some(Node { op: Op::Softmax(axis), .. }) => return b.dims(value)[*axis] == classes,
+            Some(Node { op: Op::Reshape | Op::Permute(_), inputs, .. }) => value = inputs[0],
+            Some(Node { op: Op::Concat(_), inputs, .. }) if inputs.len() == 1 => value = inputs[0],
+            _ => return false,
+        }
+    }
 }
 
 fn opset(model: &ModelProto) -> Result<i64, GraphError> {

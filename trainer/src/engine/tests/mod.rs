@@ -15,7 +15,7 @@ use super::run::Interpreter;
 use super::*;
 use crate::graph::SUPPORTED_OPERATORS;
 use crate::init::{CnnSpec, ModelSpec};
-use crate::probe::{Probe, every_operator, numbers, run_reference, runtime};
+use crate::probe::{Probe, every_operator, int, numbers, run_reference, runtime};
 
 const ROWS: usize = 3;
 
@@ -234,6 +234,39 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
     let output = probe.node("Softmax", &[&product], vec![]);
     let error = Engine::load(&probe.finish(&output), Loss::CrossEntropy, Device::Cpu).unwrap_err();
     assert!(error.to_string().contains("made by Softmax"), "{error}");
+    // Also behind nodes that compute nothing.
+    type Behind = fn(&mut Probe, &str) -> String;
+    let behind: [Behind; 5] = [
+        |p, softmax| p.node("Identity", &[softmax], vec![]),
+        |p, softmax| p.node("Flatten", &[softmax], vec![]),
+        |p, softmax| {
+            let shape = p.shape(&[-1, 3]);
+            let same = p.node("Identity", &[softmax], vec![]);
+            p.node("Reshape", &[&same, &shape], vec![])
+        },
+        |p, softmax| {
+            let axis = p.shape(&[1]);
+            let wide = p.node("Unsqueeze", &[softmax, &axis], vec![]);
+            p.node("Squeeze", &[&wide, &axis], vec![])
+        },
+        |p, softmax| p.node("Concat", &[softmax], vec![int("axis", 1)]),
+    ];
+    for make in behind {
+        let mut probe = Probe::new(17, &[4]);
+        let w = probe.param(&[4, 3]);
+        let product = probe.node("MatMul", &["x", &w], vec![]);
+        let softmax = probe.node("Softmax", &[&product], vec![]);
+        let output = make(&mut probe, &softmax);
+        let error = Engine::load(&probe.finish(&output), Loss::CrossEntropy, Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("made by Softmax"), "{error}");
+    }
+    // One between layers is another matter.
+    let mut probe = Probe::new(17, &[4]);
+    let (w, v) = (probe.param(&[4, 3]), probe.param(&[3, 3]));
+    let product = probe.node("MatMul", &["x", &w], vec![]);
+    let softmax = probe.node("Softmax", &[&product], vec![]);
+    let output = probe.node("MatMul", &[&softmax, &v], vec![]);
+    assert!(Engine::load(&probe.finish(&output), Loss::CrossEntropy, Device::Cpu).is_ok());
     let single = crate::init::mlp(4, &[], 1, 0).unwrap();
     assert!(Engine::load(&single, Loss::CrossEntropy, Device::Cpu).is_err());
     assert!(Engine::load(&single, Loss::Mse, Device::Cpu).is_ok());
