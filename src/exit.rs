@@ -8,7 +8,13 @@ use crate::failure::{Exit, Failure};
 
 /// The code for an error: the first of its causes that says more than "failed".
 pub(crate) fn code(error: &anyhow::Error) -> Exit {
-    error.chain().map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
+    of(error.as_ref())
+}
+
+/// [`code`] of an error of one crate.
+pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
+    let causes = std::iter::successors(Some(error), |cause| cause.source());
+    causes.map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
 }
 
 fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
@@ -96,6 +102,7 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
         E::JobFile { .. } | E::Job { .. } => Exit::Usage,
         E::Busy { .. } => Exit::Conflict,
         E::Launch { .. } => Exit::Unavailable,
+        E::Worker { exit_code, .. } => Exit::from_code(i32::from(*exit_code)),
         _ => Exit::Failed,
     }
 }
@@ -152,5 +159,24 @@ fn os(error: &io::Error) -> Exit {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Exit::NoSpace,
         io::ErrorKind::AddrInUse => Exit::Conflict,
         _ => Exit::Failed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use millrace_trainer::Error as E;
+
+    use super::{code, of};
+    use crate::failure::Exit;
+
+    #[test]
+    fn an_error_of_a_training_worker_keeps_its_exit_code() {
+        let full = millrace_datafs::Error::NoSpace { place: "/disk".into(), quota: false };
+        let met = E::Volume { what: "write checkpoint".into(), source: Box::new(full) };
+        assert_eq!(of(&met), Exit::NoSpace);
+        let told = E::Worker { message: met.one_line(), exit_code: of(&met) as u8 };
+        assert_eq!(code(&anyhow::Error::new(told)), Exit::NoSpace);
     }
 }

@@ -28,6 +28,7 @@ use crate::meta::references::forget_version;
 use crate::meta::snapshot;
 use crate::meta::versioned::{VolumeRow, record_of};
 use crate::session::{self, DeadSession};
+use crate::view::View;
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
@@ -64,6 +65,17 @@ impl Datafs {
     /// else; may be stopped (or killed) anywhere.
     pub fn gc(&self) -> Result<GcReport> {
         self.shared.collect()
+    }
+}
+
+impl View {
+    /// Deletes the objects of removed and replaced files whose grace period is over, in all volumes: the
+    /// part of [`Datafs::gc`] that frees space soon after a large file was replaced. Returns their number.
+    pub fn collect_objects(&self) -> Result<u64> {
+        let mut report = GcReport::default();
+        let grace = Duration::from_millis(self.shared.config.garbage_grace_ms);
+        self.shared.collect_objects(grace, &mut report)?;
+        Ok(report.objects)
     }
 }
 

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cli::TrainArgs;
 use crate::context::Context;
+use crate::exit;
 use crate::failure::{Exit, fail};
 use crate::output::count;
 
@@ -102,5 +103,5 @@ pub(crate) async fn train(
 
 /// Runs `millrace worker`.
 pub(crate) fn worker() -> Result<()> {
-    Ok(millrace_trainer::worker::run()?)
+    Ok(millrace_trainer::worker::run(|error| exit::of(error) as u8)?)
 }

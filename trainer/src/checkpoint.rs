@@ -311,6 +311,10 @@ impl Checkpoints {
             match self.view.publish(publish) {
                 Ok(()) => {
                     self.drop_folders(dropped.iter().map(|kept| kept.folder.as_str()));
+                    // Checkpoints may be written faster than the background collection runs.
+                    if let Err(error) = self.view.collect_objects() {
+                        tracing::warn!(job = self.job, %error, "space of removed checkpoints is not free yet");
+                    }
                     tracing::info!(
                         job = self.job,
                         step = state.step,

@@ -81,6 +81,8 @@ pub enum Error {
     Worker {
         /// The worker's own one-line message.
         message: String,
+        /// The exit code of its error, from the function that [`crate::worker::run`] was given.
+        exit_code: u8,
     },
     /// A worker process could not be started.
     #[error("start worker {program}: {reason}")]

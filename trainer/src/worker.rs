@@ -47,9 +47,10 @@ enum End {
 ///
 /// Blocks; must be called from a plain thread, usually the main one. An error that other workers
 /// would meet too is told to the coordinator, which ends the job with it, and is not an error here:
-/// only losing the coordinator, or never reaching it, is. The process should exit afterwards; it is
-/// ended from within when the coordinator vanishes during a long computation.
-pub fn run() -> Result<()> {
+/// only losing the coordinator, or never reaching it, is. `exit_code` gives the exit code of such an
+/// error, with which the job ends. The process should exit afterwards; it is ended from within when the
+/// coordinator vanishes during a long computation.
+pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
     let place = Place::from_env()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -58,13 +59,13 @@ pub fn run() -> Result<()> {
         .enable_all()
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
-    let result = serve(&place, &runtime);
+    let result = serve(&place, &runtime, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
 }
 
-fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
+fn serve(place: &Place, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) -> Result<()> {
     let coordinator: std::net::SocketAddr = place.coordinator.parse().map_err(|_| {
         Error::CoordinatorLost { address: place.coordinator.clone(), reason: "is not ip:port".to_owned() }
     })?;
@@ -73,6 +74,7 @@ fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
     let (greeted, assignment) = Session::connect(runtime.handle(), place, collective.address())?;
     let assignment: Assignment = serde_json::from_str(&assignment).map_err(|e| Error::Worker {
         message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
+        exit_code: 1,
     })?;
     let config = &assignment.config;
     let timing = Timing { heartbeat: config.heartbeat(), progress: config.progress() };
@@ -83,7 +85,7 @@ fn serve(place: &Place, runtime: &Runtime) -> Result<()> {
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
-        Err(error) => session.fail(error.one_line()),
+        Err(error) => session.fail(error.one_line(), exit_code(&error)),
         Ok(()) => Ok(()),
     }
 }

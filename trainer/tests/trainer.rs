@@ -23,12 +23,15 @@ use tokio_util::sync::CancellationToken;
 const ROWS: usize = 301;
 const WIDTH: usize = 16;
 const CLASSES: i64 = 3;
+/// What [`worker_entry`] gives as the exit code of any error.
+const WORKER_EXIT: u8 = 42;
 const ENV_HOME: &str = "MILLRACE_TEST_HOME";
 
 /// A worker process, when this binary was launched as one.
 #[test]
 fn worker_entry() {
-    if std::env::var_os(ENV_COORDINATOR).is_some() && millrace_trainer::worker::run().is_err() {
+    if std::env::var_os(ENV_COORDINATOR).is_some() && millrace_trainer::worker::run(|_| WORKER_EXIT).is_err()
+    {
         std::process::exit(1);
     }
 }
@@ -531,7 +534,7 @@ fn failures_of_workers_end_the_job_with_one_line() {
     let text = job_text("diverges", "workers = 2")
         .replace("kind = \"adamw\", learning_rate = 0.01", "kind = \"sgd\", learning_rate = 1e30");
     let error = run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap_err();
-    assert!(matches!(error, Error::Worker { .. }), "{error:?}");
+    assert!(matches!(error, Error::Worker { exit_code: WORKER_EXIT, .. }), "{error:?}");
     let line = error.one_line();
     assert!(line.contains("step ") && line.contains("learning rate") && !line.contains('\n'), "{line}");
 

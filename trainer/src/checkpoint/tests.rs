@@ -1,6 +1,9 @@
 //! Tests of checkpoints in a volume: which are kept, and whose.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
 use millrace_datafs::{Config, Datafs, VolumeSpec};
 
 use super::{Checkpoints, FINISHED_RUNS_KEPT, Finish, Kept, Trail};
@@ -19,8 +22,9 @@ fn state(step: u64) -> State {
     State { step, weights, optimizer: OptimizerState { step, slots: vec![] }, ledger: Ledger::default() }
 }
 
-fn datafs(home: &std::path::Path) -> Datafs {
-    let datafs = Datafs::open(home, &Config { gc_interval_ms: 0, ..Config::default() }).unwrap();
+fn datafs(home: &Path) -> Datafs {
+    let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
+    let datafs = Datafs::open(home, &config).unwrap();
     // There already in the second of two processes.
     let _ = datafs.volume_create(&"models".parse().unwrap());
     datafs
@@ -64,6 +68,63 @@ fn checkpoints_of_a_larger_budget_stay_while_a_smaller_one_runs() {
     }
     let steps: Vec<u64> = trail.kept.iter().map(|kept| kept.step).collect();
     assert_eq!(steps, [200, 250, 300]);
+}
+
+fn objects(home: &Path) -> BTreeSet<PathBuf> {
+    let mut found = BTreeSet::new();
+    let mut folders = vec![home.join("datafs/objects")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.metadata().unwrap().len() > 64 << 10 {
+                found.insert(path);
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(10), &layout(), None).unwrap();
+    let first = objects(home.path());
+    run.write(&state(20), &layout(), None).unwrap();
+    assert_eq!(newest(&run, 99), Some(20));
+    drop(run);
+    let second: Vec<PathBuf> = objects(home.path()).difference(&first).cloned().collect();
+    let flip = |path: &Path| {
+        let mut bytes = std::fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(path, bytes).unwrap();
+    };
+    assert_eq!((first.len(), second.len()), (1, 1));
+    flip(&second[0]);
+    let run = checkpoints(&datafs(home.path()), "r");
+    assert_eq!(newest(&run, 99), Some(10));
+    first.iter().for_each(|path| flip(path));
+    assert_eq!(newest(&checkpoints(&datafs(home.path()), "r"), 99), None);
+    // The steps are computed and written again.
+    run.write(&state(10), &layout(), None).unwrap();
+    run.write(&state(20), &layout(), None).unwrap();
+    assert_eq!(newest(&run, 99), Some(20));
+}
+
+#[test]
+fn removed_checkpoints_free_their_space_without_the_background_collection() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    for step in 1..=12 {
+        run.write(&state(step), &layout(), None).unwrap();
+        let there = objects(home.path()).len();
+        assert!(there <= run.keep, "{there} checkpoints on disk after step {step}");
+    }
 }
 
 #[test]

@@ -163,7 +163,7 @@ pub(crate) async fn run(
     };
     match verdict {
         Verdict::Finished { .. } => Ok(outcome),
-        Verdict::Failed { message } => Err(Error::Worker { message }),
+        Verdict::Failed { message, exit_code } => Err(Error::Worker { message, exit_code }),
         Verdict::WorkersLost { reason } => Err(Error::WorkersLost {
             job: crew.job.to_owned(),
             respawns: state.membership.respawns(),
@@ -284,7 +284,10 @@ impl Actor<'_> {
             from_worker::Message::Finished(finished) => {
                 self.membership.finished(member, finished.stopped, now);
             }
-            from_worker::Message::Failed(failed) => self.membership.failed(member, failed.message),
+            from_worker::Message::Failed(failed) => {
+                let exit_code = u8::try_from(failed.exit_code).unwrap_or(1);
+                self.membership.failed(member, failed.message, exit_code);
+            }
         }
     }
 

@@ -57,7 +57,7 @@ pub(crate) struct Peer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Finished { stopped: bool },
-    Failed { message: String },
+    Failed { message: String, exit_code: u8 },
     WorkersLost { reason: String },
 }
 
@@ -220,9 +220,9 @@ impl Membership {
     }
 
     /// A member met an error that every other one would meet too.
-    pub(crate) fn failed(&mut self, id: MemberId, message: String) {
+    pub(crate) fn failed(&mut self, id: MemberId, message: String, exit_code: u8) {
         if self.members.contains_key(&id) {
-            self.end(Verdict::Failed { message });
+            self.end(Verdict::Failed { message, exit_code });
         }
     }
 

@@ -176,8 +176,9 @@ impl Session {
     }
 
     /// Says that the job cannot go on; the process should exit afterwards.
-    pub(crate) fn fail(&mut self, message: String) -> Result<()> {
-        self.send(from_worker::Message::Failed(proto::Failed { message }))?;
+    pub(crate) fn fail(&mut self, message: String, exit_code: u8) -> Result<()> {
+        let failed = proto::Failed { message, exit_code: u32::from(exit_code) };
+        self.send(from_worker::Message::Failed(failed))?;
         // The coordinator answers every failure with Done.
         loop {
             if matches!(self.notice()?, Notice::Done) {

@@ -202,7 +202,7 @@ fn late_messages_of_the_dead_change_nothing() {
     job.membership.lost(members[1], "closed its connection", job.now);
     assert!(job.arrive(members[1], 3, Reason::Broken).is_empty());
     job.membership.finished(members[1], false, job.now);
-    job.membership.failed(members[1], "no".into());
+    job.membership.failed(members[1], "no".into(), 1);
     assert!(job.membership.take_actions().is_empty());
     let address = SocketAddr::from(([127, 0, 0, 1], 1));
     assert!(job.membership.joined(1, 2, 9, address, job.now).is_err());
@@ -252,10 +252,10 @@ fn a_stop_does_not_wait_for_ever() {
 #[test]
 fn a_failure_that_everybody_would_meet_ends_the_job() {
     let (mut job, members) = Job::running(2);
-    job.membership.failed(members[1], "step 3: loss is NaN".into());
+    job.membership.failed(members[1], "step 3: loss is NaN".into(), 6);
     let actions = job.membership.take_actions();
     assert_eq!(sent(&actions, &Message::Done), members);
-    let verdict = Verdict::Failed { message: "step 3: loss is NaN".into() };
+    let verdict = Verdict::Failed { message: "step 3: loss is NaN".into(), exit_code: 6 };
     assert_eq!(actions.last(), Some(&Action::End(verdict)));
 }
 
