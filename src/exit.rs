@@ -102,7 +102,9 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
         E::JobFile { .. } | E::Job { .. } => Exit::Usage,
         E::Busy { .. } => Exit::Conflict,
         E::Launch { .. } => Exit::Unavailable,
-        E::Worker { exit_code, .. } => Exit::from_code(i32::from(*exit_code)),
+        E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
+            Exit::from_code(i32::from(*exit_code))
+        }
         _ => Exit::Failed,
     }
 }

@@ -14,7 +14,8 @@ pub struct Config {
     pub workers: usize,
     /// Checkpoints kept per job, at least 1.
     pub checkpoints_keep: usize,
-    /// How many times a job starts a worker again before it goes on with fewer.
+    /// How many times a job starts a worker again before it goes on with fewer. Every 30 s of training
+    /// give one time back.
     pub respawns_max: u32,
     /// Pause before a worker is started again; doubles with each failure of the same slot, up to
     /// 64 times.
@@ -27,7 +28,8 @@ pub struct Config {
     pub start_timeout_ms: u64,
     /// How long the members of a broken ring may take to come to the barrier; longer than a step.
     pub rendezvous_timeout_ms: u64,
-    /// How long a rank waits for its neighbour within a step; longer than a step.
+    /// How long a rank waits for its neighbour within a step; longer than a step. A worker that trains
+    /// alone is replaced when a step takes longer.
     pub exchange_timeout_ms: u64,
     /// How long a stopping job may take for its last checkpoint before its workers are killed.
     pub stop_timeout_ms: u64,

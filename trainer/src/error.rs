@@ -75,6 +75,8 @@ pub enum Error {
         respawns: u32,
         /// How the last worker ended.
         reason: String,
+        /// The exit code of the error that it told, 1 without one.
+        exit_code: u8,
     },
     /// A worker met an error that every other worker would meet too.
     #[error("{message}")]
@@ -168,6 +170,40 @@ impl Error {
             | Error::Io { .. } => true,
             _ => false,
         }
+    }
+
+    /// Whether another process in the place of this one may do better: the operating system, the device
+    /// or this process's use of a volume failed. What the data, the job or a full disk brings about,
+    /// every other worker meets, too.
+    pub(crate) fn is_local(&self) -> bool {
+        use millrace_datafs::Error as E;
+        let source = match self {
+            Error::Io { .. }
+            | Error::Launch { .. }
+            | Error::Collective(_)
+            | Error::Engine(crate::engine::EngineError::Execution { .. }) => return true,
+            Error::Volume { source, .. } | Error::Feed { source, .. } => source,
+            _ => return false,
+        };
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(source.as_ref());
+        while let Some(inner) = cause {
+            if let Some(error) = inner.downcast_ref::<E>() {
+                return matches!(
+                    error,
+                    E::Io { .. }
+                        | E::Object(_)
+                        | E::Metadata { .. }
+                        | E::Failed { .. }
+                        | E::Busy { .. }
+                        | E::Stale { .. }
+                );
+            }
+            if inner.is::<std::io::Error>() {
+                return true;
+            }
+            cause = inner.source();
+        }
+        false
     }
 
     /// The message with all its causes, on one line.

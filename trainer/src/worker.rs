@@ -45,11 +45,11 @@ enum End {
 /// Runs this process as a worker of the coordinator that its environment names
 /// ([`crate::launch`]), until the job is over.
 ///
-/// Blocks; must be called from a plain thread, usually the main one. An error that other workers
-/// would meet too is told to the coordinator, which ends the job with it, and is not an error here:
-/// only losing the coordinator, or never reaching it, is. `exit_code` gives the exit code of such an
-/// error, with which the job ends. The process should exit afterwards; it is ended from within when the
-/// coordinator vanishes during a long computation.
+/// Blocks; must be called from a plain thread, usually the main one. An error is told to the
+/// coordinator, which ends the job with it, or starts another worker where the error may be this
+/// worker's own. It is not an error here: only losing the coordinator, or never reaching it, is.
+/// `exit_code` gives the exit code of such an error, with which the job may end. The process should
+/// exit afterwards; it is ended from within when the coordinator vanishes during a long computation.
 pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
     let place = Place::from_env()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -85,7 +85,7 @@ fn serve(place: &Place, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) ->
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
-        Err(error) => session.fail(error.one_line(), exit_code(&error)),
+        Err(error) => session.fail(error.one_line(), exit_code(&error), error.is_local()),
         Ok(()) => Ok(()),
     }
 }
@@ -142,7 +142,8 @@ fn epoch(
             }
             return Ok(session.finish(replica.step(), false)?.into());
         }
-        let done = replica.step_once(&mut ring, session.leave_wanted(), session.stop_wanted())?;
+        let (leave, stop) = (session.leave_wanted(), session.stop_wanted());
+        let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
         if lead {
             session.report(Report {
                 step: replica.step(),

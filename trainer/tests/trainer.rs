@@ -344,6 +344,61 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
     assert_eq!((changed.version, changed.resumed_from_step), (Some(2), None));
 }
 
+#[test]
+fn a_coordinator_that_was_stopped_keeps_its_workers() {
+    let home = home();
+    let text = job_text("paused", "workers = 2\nepochs_max = 100000\ncheckpoint_every_steps = 1000000");
+    std::fs::write(home.path().join("train.toml"), text).unwrap();
+    let progress = home.path().join("progress.json");
+    let read =
+        || -> Option<serde_json::Value> { serde_json::from_slice(&std::fs::read(&progress).ok()?).ok() };
+    let step = || read().map_or(0, |seen| seen["step"].as_u64().unwrap());
+    let mut coordinator = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "job_entry", "--nocapture"])
+        .env(ENV_HOME, home.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_until("the first steps", || step() > 50);
+    let before = read().unwrap();
+    signal("STOP", coordinator.id());
+    // Twice as long as a worker may be silent.
+    std::thread::sleep(Duration::from_secs(3));
+    signal("CONT", coordinator.id());
+    let stopped_at = step();
+    wait_until("steps after the pause", || step() > stopped_at + 500);
+    let after = read().unwrap();
+    coordinator.kill().unwrap();
+    coordinator.wait().unwrap();
+    for pid in after["worker_pids"].as_array().unwrap() {
+        let pid = pid.as_u64().unwrap() as u32;
+        wait_until("an orphan's exit", || !runs(pid));
+    }
+    assert_eq!(after["worker_pids"], before["worker_pids"]);
+    assert_eq!(after["membership_epoch"], before["membership_epoch"]);
+}
+
+#[test]
+fn an_operating_system_error_of_one_worker_does_not_end_the_job() {
+    let home = home();
+    let more = "epochs_max = 120\ncheckpoint_every_steps = 50";
+    let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
+    let mut limited = false;
+    let report = run(setup(home.path()), job("limited", &format!("workers = 2\n{more}")), |seen| {
+        if seen.step > 100 && !limited {
+            limited = true;
+            // Rank 0 writes the checkpoints. It opens no file any more.
+            let pid = seen.worker_pids[0].to_string();
+            let set = Command::new("prlimit").args(["--pid", &pid, "--nofile=3:3"]).status();
+            assert!(set.unwrap().success());
+        }
+    })
+    .unwrap();
+    assert!(limited);
+    assert_eq!(report.workers_lost, 1);
+    assert_eq!(report.model_sha256, plain.model_sha256);
+}
+
 fn job_again(home: &Path) -> JobFile {
     JobFile::load(&home.join("train.toml")).unwrap()
 }

@@ -113,6 +113,7 @@ pub(crate) async fn run(
         start_timeout: config.start_timeout(),
         rendezvous_timeout: config.rendezvous_timeout(),
         stop_timeout: config.stop_timeout(),
+        step_timeout: config.exchange_timeout(),
     };
     let mut state = Actor {
         membership: Membership::new(rules, Instant::now()),
@@ -164,10 +165,11 @@ pub(crate) async fn run(
     match verdict {
         Verdict::Finished { .. } => Ok(outcome),
         Verdict::Failed { message, exit_code } => Err(Error::Worker { message, exit_code }),
-        Verdict::WorkersLost { reason } => Err(Error::WorkersLost {
+        Verdict::WorkersLost { reason, exit_code } => Err(Error::WorkersLost {
             job: crew.job.to_owned(),
             respawns: state.membership.respawns(),
             reason,
+            exit_code,
         }),
     }
 }
@@ -245,7 +247,10 @@ impl Actor<'_> {
             from_worker::Message::Hello(_) => {
                 self.membership.lost(member, "introduced itself twice", now);
             }
-            from_worker::Message::Heartbeat(_) => self.membership.heard(member, now),
+            from_worker::Message::Heartbeat(beat) => {
+                let computing = Duration::from_millis(beat.computing_ms);
+                self.membership.computing(member, computing, now);
+            }
             from_worker::Message::Arrive(arrive) => {
                 let reason = match arrive.reason() {
                     proto::Reason::Left => Reason::Left,
@@ -286,7 +291,11 @@ impl Actor<'_> {
             }
             from_worker::Message::Failed(failed) => {
                 let exit_code = u8::try_from(failed.exit_code).unwrap_or(1);
-                self.membership.failed(member, failed.message, exit_code);
+                if failed.alone {
+                    self.membership.failed_alone(member, &failed.message, exit_code, now);
+                } else {
+                    self.membership.failed(member, failed.message, exit_code);
+                }
             }
         }
     }

@@ -14,6 +14,12 @@ use crate::collective::Formation;
 
 pub(crate) type MemberId = u64;
 
+/// A gap between two ticks from which on the coordinator itself did not run: it was stopped (SIGSTOP,
+/// Ctrl-Z), or its machine was. Ticks are 25 ms apart.
+const PAUSE_MIN: Duration = Duration::from_millis(500);
+/// Training time after which one respawn is given back.
+const RESPAWN_REFILL: Duration = Duration::from_secs(30);
+
 /// Bounds of the state machine; see [`crate::config::Config`].
 #[derive(Debug, Clone)]
 pub(crate) struct Rules {
@@ -24,6 +30,7 @@ pub(crate) struct Rules {
     pub(crate) start_timeout: Duration,
     pub(crate) rendezvous_timeout: Duration,
     pub(crate) stop_timeout: Duration,
+    pub(crate) step_timeout: Duration,
 }
 
 /// What the coordinator must do next, in order.
@@ -58,7 +65,7 @@ pub(crate) struct Peer {
 pub(crate) enum Verdict {
     Finished { stopped: bool },
     Failed { message: String, exit_code: u8 },
-    WorkersLost { reason: String },
+    WorkersLost { reason: String, exit_code: u8 },
 }
 
 /// Why a member stands at the barrier.
@@ -104,11 +111,18 @@ pub(crate) struct Membership {
     stopping: Option<Instant>,
     ended: bool,
     started: Instant,
+    ticked: Instant,
     member_next: MemberId,
     launch_next: u64,
     respawns: u32,
+    /// Respawns that count against the limit.
+    respawns_spent: u32,
+    /// Training time since a respawn was given back.
+    trained: Duration,
     lost: u32,
     last_loss: String,
+    /// The exit code of the error that the last lost member told.
+    last_exit_code: u8,
     actions: Vec<Action>,
 }
 
@@ -126,11 +140,15 @@ impl Membership {
             stopping: None,
             ended: false,
             started: now,
+            ticked: now,
             member_next: 1,
             launch_next: 1,
             respawns: 0,
+            respawns_spent: 0,
+            trained: Duration::ZERO,
             lost: 0,
             last_loss: "never started".to_owned(),
+            last_exit_code: 1,
             actions: Vec::new(),
         }
     }
@@ -196,6 +214,18 @@ impl Membership {
         }
     }
 
+    /// A member has computed its current step for `computing`.
+    ///
+    /// The neighbours of a ring wait for the member and name it when it is late. A member alone has no
+    /// neighbours.
+    pub(crate) fn computing(&mut self, id: MemberId, computing: Duration, now: Instant) {
+        self.heard(id, now);
+        let alone = self.in_epoch.len() == 1 && self.in_epoch.contains(&id);
+        if alone && computing > self.rules.step_timeout {
+            self.lost(id, &format!("did not complete a step for {} s", computing.as_secs()), now);
+        }
+    }
+
     /// A member stands at the barrier with the state after `step` steps.
     pub(crate) fn arrived(&mut self, id: MemberId, step: u64, reason: Reason, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
@@ -226,6 +256,14 @@ impl Membership {
         }
     }
 
+    /// A member met an error that may be its own: another process takes its place.
+    pub(crate) fn failed_alone(&mut self, id: MemberId, message: &str, exit_code: u8, now: Instant) {
+        if self.members.contains_key(&id) {
+            self.lost(id, message, now);
+            self.last_exit_code = exit_code;
+        }
+    }
+
     /// A member's stream broke or it must not go on.
     pub(crate) fn lost(&mut self, id: MemberId, reason: &str, now: Instant) {
         if self.ended {
@@ -235,6 +273,7 @@ impl Membership {
         tracing::warn!(worker = member.slot, pid = member.pid, reason, "worker lost");
         self.lost += 1;
         self.last_loss = reason.to_owned();
+        self.last_exit_code = 1;
         self.slots[member.slot] = Slot::Ending { launch: member.launch };
         self.actions.push(Action::Kill { slot: member.slot, launch: member.launch });
         if self.in_epoch.remove(&id) {
@@ -249,25 +288,34 @@ impl Membership {
         if self.ended {
             return;
         }
-        let current = match self.slots.get(slot) {
-            Some(Slot::Live { launch, member }) => Some((*launch, Some(*member))),
-            Some(Slot::Starting { launch, .. } | Slot::Ending { launch }) => Some((*launch, None)),
-            _ => None,
-        };
-        let Some((_, member)) = current.filter(|(started, _)| *started == launch) else { return };
-        match member {
-            Some(member) => self.lost(member, reason, now),
-            None => self.last_loss = reason.to_owned(),
+        match self.slots.get(slot) {
+            Some(Slot::Live { launch: started, member }) if *started == launch => {
+                let member = *member;
+                self.lost(member, reason, now);
+            }
+            Some(Slot::Starting { launch: started, .. }) if *started == launch => {
+                self.last_loss = reason.to_owned();
+                self.last_exit_code = 1;
+            }
+            // Killed: the reason was noted before.
+            Some(Slot::Ending { launch: started }) if *started == launch => {}
+            _ => return,
         }
-        self.slots[slot] = if self.respawns < self.rules.respawns_max && self.stopping.is_none() {
-            self.respawns += 1;
-            let factor = 1 << self.failures[slot].min(6);
-            self.failures[slot] += 1;
-            Slot::Waiting { at: now + self.rules.respawn_backoff * factor }
-        } else {
-            Slot::GivenUp
-        };
+        self.slots[slot] = Slot::GivenUp;
+        self.respawn(slot, now);
         self.settle(now);
+    }
+
+    /// Has a place filled again after a pause, within the limit of respawns.
+    fn respawn(&mut self, slot: usize, now: Instant) {
+        if self.respawns_spent >= self.rules.respawns_max || self.stopping.is_some() {
+            return;
+        }
+        self.respawns += 1;
+        self.respawns_spent += 1;
+        let factor = 1 << self.failures[slot].min(6);
+        self.failures[slot] += 1;
+        self.slots[slot] = Slot::Waiting { at: now + self.rules.respawn_backoff * factor };
     }
 
     /// Ends the job after the step that runs.
@@ -288,6 +336,7 @@ impl Membership {
         if self.ended {
             return;
         }
+        self.pass_time(now);
         for slot in 0..self.slots.len() {
             match self.slots[slot] {
                 Slot::Waiting { .. } if self.stopping.is_some() => {
@@ -300,6 +349,8 @@ impl Membership {
                     self.actions.push(Action::Spawn { slot, launch });
                 }
                 Slot::Starting { launch, since } if since + self.rules.start_timeout <= now => {
+                    self.last_loss = "did not start in time".to_owned();
+                    self.last_exit_code = 1;
                     self.slots[slot] = Slot::Ending { launch };
                     self.actions.push(Action::Kill { slot, launch });
                 }
@@ -331,6 +382,41 @@ impl Membership {
             self.end(Verdict::Finished { stopped: true });
         }
         self.settle(now);
+    }
+
+    /// Counts the time since the last tick. Time in which the coordinator did not run moves all deadlines:
+    /// what the workers said meanwhile was not heard.
+    fn pass_time(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.ticked);
+        self.ticked = now;
+        if passed >= PAUSE_MIN {
+            tracing::info!(ms = passed.as_millis() as u64, "the coordinator was stopped; deadlines move");
+            let moved = |since: Instant| (since + passed).min(now);
+            self.started = moved(self.started);
+            self.closing = self.closing.map(moved);
+            self.stopping = self.stopping.map(moved);
+            for member in self.members.values_mut() {
+                member.heard = moved(member.heard);
+            }
+            for slot in &mut self.slots {
+                if let Slot::Starting { since, .. } = slot {
+                    *since = moved(*since);
+                }
+            }
+            return;
+        }
+        if self.closing.is_some() || self.in_epoch.is_empty() {
+            return;
+        }
+        self.trained += passed;
+        if self.trained < RESPAWN_REFILL {
+            return;
+        }
+        self.trained = Duration::ZERO;
+        self.respawns_spent = self.respawns_spent.saturating_sub(1);
+        if let Some(slot) = self.slots.iter().position(|slot| matches!(slot, Slot::GivenUp)) {
+            self.respawn(slot, now);
+        }
     }
 
     fn ranked(&self) -> impl Iterator<Item = (MemberId, &Member)> {
@@ -379,7 +465,9 @@ impl Membership {
         if self.members.is_empty() && self.slots.iter().all(|slot| matches!(slot, Slot::GivenUp)) {
             let verdict = match self.stopping {
                 Some(_) => Verdict::Finished { stopped: true },
-                None => Verdict::WorkersLost { reason: self.last_loss.clone() },
+                None => {
+                    Verdict::WorkersLost { reason: self.last_loss.clone(), exit_code: self.last_exit_code }
+                }
             };
             self.end(verdict);
             return;

@@ -5,8 +5,8 @@
 //! breaks, the task ends the process: a worker never outlives its coordinator.
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
@@ -20,8 +20,9 @@ use super::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
 use crate::launch::Place;
 
-/// How long the coordinator may take to answer the greeting.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the coordinator may take to answer the greeting. It may be stopped for a while (Ctrl-Z); when
+/// it is gone, the connection breaks at once.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long the training thread may take to notice that the coordinator is gone.
 const VANISH_GRACE: Duration = Duration::from_secs(2);
 /// Largest message taken from the coordinator.
@@ -75,6 +76,28 @@ enum Notice {
 struct Flags {
     leave: AtomicBool,
     stop: AtomicBool,
+    /// Grows when a step begins and when it ends: odd while the training thread computes one.
+    steps: AtomicU64,
+}
+
+/// The time that a step has taken, as the heartbeat sees it.
+#[derive(Default)]
+struct StepClock {
+    seen: u64,
+    computing: Duration,
+}
+
+impl StepClock {
+    /// The time that the step has taken which `steps` counts, `passed` after the last call. Of a longer
+    /// gap than twice `every` the rest does not count: this process was stopped.
+    fn tick(&mut self, steps: u64, passed: Duration, every: Duration) -> Duration {
+        self.computing = match steps % 2 == 1 && steps == self.seen {
+            true => self.computing + passed.min(2 * every),
+            false => Duration::ZERO,
+        };
+        self.seen = steps;
+        self.computing
+    }
 }
 
 /// The stream to the coordinator; owned by the training thread.
@@ -175,11 +198,12 @@ impl Session {
         }
     }
 
-    /// Says that the job cannot go on; the process should exit afterwards.
-    pub(crate) fn fail(&mut self, message: String, exit_code: u8) -> Result<()> {
-        let failed = proto::Failed { message, exit_code: u32::from(exit_code) };
+    /// Says that this worker cannot go on, or `alone` false, that the job cannot. The process should exit
+    /// afterwards.
+    pub(crate) fn fail(&mut self, message: String, exit_code: u8, alone: bool) -> Result<()> {
+        let failed = proto::Failed { message, exit_code: u32::from(exit_code), alone };
         self.send(from_worker::Message::Failed(failed))?;
-        // The coordinator answers every failure with Done.
+        // The coordinator answers with Done, or kills a worker that failed alone.
         loop {
             if matches!(self.notice()?, Notice::Done) {
                 return Ok(());
@@ -195,6 +219,14 @@ impl Session {
     /// Whether the job was asked to stop.
     pub(crate) fn stop_wanted(&self) -> bool {
         self.flags.stop.load(Ordering::Relaxed)
+    }
+
+    /// Runs the computation of a step, so that heartbeats say how long it takes.
+    pub(crate) fn step<T>(&self, compute: impl FnOnce() -> T) -> T {
+        self.flags.steps.fetch_add(1, Ordering::Relaxed);
+        let result = compute();
+        self.flags.steps.fetch_add(1, Ordering::Relaxed);
+        result
     }
 
     /// Reports progress; never blocks, only the newest report is sent.
@@ -234,19 +266,23 @@ impl Greeted {
         let (notify, notices) = mpsc::unbounded_channel();
         let (reports, latest) = watch::channel(None);
         let flags = Arc::new(Flags::default());
-        runtime.spawn(heartbeat(self.outgoing.clone(), timing.heartbeat));
+        runtime.spawn(heartbeat(self.outgoing.clone(), timing.heartbeat, Arc::clone(&flags)));
         runtime.spawn(report(self.outgoing.clone(), latest, timing.progress));
         runtime.spawn(listen(self.incoming, notify, Arc::clone(&flags)));
         Session { address: self.address, outgoing: self.outgoing, notices, flags, reports, epoch: 0 }
     }
 }
 
-async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration) {
+async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, flags: Arc<Flags>) {
     let mut ticks = tokio::time::interval(every);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let (mut clock, mut ticked) = (StepClock::default(), Instant::now());
     loop {
         ticks.tick().await;
-        let beat = from_worker::Message::Heartbeat(proto::Heartbeat {});
+        let computing = clock.tick(flags.steps.load(Ordering::Relaxed), ticked.elapsed(), every);
+        ticked = Instant::now();
+        let beat = proto::Heartbeat { computing_ms: computing.as_millis() as u64 };
+        let beat = from_worker::Message::Heartbeat(beat);
         if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {
             return;
         }
@@ -341,4 +377,23 @@ fn decode(formed: proto::Formed) -> Result<Formed, String> {
         return Err(format!("rank {} of {} members", formed.rank, peers.len()));
     }
     Ok(Formed { epoch: formed.epoch, rank: formed.rank as usize, peers, abort: CancellationToken::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::StepClock;
+
+    #[test]
+    fn a_step_that_goes_on_takes_time_and_a_stopped_process_does_not() {
+        let every = Duration::from_millis(500);
+        let mut clock = StepClock::default();
+        let mut tick =
+            |steps, passed_ms| clock.tick(steps, Duration::from_millis(passed_ms), every).as_millis();
+        assert_eq!([tick(0, 500), tick(0, 500)], [0, 0]);
+        assert_eq!([tick(1, 500), tick(1, 500), tick(1, 500)], [0, 500, 1_000]);
+        assert_eq!([tick(1, 60_000), tick(1, 500)], [2_000, 2_500]);
+        assert_eq!([tick(3, 500), tick(4, 500), tick(4, 500)], [0, 0, 0]);
+    }
 }

@@ -21,6 +21,7 @@ fn rules(workers: usize) -> Rules {
         start_timeout: Duration::from_secs(30),
         rendezvous_timeout: Duration::from_secs(20),
         stop_timeout: Duration::from_secs(10),
+        step_timeout: Duration::from_secs(60),
     }
 }
 
@@ -183,13 +184,115 @@ fn respawns_are_bounded_and_slow_down() {
         job.membership.exited(slot, launch, "exited with code 1", job.now);
         let ended = job.membership.take_actions();
         if let Some(Action::End(verdict)) = ended.last() {
-            assert_eq!(*verdict, Verdict::WorkersLost { reason: "exited with code 1".into() });
+            let reason = "exited with code 1".into();
+            assert_eq!(*verdict, Verdict::WorkersLost { reason, exit_code: 1 });
             break;
         }
     }
     assert_eq!(launches, [1, 2, 3, 4]);
     assert_eq!(pauses, [50, 100, 200, 400]);
     assert_eq!(job.membership.respawns(), 3);
+}
+
+#[test]
+fn training_time_gives_respawns_back() {
+    let (mut job, members) = Job::running(2);
+    let mut launch = 2;
+    let mut member = members[1];
+    // One death a minute, more than the limit of 3 respawns in all.
+    for _ in 0..6 {
+        job.membership.exited(1, launch, "was killed by signal 9", job.now);
+        assert!(!formed(&job.arrive(members[0], 7, Reason::Broken)).is_empty());
+        let actions = job.pass(Duration::from_secs(1), &[members[0]]);
+        launch = spawned(&actions)[0].1;
+        member = job.join(1, launch);
+        job.arrive(member, 7, Reason::Fresh);
+        assert!(!formed(&job.arrive(members[0], 8, Reason::Left)).is_empty());
+        job.pass(Duration::from_secs(60), &[members[0], member]);
+    }
+    // Four deaths at once: the place is given up, and filled again after some training.
+    for _ in 0..4 {
+        job.membership.exited(1, launch, "was killed by signal 9", job.now);
+        job.arrive(members[0], 9, Reason::Broken);
+        let actions = job.pass(Duration::from_secs(2), &[members[0]]);
+        let Some(next) = spawned(&actions).first().copied() else { break };
+        launch = next.1;
+    }
+    assert!(spawned(&job.pass(Duration::from_secs(15), &[members[0]])).is_empty());
+    assert_eq!(spawned(&job.pass(Duration::from_secs(30), &[members[0]])).len(), 1);
+    assert!(member > 0);
+}
+
+#[test]
+fn a_stopped_coordinator_keeps_its_workers() {
+    let (mut job, members) = Job::running(2);
+    job.pass(Duration::from_secs(2), &members);
+    // Nothing is heard and nothing is decided for ten minutes.
+    job.now += Duration::from_secs(600);
+    job.membership.tick(job.now);
+    assert!(job.membership.take_actions().is_empty());
+    job.pass(Duration::from_secs(4), &[]);
+    assert_eq!(job.membership.lost_total(), 0);
+    // The silence after that counts.
+    let actions = job.pass(Duration::from_secs(2), &members[..1]);
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }), "{actions:?}");
+
+    // So do the other deadlines: a worker that starts, a barrier, a stop.
+    let mut starting = Job::new(1);
+    starting.pass(Duration::from_millis(50), &[]);
+    starting.now += Duration::from_secs(600);
+    starting.membership.tick(starting.now);
+    assert!(starting.membership.take_actions().is_empty());
+    let (mut closing, members) = Job::running(2);
+    closing.arrive(members[0], 4, Reason::Broken);
+    closing.membership.stop(closing.now);
+    closing.membership.take_actions();
+    closing.now += Duration::from_secs(600);
+    closing.membership.tick(closing.now);
+    assert!(closing.membership.take_actions().is_empty());
+}
+
+#[test]
+fn a_member_alone_that_hangs_in_a_step_is_replaced() {
+    let (mut job, members) = Job::running(1);
+    job.membership.computing(members[0], Duration::from_secs(59), job.now);
+    assert!(job.membership.take_actions().is_empty());
+    job.membership.computing(members[0], Duration::from_secs(61), job.now);
+    assert_eq!(job.membership.take_actions(), [Action::Kill { slot: 0, launch: 1 }]);
+    job.membership.exited(0, 1, "was killed by signal 9", job.now);
+    assert_eq!(spawned(&job.pass(Duration::from_millis(200), &[])), [(0, 2)]);
+    // In a ring, the one that waits computes as long as the one that hangs: the ring finds out which.
+    let (mut job, members) = Job::running(2);
+    job.membership.computing(members[0], Duration::from_secs(61), job.now);
+    assert!(job.membership.take_actions().is_empty());
+}
+
+#[test]
+fn an_error_of_one_worker_alone_takes_a_respawn_and_not_the_job() {
+    let (mut job, members) = Job::running(2);
+    let full = "read a.parquet: too many open files";
+    job.membership.failed_alone(members[1], full, 5, job.now);
+    let actions = job.membership.take_actions();
+    assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
+    assert!(!actions.iter().any(|action| matches!(action, Action::End(_))));
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+    assert_eq!(formed(&job.arrive(members[0], 3, Reason::Broken)), [(members[0], 2, 0, 1)]);
+    // Where every worker meets it, the job ends with the message and the exit code.
+    let (mut job, members) = Job::running(1);
+    let (mut member, mut launch) = (members[0], 1);
+    let verdict = loop {
+        job.membership.failed_alone(member, full, 5, job.now);
+        job.membership.exited(0, launch, "was killed by signal 9", job.now);
+        let mut actions = job.membership.take_actions();
+        actions.extend(job.pass(Duration::from_secs(1), &[]));
+        if let Some(Action::End(verdict)) = actions.last() {
+            break verdict.clone();
+        }
+        launch = spawned(&actions)[0].1;
+        member = job.join(0, launch);
+    };
+    assert_eq!(launch, 4);
+    assert_eq!(verdict, Verdict::WorkersLost { reason: full.into(), exit_code: 5 });
 }
 
 #[test]
