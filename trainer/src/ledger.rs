@@ -9,15 +9,15 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fixed::Wide;
-
 #[cfg(test)]
 mod tests;
 
-/// Fixed lanes in front of the per-epoch ones.
-const LANES_FIXED: usize = 6;
+/// Fixed lanes in front of the others.
+const LANES_FIXED: usize = 4;
 /// Lanes of each epoch that a step touches.
 const LANES_PER_EPOCH: usize = 2;
+/// Lanes of each virtual shard.
+const LANES_PER_SHARD: usize = 2;
 
 /// A complete epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -47,7 +47,7 @@ pub(crate) struct Ledger {
     /// Since the last complete epoch.
     rows: u64,
     correct: u64,
-    /// Sum of the steps' exact loss sums, in step order.
+    /// Sum of the steps' losses, in step order.
     loss: f64,
 }
 
@@ -56,33 +56,59 @@ pub(crate) struct Ledger {
 pub(crate) struct Tally {
     pub(crate) rows: u64,
     pub(crate) correct: u64,
-    pub(crate) loss: Wide,
     /// Members that want to leave after this step so that somebody can join.
     pub(crate) leave: u64,
     /// Members that were told to stop.
     pub(crate) stop: u64,
     first_epoch: u64,
     counts: Vec<Count>,
+    shards: Vec<Shard>,
+}
+
+/// What a virtual shard tells about its part of a step. One worker computes it, so the sum over the
+/// workers is its bits: nothing is rounded.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Shard {
+    loss: f64,
+    /// The largest magnitude of its gradient.
+    largest: f32,
 }
 
 impl Tally {
-    /// An empty tally for a step that delivers rows of the epochs `first..=last`.
-    pub(crate) fn new(first: u64, last: u64) -> Tally {
+    /// An empty tally for a step of `shards` virtual shards that delivers rows of the epochs `first..=last`.
+    pub(crate) fn new(first: u64, last: u64, shards: usize) -> Tally {
         let epochs = (last.saturating_sub(first) + 1) as usize;
         Tally {
             rows: 0,
             correct: 0,
-            loss: Wide([0, 0]),
             leave: 0,
             stop: 0,
             first_epoch: first,
             counts: vec![Count::default(); epochs],
+            shards: vec![Shard::default(); shards],
         }
     }
 
     /// How many integers [`Tally::encode`] gives.
     pub(crate) fn lanes(&self) -> usize {
-        LANES_FIXED + LANES_PER_EPOCH * self.counts.len()
+        LANES_FIXED + LANES_PER_EPOCH * self.counts.len() + LANES_PER_SHARD * self.shards.len()
+    }
+
+    /// Notes the loss of a virtual shard and the largest magnitude of its gradient.
+    pub(crate) fn shard(&mut self, shard: usize, loss: f64, largest: f32) {
+        if let Some(noted) = self.shards.get_mut(shard) {
+            *noted = Shard { loss, largest };
+        }
+    }
+
+    /// The largest magnitude of all gradients.
+    pub(crate) fn largest(&self) -> f32 {
+        self.shards.iter().fold(0.0, |largest, shard| largest.max(shard.largest))
+    }
+
+    /// The loss of all rows, summed in the order of the shards.
+    fn loss(&self) -> f64 {
+        self.shards.iter().map(|shard| shard.loss).sum()
     }
 
     /// Counts one row; false when its epoch does not belong to the step.
@@ -98,17 +124,12 @@ impl Tally {
 
     /// The tally as integers whose sums are the tally of all.
     pub(crate) fn encode(&self, into: &mut Vec<i64>) {
-        let Wide([whole, fraction]) = self.loss;
-        into.extend([
-            self.rows as i64,
-            self.correct as i64,
-            whole,
-            fraction,
-            self.leave as i64,
-            self.stop as i64,
-        ]);
+        into.extend([self.rows as i64, self.correct as i64, self.leave as i64, self.stop as i64]);
         for count in &self.counts {
             into.extend([count.rows as i64, count.digest as i64]);
+        }
+        for shard in &self.shards {
+            into.extend([shard.loss.to_bits() as i64, i64::from(shard.largest.to_bits())]);
         }
     }
 
@@ -117,24 +138,31 @@ impl Tally {
         if lanes.len() != self.lanes() {
             return None;
         }
-        let (fixed, epochs) = lanes.split_at(LANES_FIXED);
+        let (fixed, others) = lanes.split_at(LANES_FIXED);
+        let (epochs, shards) = others.split_at(LANES_PER_EPOCH * self.counts.len());
         Some(Tally {
             rows: fixed[0] as u64,
             correct: fixed[1] as u64,
-            loss: Wide([fixed[2], fixed[3]]),
-            leave: fixed[4] as u64,
-            stop: fixed[5] as u64,
+            leave: fixed[2] as u64,
+            stop: fixed[3] as u64,
             first_epoch: self.first_epoch,
             counts: epochs
                 .chunks_exact(LANES_PER_EPOCH)
                 .map(|count| Count { rows: count[0] as u64, digest: count[1] as u64 })
+                .collect(),
+            shards: shards
+                .chunks_exact(LANES_PER_SHARD)
+                .map(|shard| Shard {
+                    loss: f64::from_bits(shard[0] as u64),
+                    largest: f32::from_bits(shard[1] as u32),
+                })
                 .collect(),
         })
     }
 
     /// Mean loss of the tally's rows.
     pub(crate) fn mean_loss(&self) -> f64 {
-        self.loss.decode() / self.rows.max(1) as f64
+        self.loss() / self.rows.max(1) as f64
     }
 }
 
@@ -143,7 +171,7 @@ impl Ledger {
     pub(crate) fn add(&mut self, tally: &Tally) {
         self.rows += tally.rows;
         self.correct += tally.correct;
-        self.loss += tally.loss.decode();
+        self.loss += tally.loss();
         for (epoch, count) in (tally.first_epoch..).zip(&tally.counts) {
             let open = self.open.entry(epoch).or_default();
             open.rows += count.rows;

@@ -12,10 +12,10 @@ use tokio::runtime::Handle;
 
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::collective::Ring;
-use crate::data::{Columns, rank_shards, shard_slots};
+use crate::data::{Columns, Rows, rank_shards, shard_slots};
 use crate::engine::{Engine, EngineError, ParamLayout};
 use crate::error::{Error, Result};
-use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale, Wide};
+use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
 use crate::ledger::{EpochRecord, Ledger, Tally, epoch_digest};
 use crate::optim::Optimizer;
@@ -83,12 +83,10 @@ impl Replica {
         let model = read_model(&checkpoints)?;
         let engine = Engine::load(&model, job.loss, job.device)?;
         let parameters = engine.layout().elements();
-        // A virtual shard contributes once; nothing else is summed in these lanes.
-        let contributions = u32::try_from(job.virtual_shards).unwrap_or(u32::MAX);
         let mut replica = Replica {
             columns: source::columns(&job, &engine),
             optimizer: Optimizer::new(&job.optimizer, parameters)?,
-            scale: Scale::new(FRACTION_BITS_DEFAULT, contributions)?,
+            scale: Scale::new(FRACTION_BITS_DEFAULT, contributions(&job))?,
             ledger: Ledger::default(),
             step: 0,
             sums: Vec::new(),
@@ -156,6 +154,7 @@ impl Replica {
             weights: self.engine.weights().to_vec(),
             optimizer: self.optimizer.state(),
             ledger: self.ledger.clone(),
+            fraction_bits: Some(self.scale.fraction_bits()),
         }
     }
 
@@ -163,6 +162,8 @@ impl Replica {
         check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
         self.engine.set_weights(&state.weights)?;
         self.optimizer.load_state(state.optimizer)?;
+        let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
+        self.scale = Scale::new(fraction_bits, contributions(&self.job))?;
         self.ledger = state.ledger;
         self.step = state.step;
         Ok(())
@@ -177,11 +178,11 @@ impl Replica {
         let own = rank_shards(ring.rank(), ring.world(), shards);
         let slots =
             shard_slots(own.start, shards, batch_rows).start..shard_slots(own.end, shards, batch_rows).start;
-        let batch = self.read(slots.clone())?;
+        let batch = self.read(slots)?;
         let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
 
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
-        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows());
+        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), shards);
         tally.leave = u64::from(leave);
         tally.stop = u64::from(stop);
         for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
@@ -189,35 +190,24 @@ impl Replica {
                 return Err(self.miscounted(*epoch, format!("step {} delivered its row {row}", self.step)));
             }
         }
-        let parameters = self.engine.layout().elements();
-        self.sums.clear();
-        self.sums.resize(parameters, 0);
-        for shard in own {
-            let range = shard_slots(shard, shards, batch_rows);
-            let part = self
-                .engine
-                .gradients(&rows.shard(range.start - slots.start..range.end - slots.start))
-                .map_err(|error| self.diverged(error))?;
-            self.scale.add(&part.grad, &mut self.sums).map_err(|e| self.out_of_range(&e))?;
-            tally.loss = tally.loss.merge(Wide::encode(part.loss_sum).map_err(|e| self.out_of_range(&e))?);
-            tally.correct += part.correct;
+        // Kept in the state once the step is applied: a step that a broken ring interrupts begins again
+        // with the scale that every worker holds.
+        let mut scale = self.scale;
+        let mut total = self.sum(ring, scale, &rows, own.clone(), tally.clone())?;
+        if !scale.suits(total.largest()) {
+            let largest = total.largest();
+            tracing::debug!(step = self.step, largest, "computing the step in another scale");
+            scale = scale.for_largest(largest);
+            total = self.sum(ring, scale, &rows, own, tally)?;
         }
-        tally.encode(&mut self.sums);
-        let computed = began.elapsed();
-        ring.all_reduce(self.step, &mut self.sums)?;
         let summed = began.elapsed();
 
-        let (gradient, counts) = self.sums.split_at(parameters);
-        let total = tally.decode(counts).filter(|total| total.rows == batch_rows as u64);
-        let Some(total) = total else {
-            let counted = counts.first().copied().unwrap_or_default();
-            let reason = format!("step {} summed {counted} rows of {batch_rows}", self.step);
-            return Err(self.miscounted(self.epochs(), reason));
-        };
-        self.scale.mean_into(gradient, total.rows, &mut self.mean)?;
+        let gradient = &self.sums[..self.engine.layout().elements()];
+        scale.mean_into(gradient, total.rows, &mut self.mean)?;
         let (optimizer, mean) = (&mut self.optimizer, &self.mean);
         self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
         check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
+        self.scale = scale;
         self.step += 1;
         self.ledger.add(&total);
         while self.plan.epochs_after(self.step) > self.epochs() {
@@ -230,12 +220,46 @@ impl Replica {
         }
         tracing::trace!(
             step = self.step,
-            compute_us = computed.as_micros() as u64,
-            sum_us = (summed - computed).as_micros() as u64,
+            gradients_us = summed.as_micros() as u64,
             apply_us = (began.elapsed() - summed).as_micros() as u64,
             "step applied"
         );
         Ok(Done { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
+    }
+
+    /// Computes the gradients of the shards `own` and sums them over the ring, into `self.sums`. Returns
+    /// the tally of all.
+    fn sum(
+        &mut self,
+        ring: &mut Ring<'_>,
+        scale: Scale,
+        rows: &Rows,
+        own: Range<usize>,
+        mut tally: Tally,
+    ) -> Result<Tally> {
+        let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
+        let first_slot = shard_slots(own.start, shards, batch_rows).start;
+        let parameters = self.engine.layout().elements();
+        self.sums.clear();
+        self.sums.resize(parameters, 0);
+        for shard in own {
+            let range = shard_slots(shard, shards, batch_rows);
+            let part = self
+                .engine
+                .gradients(&rows.shard(range.start - first_slot..range.end - first_slot))
+                .map_err(|error| self.diverged(error))?;
+            let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
+            tally.shard(shard, part.loss_sum, largest);
+            tally.correct += part.correct;
+        }
+        tally.encode(&mut self.sums);
+        ring.all_reduce(self.step, &mut self.sums)?;
+        let total = tally.decode(&self.sums[parameters..]).filter(|total| total.rows == batch_rows as u64);
+        total.ok_or_else(|| {
+            let counted = self.sums[parameters];
+            let reason = format!("step {} summed {counted} rows of {batch_rows}", self.step);
+            self.miscounted(self.epochs(), reason)
+        })
     }
 
     /// The batch of this step, read ahead when it was foreseen; starts reading the next one.
@@ -318,7 +342,7 @@ impl Replica {
         }
     }
 
-    fn out_of_range(&self, error: &FixedError) -> Error {
+    fn not_finite(&self, error: &FixedError) -> Error {
         let param = error.index().and_then(|index| self.engine.layout().name_of(index));
         let reason = match param {
             Some(param) => format!("parameter {param}: {error}"),
@@ -341,6 +365,11 @@ pub(crate) fn check_weights(layout: &ParamLayout, weights: &[f32], step: u64) ->
         weights[index]
     );
     Err(Error::Diverged { step, reason })
+}
+
+/// Contributions to a sum: one per virtual shard; nothing else is summed in the gradient's lanes.
+fn contributions(job: &JobFile) -> u32 {
+    u32::try_from(job.virtual_shards).unwrap_or(u32::MAX)
 }
 
 /// Whether a run with these books has nothing left to do.

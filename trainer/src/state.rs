@@ -30,6 +30,8 @@ pub(crate) struct State {
     pub(crate) weights: Vec<f32>,
     pub(crate) optimizer: OptimizerState,
     pub(crate) ledger: Ledger,
+    /// The scale of the last step's sum ([`crate::fixed`]); none in checkpoints of earlier programs.
+    pub(crate) fraction_bits: Option<i32>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -39,6 +41,8 @@ struct Counters {
     optimizer_step: u64,
     optimizer_slots: Vec<String>,
     ledger: Ledger,
+    #[serde(default)]
+    fraction_bits: Option<i32>,
 }
 
 impl State {
@@ -55,6 +59,7 @@ impl State {
             optimizer_step: self.optimizer.step,
             optimizer_slots: self.optimizer.slots.iter().map(|(name, _)| name.clone()).collect(),
             ledger: self.ledger.clone(),
+            fraction_bits: self.fraction_bits,
         };
         let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
         let mut vectors = vec![("model".to_owned(), &self.weights)];
@@ -128,6 +133,7 @@ impl State {
             weights,
             optimizer: OptimizerState { step: counters.optimizer_step, slots },
             ledger: counters.ledger,
+            fraction_bits: counters.fraction_bits,
         })
     }
 }

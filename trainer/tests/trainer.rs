@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arrow::array::{ArrayRef, AsArray, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
-use arrow::datatypes::{DataType, Field, Float32Type, Schema};
+use arrow::datatypes::{DataType, Field, Float32Type, Int64Type, Schema};
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_trainer::job::JobFile;
 use millrace_trainer::launch::{ENV_COORDINATOR, WorkerCommand};
@@ -342,6 +342,57 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
     let changed = JobFile { epochs_max: 3, ..job_again(home.path()) };
     let changed = run(setup(home.path()), changed, |_| {}).unwrap();
     assert_eq!((changed.version, changed.resumed_from_step), (Some(2), None));
+}
+
+/// Regression with large labels: the sums find their scale, the same for every number of workers and
+/// for a run that was continued from a checkpoint.
+#[test]
+fn large_labels_are_trained_on_alike_by_any_number_of_workers() {
+    let home = home();
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let magnitudes = [3e5f32, 3e14];
+    for (number, magnitude) in magnitudes.iter().enumerate() {
+        let (columns, rows) = (rows(0..ROWS).columns().to_vec(), rows(0..ROWS));
+        let prices: Vec<f32> = rows
+            .column(1)
+            .as_primitive::<Int64Type>()
+            .values()
+            .iter()
+            .map(|label| magnitude * (*label as f32 + 1.0))
+            .collect();
+        let batch = RecordBatch::try_from_iter([
+            ("pixels", Arc::clone(&columns[0])),
+            ("price", Arc::new(Float32Array::from(prices)) as ArrayRef),
+        ])
+        .unwrap();
+        let path = format!("prices-{number}/a.parquet");
+        volume(&datafs, "data").write_file(&path, &parquet_bytes(&batch)).unwrap();
+    }
+    datafs.snapshot_create(&"data".parse().unwrap(), &"prices".parse().unwrap()).unwrap();
+    for (number, magnitude) in magnitudes.iter().enumerate() {
+        let train = |name: &str, workers: usize, epochs: usize| {
+            let more = format!("workers = {workers}\nepochs_max = {epochs}\nloss = \"mse\"");
+            let text = job_text(&format!("{name}-{number}"), &more)
+                .replace("data@v1:/train", &format!("data@prices:/prices-{number}"))
+                .replace("label = \"label\"", "label = \"price\"")
+                // A linear model learns labels of any magnitude with one learning rate.
+                .replace("hidden = [12]", "hidden = []")
+                .replace(&format!("classes = {CLASSES}"), "classes = 1")
+                .replace("kind = \"adamw\", learning_rate = 0.01", "kind = \"sgd\", learning_rate = 0.002");
+            run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap()
+        };
+        let alone = train("alone", 1, 6);
+        let losses = &alone.loss_per_epoch;
+        assert!(losses[5] < losses[0] * 0.9, "labels of {magnitude}: {losses:?}");
+        for workers in [2, 3] {
+            let together = train(&format!("together-{workers}"), workers, 6);
+            assert_eq!((&together.model_sha256, &together.loss_per_epoch), (&alone.model_sha256, losses));
+        }
+        train("continued", 2, 3);
+        let continued = train("continued", 1, 6);
+        assert!(continued.resumed_from_step.is_some());
+        assert_eq!((&continued.model_sha256, &continued.loss_per_epoch), (&alone.model_sha256, losses));
+    }
 }
 
 #[test]

@@ -19,7 +19,8 @@ fn layout() -> ParamLayout {
 
 fn state(step: u64) -> State {
     let weights = (0..64 * 512).map(|i| (i as f32 + step as f32).sin()).collect();
-    State { step, weights, optimizer: OptimizerState { step, slots: vec![] }, ledger: Ledger::default() }
+    let optimizer = OptimizerState { step, slots: vec![] };
+    State { step, weights, optimizer, ledger: Ledger::default(), fraction_bits: None }
 }
 
 fn datafs(home: &Path) -> Datafs {

@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)]
 
 use super::{Ledger, Tally, epoch_digest};
-use crate::fixed::Wide;
 
 /// Encodes, sums lane by lane and decodes, as a ring of workers does.
 fn all_reduce(tallies: &[Tally]) -> Tally {
@@ -17,7 +16,7 @@ fn all_reduce(tallies: &[Tally]) -> Tally {
 }
 
 fn tally(first: u64, last: u64, rows: &[(u64, u64)]) -> Tally {
-    let mut tally = Tally::new(first, last);
+    let mut tally = Tally::new(first, last, 3);
     for (epoch, row) in rows {
         assert!(tally.count(*epoch, *row));
     }
@@ -29,19 +28,21 @@ fn epochs_that_roll_over_inside_a_step_are_counted_apart() {
     let digest = epoch_digest(5);
     let mut ledger = Ledger::default();
     let mut first = tally(0, 0, &[(0, 3), (0, 0)]);
-    first.loss = Wide::encode(1.5).unwrap();
+    first.shard(0, 1e300, 0.5);
+    first.shard(2, 1.5, 3e38);
     first.correct = 1;
     first.stop = 1;
     let mut second = tally(0, 0, &[(0, 4)]);
-    second.loss = Wide::encode(0.75).unwrap();
+    second.shard(1, -1e300, 1e-40);
     second.leave = 1;
     let step = all_reduce(&[first, second]);
     assert_eq!((step.rows, step.correct, step.leave, step.stop), (3, 1, 1, 1));
-    assert_eq!(step.mean_loss(), 0.75);
+    // The bits of each shard, summed in their order.
+    assert_eq!((step.mean_loss(), step.largest()), (0.5, 3e38));
     ledger.add(&step);
     ledger.add(&all_reduce(&[tally(0, 1, &[(0, 2), (1, 2)]), tally(0, 1, &[(0, 1)])]));
     let record = ledger.close_epoch(5, digest).unwrap();
-    assert_eq!((record.rows, record.loss), (5, 2.25 / 6.0));
+    assert_eq!((record.rows, record.loss), (5, 1.5 / 6.0));
     ledger.add(&tally(1, 1, &[(1, 0), (1, 1), (1, 3), (1, 4)]));
     assert_eq!(ledger.close_epoch(5, digest).unwrap().rows, 5);
     assert_eq!(ledger.epochs.len(), 2);
@@ -58,16 +59,16 @@ fn lost_and_doubled_rows_are_found() {
     assert!(close(&[(0, 0), (0, 1), (0, 2)]).is_ok());
     assert!(close(&[(0, 0), (0, 1)]).unwrap_err().contains("2 rows"));
     assert!(close(&[(0, 0), (0, 1), (0, 1)]).unwrap_err().contains("twice"));
-    assert!(!Tally::new(4, 5).count(3, 0));
-    assert!(!Tally::new(4, 5).count(6, 0));
-    assert!(Tally::new(0, 0).decode(&[0; 3]).is_none());
+    assert!(!Tally::new(4, 5, 1).count(3, 0));
+    assert!(!Tally::new(4, 5, 1).count(6, 0));
+    assert!(Tally::new(0, 0, 1).decode(&[0; 3]).is_none());
 }
 
 #[test]
 fn books_survive_json() {
     let mut ledger = Ledger::default();
     let mut step = tally(0, 1, &[(0, 0), (0, 1), (1, 1)]);
-    step.loss = Wide::encode(0.1 + 0.2).unwrap();
+    step.shard(1, 0.1 + 0.2, 1.0);
     ledger.add(&step);
     ledger.close_epoch(2, epoch_digest(2)).unwrap();
     ledger.add(&step);

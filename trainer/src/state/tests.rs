@@ -23,6 +23,7 @@ fn state() -> State {
             slots: vec![("first_moment".into(), vec![1.5; 9]), ("second_moment".into(), vec![2.5; 9])],
         },
         ledger: Ledger::default(),
+        fraction_bits: Some(-3),
     }
 }
 
