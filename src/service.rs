@@ -6,7 +6,7 @@ mod stage;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_ingest::Until;

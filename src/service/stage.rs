@@ -167,7 +167,7 @@ mod tests {
         let (began, mut begins) = tokio::sync::mpsc::unbounded_channel();
         stage.keep("second".into(), move || {
             began.send(()).unwrap();
-            async { anyhow::bail!("no such topic") }
+            async { Err(anyhow::anyhow!("no such topic")) }
         });
         begins.recv().await.unwrap();
         // It is in its attempt, or in the pause after it: both end at once.
