@@ -192,6 +192,7 @@ async fn incomplete_versions_are_not_listed_and_say_why() {
     let store = store_with(&[bundle("good", 1)]).await;
     let other = bundle("half", 1);
     put(store.as_ref(), "models/half/1/model.onnx", other.model_onnx().clone()).await;
+    put(store.as_ref(), "models/half/1/bundle.json.writing", "").await;
     let manifest = other.files().pop().unwrap().1;
     put(store.as_ref(), "models/gone/1/bundle.json", renamed(&manifest, "gone")).await;
     put(store.as_ref(), "models/good/v2/bundle.json", "{}").await;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{CONFIG_FILE, FileStat, Listing, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
+use millrace_bundle::{
+    CONFIG_FILE, FileStat, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion,
+};
 
 use super::beside::{SETTLE, is_settled};
 use super::policy::VersionPolicy;
@@ -114,6 +116,22 @@ impl Repository {
             found.entry(version.name).or_default().versions.insert(version.version, candidate);
         }
         for version in listing.plain {
+            let known = before.models.get(&version.name);
+            let configured = listing
+                .folders
+                .iter()
+                .any(|folder| folder.name == version.name && folder.files.contains_key(CONFIG_FILE));
+            // A bundle whose manifest is gone is being replaced, and does not become a graph alone.
+            if !configured
+                && known.is_some_and(|known| known.ready.get(&version.version).is_some_and(is_bundle))
+            {
+                let reason = format!("its {MANIFEST_FILE} is gone");
+                let at = Instant::now();
+                let failure = Failure { origin: None, reason, at, settling: false, told: false };
+                let versions = &mut found.entry(version.name).or_default().versions;
+                versions.insert(version.version, Candidate::Broken(failure));
+                continue;
+            }
             let versions = &mut found.entry(version.name.clone()).or_default().versions;
             versions.insert(version.version, Candidate::Plain(version));
         }
@@ -346,6 +364,10 @@ impl Repository {
         let (model, version) = relative.split_once('/')?;
         Some((model.to_owned(), version.parse().ok().filter(|version| *version > 0)?))
     }
+}
+
+fn is_bundle(model: &Arc<Model>) -> bool {
+    matches!(model.origin.content, Content::Bundle(_))
 }
 
 /// The policy where none is said.

@@ -138,7 +138,9 @@ async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
 
     // A model whose only version is bad, once mended, comes with the next call.
     publish(server.dir.path(), "new", 1, mlp()).await;
-    std::fs::remove_file(server.dir.path().join("new/1/bundle.json")).unwrap();
+    // As it is while a bundle is written.
+    let file = |name: &str| server.dir.path().join("new/1").join(name);
+    std::fs::rename(file("bundle.json"), file("bundle.json.writing")).unwrap();
     let error = load(&mut client, "new").await.unwrap_err();
     assert_eq!(error.code(), Code::Unavailable);
     assert!(error.message().contains("no complete version"), "{error}");
