@@ -13,8 +13,15 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 
 /// [`code`] of an error of one crate.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
-    let causes = std::iter::successors(Some(error), |cause| cause.source());
-    causes.map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        let exit = of_cause(cause);
+        if exit != Exit::Failed {
+            return exit;
+        }
+        next = cause.source();
+    }
+    Exit::Failed
 }
 
 fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
