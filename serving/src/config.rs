@@ -308,7 +308,7 @@ impl Default for Limits {
     fn default() -> Self {
         Limits {
             message_bytes_max: 64 << 20,
-            model_bytes_max: 2 << 30,
+            model_bytes_max: 32 << 30,
             requests_waiting_max: 1024,
             waiting_bytes_max: 256 << 20,
             sequences_max: 1024,

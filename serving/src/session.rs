@@ -160,18 +160,28 @@ fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<S
 fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device)) -> Result<Vec<Session>> {
     let manifest = bundle.manifest();
     let (model, version) = (&manifest.name, manifest.version);
-    let onnx = bundle.model_onnx();
+    let (onnx, weights) = bundle.runnable()?;
+    let bytes = usize::try_from(bundle.model_bytes()).unwrap_or(usize::MAX);
     let threads = config.threads().max(1);
     let count = match config.sessions_max {
-        0 if device == Device::Cpu && onnx.len() <= PER_THREAD_BYTES_MAX => threads,
+        0 if device == Device::Cpu && bytes <= PER_THREAD_BYTES_MAX => threads,
         0 => 1,
         sessions => sessions,
     };
     let intra_threads = intra_threads(threads, count);
     let runtime = Runtime::load_from(config.onnxruntime.as_deref())?;
     let mut builder = options::builder(runtime, device, intra_threads, config.allow_fallback)?;
-    if count > 1 && device == Device::Cpu && onnx.len() >= SHARED_BYTES_MIN {
-        match weights::sessions(&builder, onnx, count) {
+    // Sessions that share weights have none of their own any more.
+    let plain = builder.clone();
+    for (file, content) in weights {
+        let refused =
+            |error: ort::Error<_>| failed(manifest, format!("weights in {file:?}: {}", one_line(&error)));
+        builder = builder
+            .with_external_initializer_file_in_memory(file, content.to_vec().into())
+            .map_err(refused)?;
+    }
+    if count > 1 && device == Device::Cpu && bytes >= SHARED_BYTES_MIN {
+        match weights::sessions(&plain, &builder, &onnx, count) {
             Ok(sessions) => return Ok(sessions),
             Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
         }
@@ -180,7 +190,7 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
     };
     let memory = device.memory();
-    let session = |_| Ok(Session::new(builder.commit_from_memory(onnx).map_err(refused)?, place, memory));
+    let session = |_| Ok(Session::new(builder.commit_from_memory(&onnx).map_err(refused)?, place, memory));
     (0..count).map(session).collect()
 }
 

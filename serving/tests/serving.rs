@@ -95,3 +95,5 @@ mod trace;
 mod triton_layout;
 #[path = "serving/values.rs"]
 mod values;
+#[path = "serving/weights.rs"]
+mod weights;

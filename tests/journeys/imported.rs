@@ -123,7 +123,7 @@ fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
         (&readme, "m", 6, "not an ONNX file"),
         (&cut, "m", 6, "not an ONNX file"),
         (&empty, "m", 6, "holds no graph"),
-        (&elsewhere, "m", 2, "keeps its data in another file"),
+        (&elsewhere, "m", 2, "keeps its elements in another file"),
         (&folder, "m", 2, "not a file"),
         (Path::new("nope.onnx"), "m", 3, "does not exist"),
         (&file, "../m", 2, "not a model name"),
@@ -159,4 +159,56 @@ fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
     for into in [&[][..], &["--models", text(&folder), "--volume", "v"]] {
         assert_eq!(home.run([&import[..], into].concat()).status.code(), Some(2));
     }
+}
+
+#[test]
+fn weights_beside_a_graph_are_imported_with_it() {
+    let home = Home::new();
+    let (made, folder) = (onnx(&home), folder(&home));
+    let mut model = ModelProto::decode(&std::fs::read(&made).unwrap()[..]).unwrap();
+    let weights = &mut model.graph.as_mut().unwrap().initializer[0];
+    let elements: Vec<u8> = match weights.raw_data.take() {
+        Some(raw) => raw,
+        None => std::mem::take(&mut weights.float_data).into_iter().flat_map(f32::to_le_bytes).collect(),
+    };
+    weights.data_location = Some(DataLocation::External.into());
+    let mut outside = |location: &str| {
+        let entry = |key: &str, value: &str| StringStringEntryProto {
+            key: Some(key.into()),
+            value: Some(value.into()),
+        };
+        let weights = &mut model.graph.as_mut().unwrap().initializer[0];
+        weights.external_data = vec![entry("location", location), entry("offset", "4")];
+        home.file("outside.onnx", model.encode_to_vec())
+    };
+    let file = outside("outside.onnx.data");
+    let into = ["--name", "m", "--models", text(&folder)];
+    let import = [&["model", "import", text(&file)][..], &into[..]].concat();
+    let (code, line) = home.fails(&import);
+    assert!(code == 3 && line.contains("outside.onnx.data, which does not exist"), "{code}: {line}");
+    home.file("outside.onnx.data", [&[0u8; 4], &elements[..]].concat());
+    assert_eq!(home.json(&import)["files"][1]["path"], "outside.onnx.data");
+    home.json([&["model", "import", text(&made)][..], &into[..]].concat());
+    let (service, served) = home.serve(["--models", text(&folder)]);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut client = Client::connect(served["grpc"].as_str().unwrap()).await.unwrap();
+        let mut answers = Vec::new();
+        for version in [1, 2] {
+            let input = Tensor::fp32("input", vec![1, 2], vec![1.0, 2.0]).unwrap();
+            answers.push(client.infer("m", Some(version), vec![input], Form::Raw).await.unwrap().outputs);
+        }
+        assert_eq!(answers[0], answers[1]);
+    });
+    assert_eq!(service.stop(), 0);
+    // Nothing from elsewhere becomes a part of a model.
+    for location in ["../outside.onnx.data", "/etc/passwd", "link"] {
+        let file = outside(location);
+        let link = home.dir.path().join("link");
+        std::fs::remove_file(&link).ok();
+        std::os::unix::fs::symlink("/etc/passwd", &link).unwrap();
+        let (code, line) = home.fails([&["model", "import", text(&file)][..], &into[..]].concat());
+        assert!(code == 2 && line.contains("cannot import"), "{location}: {code}: {line}");
+    }
+    assert_eq!(versions(&folder.join("m")), [1, 2]);
 }

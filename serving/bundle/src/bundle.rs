@@ -1,6 +1,7 @@
 //! One model version in memory: made by a trainer, or loaded and verified.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
@@ -8,11 +9,13 @@ use prost::Message;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::external;
 use crate::manifest::{
     FORMAT_VERSION, FileEntry, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,
     WRITING_FILE, is_model_name, shorten,
 };
 use crate::onnx;
+use crate::outline::without_elements;
 use crate::repository::version_path;
 use crate::signature::Signature;
 use crate::statistics::{STATISTICS_FILE, Statistics};
@@ -21,6 +24,8 @@ use crate::statistics::{STATISTICS_FILE, Statistics};
 #[derive(Debug, Clone)]
 pub struct Bundle {
     manifest: Manifest,
+    /// Without the elements of large tensors.
+    graph: Arc<onnx::ModelProto>,
     /// In the manifest's order.
     files: Vec<(String, Bytes)>,
 }
@@ -39,44 +44,55 @@ impl Bundle {
         lineage: Lineage,
         metrics: BTreeMap<String, f64>,
     ) -> Result<Bundle> {
+        Bundle::with_weights(name, version, model_onnx, Vec::new(), lineage, metrics)
+    }
+
+    /// The same with the files in which the graph keeps weights: path relative to the version's directory, and content.
+    ///
+    /// # Errors
+    /// As [`Bundle::new`]; [`Error::InvalidModel`] when a tensor is not in one of these files.
+    pub fn with_weights(
+        name: &str,
+        version: u64,
+        model_onnx: Vec<u8>,
+        weights: Vec<(String, Bytes)>,
+        lineage: Lineage,
+        metrics: BTreeMap<String, f64>,
+    ) -> Result<Bundle> {
         if !is_model_name(name) {
             return Err(Error::InvalidName { name: shorten(name) });
         }
         if version == 0 {
             return Err(Error::InvalidVersion { version: version.to_string() });
         }
-        let model = onnx::ModelProto::decode(model_onnx.as_slice()).map_err(|error| Error::InvalidModel {
-            reason: format!("the bytes do not decode as a ModelProto: {error}"),
-        })?;
+        let mut model = decoded(&model_onnx)?;
+        let size_of = |path: &str| {
+            let found = weights.iter().find(|(name, _)| name == path);
+            found.map(|(_, content)| content.len() as u64)
+        };
+        external::check(&mut model, size_of).map_err(|reason| Error::InvalidModel { reason })?;
         let graph =
             model.graph.as_ref().ok_or_else(|| Error::InvalidModel { reason: "there is no graph".into() })?;
-        if let Some(tensor) = graph.initializer.iter().find(|tensor| {
-            !tensor.external_data.is_empty()
-                || tensor.data_location() == onnx::tensor_proto::DataLocation::External
-        }) {
-            return Err(Error::InvalidModel {
-                reason: format!(
-                    "initializer {:?} keeps its data in another file: save the model as one file",
-                    shorten(tensor.name())
-                ),
-            });
-        }
+        let model_onnx = Bytes::from(model_onnx);
+        let files = [vec![(MODEL_FILE.to_owned(), model_onnx)], weights].concat();
+        let entry = |(path, content): &(String, Bytes)| FileEntry {
+            path: path.clone(),
+            bytes: content.len() as u64,
+            sha256: sha256_hex(content),
+        };
         let manifest = Manifest {
             format_version: FORMAT_VERSION,
             name: name.to_owned(),
             version,
-            files: vec![FileEntry {
-                path: MODEL_FILE.to_owned(),
-                bytes: model_onnx.len() as u64,
-                sha256: sha256_hex(&model_onnx),
-            }],
+            files: files.iter().map(entry).collect(),
             signature: Signature::of_graph(graph)?,
             lineage,
             metrics,
             created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         };
         manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
-        let bundle = Bundle { manifest, files: vec![(MODEL_FILE.to_owned(), Bytes::from(model_onnx))] };
+        without_elements(&mut model);
+        let bundle = Bundle { manifest, graph: Arc::new(model), files };
         let bytes = bundle.manifest_bytes().len();
         if bytes as u64 > MANIFEST_BYTES_MAX {
             return Err(Error::InvalidManifest {
@@ -131,8 +147,19 @@ impl Bundle {
     }
 
     /// From parts whose digests were compared by the caller.
-    pub(crate) fn from_verified(manifest: Manifest, files: Vec<(String, Bytes)>) -> Bundle {
-        Bundle { manifest, files }
+    pub(crate) fn from_verified(manifest: Manifest, files: Vec<(String, Bytes)>) -> Result<Bundle> {
+        let mut bundle = Bundle { manifest, graph: Arc::default(), files };
+        let mut model = decoded(bundle.model_onnx())?;
+        let size_of = |path: &str| bundle.manifest.file(path).map(|file| file.bytes);
+        external::check(&mut model, size_of).map_err(|reason| Error::InvalidModel { reason })?;
+        without_elements(&mut model);
+        bundle.graph = Arc::new(model);
+        Ok(bundle)
+    }
+
+    /// The graph without the elements of large tensors.
+    pub fn graph(&self) -> &onnx::ModelProto {
+        &self.graph
     }
 
     /// Signature, digests, lineage and metrics.
@@ -144,6 +171,51 @@ impl Bundle {
     pub fn model_onnx(&self) -> &Bytes {
         static EMPTY: Bytes = Bytes::new();
         self.files.iter().find(|(path, _)| path == MODEL_FILE).map_or(&EMPTY, |(_, bytes)| bytes)
+    }
+
+    /// The files in which an encoded `ModelProto` keeps weights: paths relative to its own folder.
+    ///
+    /// # Errors
+    /// [`Error::InvalidModel`] when the bytes do not decode, or a tensor names no file inside that folder.
+    pub fn weight_files(model_onnx: &[u8]) -> Result<BTreeSet<String>> {
+        external::files(&mut decoded(model_onnx)?).map_err(|reason| Error::InvalidModel { reason })
+    }
+
+    /// The encoded `ModelProto` as ONNX Runtime takes it, and the files in which its initializers keep their elements:
+    /// other tensors have theirs in it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidModel`] when that is not possible.
+    pub fn runnable(&self) -> Result<(Bytes, Vec<(&str, &Bytes)>)> {
+        let invalid = |reason: String| Error::InvalidModel { reason };
+        let mut outline = onnx::ModelProto::clone(&self.graph);
+        let named = external::files(&mut outline).map_err(invalid)?;
+        let weights: Vec<(&str, &Bytes)> = self
+            .files
+            .iter()
+            .filter(|(path, _)| named.contains(path))
+            .map(|(path, content)| (path.as_str(), content))
+            .collect();
+        let content = |path: &str| {
+            weights.iter().find(|(name, _)| *name == path).map(|(_, content)| Bytes::clone(content))
+        };
+        if weights.is_empty() || !external::inline(&mut outline, content).map_err(invalid)? {
+            return Ok((self.model_onnx().clone(), weights));
+        }
+        let mut model = decoded(self.model_onnx())?;
+        external::inline(&mut model, content).map_err(invalid)?;
+        Ok((Bytes::from(model.encode_to_vec()), weights))
+    }
+
+    /// Bytes of the graph and of the files in which it keeps weights.
+    pub fn model_bytes(&self) -> u64 {
+        let mut outline = onnx::ModelProto::clone(&self.graph);
+        let named = external::files(&mut outline).unwrap_or_default();
+        let files = self.manifest.files.iter();
+        files
+            .filter(|file| file.path == MODEL_FILE || named.contains(&file.path))
+            .map(|file| file.bytes)
+            .sum()
     }
 
     /// SHA-256 of the encoded `ModelProto`, in hexadecimal digits.
@@ -208,6 +280,12 @@ impl Bundle {
         json.push(b'\n');
         Bytes::from(json)
     }
+}
+
+pub(crate) fn decoded(model_onnx: &[u8]) -> Result<onnx::ModelProto> {
+    onnx::ModelProto::decode(model_onnx).map_err(|error| Error::InvalidModel {
+        reason: format!("the bytes do not decode as a ModelProto: {error}"),
+    })
 }
 
 pub(crate) fn sha256_hex(bytes: &[u8]) -> String {

@@ -6,10 +6,11 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use object_store::path::Path;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, UpdateVersion};
+use object_store::{GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, UpdateVersion};
 
-use crate::bundle::Bundle;
+use crate::bundle::{Bundle, decoded};
 use crate::error::{Error, Result};
+use crate::external;
 use crate::manifest::shorten;
 use crate::repository::{Limits, model_path, read_bounded, read_tagged, version_path};
 
@@ -98,36 +99,84 @@ impl PlainVersion {
     }
 }
 
-/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the file as
-/// `expected` describes it, and its manifest is made here. Holds the model in memory once.
+/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the files as `expected`
+/// describes them, and its manifest is made here. Files in which the graph keeps weights lie beside it. Holds the model
+/// in memory once.
 ///
 /// # Errors
-/// [`Error::Incomplete`] when the file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
+/// [`Error::Incomplete`] when a file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
 /// [`Error::Store`]; what [`Bundle::new`] says of the graph.
 pub async fn load_plain(
     store: &dyn ObjectStore,
     root: &str,
     version: (&str, u64),
     file: &str,
-    expected: &FileStat,
+    expected: &BTreeMap<String, FileStat>,
     limits: &Limits,
 ) -> Result<Bundle> {
     let (name, version) = version;
     let base = version_path(root, name, version)?;
-    let path = base.clone().join(file);
-    let content = read_bounded(store, &path, limits.model_bytes_max).await?;
+    let graph = read_unchanged(store, &base, file, expected, limits.model_bytes_max).await?;
+    let named = external::files(&mut decoded(&graph)?).map_err(|reason| Error::InvalidModel { reason })?;
+    let mut left = limits.model_bytes_max.saturating_sub(graph.len() as u64);
+    let mut weights = Vec::with_capacity(named.len());
+    for beside in named {
+        check_inside(store, &base, &beside).await?;
+        let content = read_unchanged(store, &base, &beside, expected, left).await?;
+        left = left.saturating_sub(content.len() as u64);
+        weights.push((beside, content));
+    }
+    Bundle::with_weights(name, version, graph.into(), weights, Default::default(), BTreeMap::new())
+}
+
+/// Reads a file of a version that is as it was described.
+async fn read_unchanged(
+    store: &dyn ObjectStore,
+    base: &Path,
+    file: &str,
+    expected: &BTreeMap<String, FileStat>,
+    bytes_max: u64,
+) -> Result<Bytes> {
     let changed = |reason: String| Error::Incomplete { path: base.to_string(), reason };
+    let expected = expected.get(file).ok_or_else(|| changed(format!("{} is missing", shorten(file))))?;
+    let path = base.clone().join(file);
+    let content = read_bounded(store, &path, bytes_max).await?;
     if content.len() as u64 != expected.bytes {
         let found = content.len();
         return Err(changed(format!("{file} has {found} bytes and had {} before", expected.bytes)));
     }
     // A second look: whatever was written while it was read shows here.
     match store.head(&path).await {
-        Ok(meta) if FileStat::of(&meta) == *expected => {}
-        Ok(_) => return Err(changed(format!("{file} changed while it was read"))),
-        Err(source) => return Err(Error::Store { path: path.to_string(), source }),
+        Ok(meta) if FileStat::of(&meta) == *expected => Ok(content),
+        Ok(_) => Err(changed(format!("{file} changed while it was read"))),
+        Err(source) => Err(Error::Store { path: path.to_string(), source }),
     }
-    Bundle::new(name, version, content.into(), Default::default(), BTreeMap::new())
+}
+
+/// Refuses a file that is a symbolic link out of the folder of its version.
+async fn check_inside(store: &dyn ObjectStore, base: &Path, file: &str) -> Result<()> {
+    let path = base.clone().join(file);
+    let failed = |source| Error::Store { path: path.to_string(), source };
+    let found = store.get(&path).await.map_err(|error| match error {
+        object_store::Error::NotFound { .. } => {
+            Error::Incomplete { path: base.to_string(), reason: format!("{} is missing", shorten(file)) }
+        }
+        error => failed(error),
+    })?;
+    // Other stores have no links.
+    let GetResultPayload::File(_, place) = found.payload else { return Ok(()) };
+    let inside = || -> std::io::Result<bool> {
+        let folder = place.parent().map(std::path::Path::canonicalize).transpose()?;
+        Ok(folder.is_some_and(|folder| place.canonicalize().is_ok_and(|real| real.starts_with(folder))))
+    };
+    match inside() {
+        Ok(true) => Ok(()),
+        _ => Err(Error::InvalidModel {
+            reason: format!(
+                "{file:?}, in which the graph keeps weights, is a link out of the version's folder"
+            ),
+        }),
+    }
 }
 
 /// A file beside the versions of a model, as it was read.

@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! <root>/<name>/<version>/model.onnx
+//! <root>/<name>/<version>/model.onnx.data  where the graph keeps weights outside of itself
 //! <root>/<name>/<version>/bundle.json      written last: signature, digests, lineage, metrics
 //! ```
 //!
@@ -23,6 +24,7 @@
 //!   ([`scan`] says why) and [`load`] refuses it; those of Triton's kind are apart ([`Listing::plain`],
 //!   [`load_plain`]);
 //! - every byte that [`load`] returns was compared with the SHA-256 digest in the manifest;
+//! - no tensor of a graph keeps its elements in a file outside of its version;
 //! - versions are immutable: [`Bundle::write`] refuses to replace one;
 //! - sizes, counts and paths in a manifest are bounded before anything is read ([`Limits`]).
 //!
@@ -44,8 +46,10 @@
 
 mod bundle;
 mod error;
+mod external;
 mod folder;
 mod manifest;
+mod outline;
 mod repository;
 mod signature;
 mod statistics;

@@ -208,7 +208,7 @@ fn is_sha256(text: &str) -> bool {
 }
 
 /// Refuses everything that could leave the version's directory or mean another file than it seems.
-fn check_file_path(path: &str) -> std::result::Result<(), String> {
+pub(crate) fn check_file_path(path: &str) -> std::result::Result<(), String> {
     if path.is_empty() || path.len() > FILE_PATH_BYTES_MAX {
         return Err(format!("file path of {} bytes, allowed are 1 to {FILE_PATH_BYTES_MAX}", path.len()));
     }

@@ -18,14 +18,14 @@ use crate::manifest::{
 /// Bounds on what is read from a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Largest total size of a version's files without the manifest, in bytes. The default is 2 GiB,
-    /// the most that a protobuf message, and so an ONNX file, can have.
+    /// Largest total size of a version's files without the manifest, in bytes. The default is 32 GiB. An ONNX
+    /// file has at most 2 GiB; the weights of larger models lie in files beside it.
     pub model_bytes_max: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { model_bytes_max: 2 << 30 }
+        Limits { model_bytes_max: 32 << 30 }
     }
 }
 
@@ -244,7 +244,7 @@ pub async fn load_with(
         }
         files.push((entry.path.clone(), content));
     }
-    Ok(Bundle::from_verified(manifest, files))
+    Bundle::from_verified(manifest, files)
 }
 
 /// The version to publish next: one above the highest version directory of the model, complete or not.
@@ -408,8 +408,9 @@ pub(crate) async fn read_tagged(
     };
     let found = store.get(path).await.map_err(store_error)?;
     let tag = UpdateVersion { e_tag: found.meta.e_tag.clone(), version: found.meta.version.clone() };
+    let expected = usize::try_from(found.meta.size.min(bytes_max)).unwrap_or(0);
     let mut stream = found.into_stream();
-    let mut content = Vec::new();
+    let mut content = Vec::with_capacity(expected);
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(store_error)?;
         let bytes = (content.len() as u64).saturating_add(chunk.len() as u64);

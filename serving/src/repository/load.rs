@@ -42,9 +42,9 @@ impl Repository {
                 millrace_bundle::load_with(store, root, name, version, &limits).await?
             }
             Content::Ensemble => return self.load_ensemble(name, version, origin).map_err(failed),
-            Content::Plain(stat) => {
+            Content::Plain(files) => {
                 let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());
-                millrace_bundle::load_plain(store, root, (name, version), file, stat, &limits).await?
+                millrace_bundle::load_plain(store, root, (name, version), file, files, &limits).await?
             }
         };
         let mut config = inner.config.clone();

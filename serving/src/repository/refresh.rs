@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::{
-    CONFIG_FILE, FileStat, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion,
-};
+use millrace_bundle::{CONFIG_FILE, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
 
 use super::beside::{SETTLE, is_settled};
 use super::policy::VersionPolicy;
@@ -283,10 +281,10 @@ impl Repository {
             let at = same.map_or_else(Instant::now, |same| same.at);
             Failure { origin: Some(origin), reason, at, settling: true, told: true }
         };
-        if let Content::Plain(stat) = &origin.content {
+        if let Content::Plain(files) = &origin.content {
             // A file from the future is whole when it stays as it is.
             let stayed = same.is_some_and(|same| same.settling && same.at.elapsed() >= SETTLE);
-            if !is_settled(stat) && !stayed {
+            if !files.values().all(is_settled) && !stayed {
                 let waits = SETTLE.as_millis();
                 let reason = format!("its graph was written less than {waits} ms ago, more of it may come");
                 return Err(settling(origin, reason));
@@ -401,7 +399,7 @@ fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Fail
         Candidate::Bundle(manifest) => Content::Bundle(manifest),
         Candidate::Plain(version) => {
             let file = loading.as_ref().map_or(MODEL_FILE, |loading| loading.file.as_str());
-            let stat: &FileStat = version.stat(file).map_err(|error| {
+            version.stat(file).map_err(|error| {
                 let hint = if file == MODEL_FILE {
                     format!(" ({CONFIG_FILE} may name another file as default_model_filename)")
                 } else {
@@ -409,7 +407,7 @@ fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Fail
                 };
                 failure(format!("{}{hint}", chain(&error)), false)
             })?;
-            Content::Plain(stat.clone())
+            Content::Plain(version.files)
         }
     };
     Ok(Arc::new(Origin { content, loading }))

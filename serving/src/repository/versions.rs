@@ -30,8 +30,8 @@ pub(super) struct Origin {
 pub(super) enum Content {
     /// A bundle, known by its manifest.
     Bundle(Box<Manifest>),
-    /// A graph without a manifest, known by what the store says of its file.
-    Plain(FileStat),
+    /// A graph without a manifest, known by what the store says of all files of its folder, as some may hold weights.
+    Plain(BTreeMap<String, FileStat>),
     /// Other models, known by the configuration alone.
     Ensemble,
 }

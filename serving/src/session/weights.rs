@@ -33,8 +33,15 @@ const GRAPH_BYTES_MAX: u64 = (2 << 30) - 1;
 
 /// Builds sessions that share their weights. Whatever is wrong with the graph or in the way of sharing is told
 /// as a reason; sessions with weights of their own may be possible then.
-pub(super) fn sessions(builder: &SessionBuilder, onnx: &[u8], count: usize) -> Result<Vec<Session>, String> {
-    let mut model = optimised(builder.clone(), onnx)?;
+///
+/// `with_files` has the files in which the graph keeps weights; `builder` is the same without.
+pub(super) fn sessions(
+    builder: &SessionBuilder,
+    with_files: &SessionBuilder,
+    onnx: &[u8],
+    count: usize,
+) -> Result<Vec<Session>, String> {
+    let mut model = optimised(with_files.clone(), onnx)?;
     let mut weights = Weights::default();
     if let Some(graph) = &mut model.graph {
         take_weights(graph, &mut weights)?;

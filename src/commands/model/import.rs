@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use bytes::Bytes;
 use millrace_bundle::onnx::ModelProto;
 use millrace_bundle::{Bundle, Imported, Lineage};
 use millrace_datafs::Name;
@@ -11,6 +12,7 @@ use tokio::runtime::Handle;
 
 use super::{graph, publish, read};
 use crate::context::{Context, live};
+use crate::failure::{Exit, fail};
 
 /// Longest text that is taken over from a file, in characters.
 const PRODUCER_CHARS_MAX: usize = 160;
@@ -43,9 +45,40 @@ fn bundle(file: &Path, name: &str, version: u64) -> Result<Bundle> {
     let imported = Imported { file: file_name, producer: producer(&model) };
     // It holds the weights once more.
     drop(model);
+    let context = || format!("cannot import {}", file.display());
+    let weights = Bundle::weight_files(&bytes).with_context(context)?;
+    let weights = weights.into_iter().map(|path| {
+        let content = weights_of(file, &path)?;
+        Ok((path, content))
+    });
+    let weights = weights.collect::<Result<Vec<_>>>()?;
     let lineage = Lineage { imported: Some(imported), ..Lineage::default() };
-    Bundle::new(name, version, bytes, lineage, BTreeMap::new())
-        .with_context(|| format!("cannot import {}", file.display()))
+    Bundle::with_weights(name, version, bytes, weights, lineage, BTreeMap::new()).with_context(context)
+}
+
+/// A file in which a graph keeps weights. It lies in the folder of the graph; where the graph is a link, as in caches of
+/// downloads, the file may be one, too, to beside the graph.
+fn weights_of(graph: &Path, path: &str) -> Result<Bytes> {
+    let folder = graph.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let place = folder.join(path);
+    let found = || -> std::io::Result<bool> {
+        let (folder, graph, real) = (folder.canonicalize()?, graph.canonicalize()?, place.canonicalize()?);
+        Ok(real.starts_with(folder) || real.parent() == graph.parent())
+    };
+    match found() {
+        Ok(true) => {}
+        Ok(false) => {
+            let message = format!("{} leads out of the folder of {}", place.display(), graph.display());
+            return fail(Exit::Usage, format!("cannot import {}: {message}", graph.display()));
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let message = format!("it keeps weights in {}, which does not exist", place.display());
+            return fail(Exit::NotFound, format!("cannot import {}: {message}", graph.display()));
+        }
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", place.display())),
+    }
+    let content = std::fs::read(&place).with_context(|| format!("cannot read {}", place.display()))?;
+    Ok(content.into())
 }
 
 fn producer(model: &ModelProto) -> String {

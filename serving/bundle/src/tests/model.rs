@@ -3,7 +3,7 @@
 use crate::onnx::*;
 
 /// `logits = input · weight + bias` with a symbolic batch.
-pub(super) fn linear(inputs: i64, outputs: i64) -> ModelProto {
+pub(crate) fn linear(inputs: i64, outputs: i64) -> ModelProto {
     let tensor = |name: &str, dims: Vec<i64>| TensorProto {
         name: Some(name.into()),
         data_type: Some(tensor_proto::DataType::Float as i32),

@@ -128,7 +128,7 @@ fn sessions_that_share_answer_bit_for_bit_as_ones_that_do_not() {
     let onnx = model(network());
     let expected = output(&mut builder.clone().commit_from_memory(&onnx).unwrap());
     assert!(expected.iter().any(|bits| *bits != 0));
-    let mut sessions = sessions(&builder, &onnx, 3).unwrap();
+    let mut sessions = sessions(&builder, &builder, &onnx, 3).unwrap();
     assert_eq!(sessions.len(), 3);
     for session in &mut sessions {
         assert_eq!(output(session), expected);
@@ -193,13 +193,13 @@ fn graphs_that_are_not_what_they_say_are_refused_with_a_reason() {
         ),
     ];
     for (what, onnx) in cases {
-        let reason = sessions(&builder, &onnx, 2).unwrap_err();
+        let reason = sessions(&builder, &builder, &onnx, 2).unwrap_err();
         assert!(!reason.is_empty() && reason.len() < 3_000, "{what}: {reason}");
     }
     let mut small = network();
     small.initializer.clear();
     small.node = vec![node("Relu", &["input"], "output")];
     small.output = vec![value("output", DataType::Float, &[2, 8, 16, 16])];
-    let reason = sessions(&builder, &model(small), 2).unwrap_err();
+    let reason = sessions(&builder, &builder, &model(small), 2).unwrap_err();
     assert!(reason.contains("no weight"), "{reason}");
 }

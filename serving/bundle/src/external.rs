@@ -1,0 +1,162 @@
+//! Tensors whose elements lie in other files, as exporters write large models.
+//!
+//! ONNX Runtime would read any file that a graph names. So each such tensor, wherever it is in the model, has to name a
+//! file of its own version, and to lie within it, before the model is loaded.
+
+use std::collections::BTreeSet;
+
+use crate::manifest::{check_file_path, shorten};
+use crate::onnx::tensor_proto::{DataLocation, DataType};
+use crate::onnx::{ModelProto, TensorProto};
+use crate::outline::{Place, each_tensor};
+
+/// What a tensor says of its elements.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Reference {
+    /// Path of the file, relative to the folder of the version.
+    pub(crate) file: String,
+    /// Where the elements begin in it.
+    pub(crate) offset: u64,
+    /// Their bytes.
+    pub(crate) bytes: u64,
+}
+
+/// The files that the tensors of a model name, none of which leads out of the folder of its version.
+///
+/// # Errors
+/// The first tensor that names no file inside of it, or says nothing usable of its elements.
+pub(crate) fn files(model: &mut ModelProto) -> Result<BTreeSet<String>, String> {
+    let mut files = BTreeSet::new();
+    each_reference(model, &mut |_, reference, _| {
+        files.insert(reference.file);
+        Ok(())
+    })?;
+    Ok(files)
+}
+
+/// Requires that the elements of all tensors lie in files that there are, of which `size_of` tells the bytes.
+///
+/// # Errors
+/// The first tensor whose elements do not.
+pub(crate) fn check(model: &mut ModelProto, size_of: impl Fn(&str) -> Option<u64>) -> Result<(), String> {
+    each_reference(model, &mut |tensor, Reference { file, offset, bytes }, _| {
+        let Some(size) = size_of(&file) else {
+            return Err(format!("{}: there is no file {file:?} beside the graph", named(tensor)));
+        };
+        match offset.checked_add(bytes) {
+            Some(end) if end <= size => Ok(()),
+            _ => Err(format!(
+                "{}: its {bytes} bytes from {offset} on are not in {file:?}, which has {size} bytes",
+                named(tensor)
+            )),
+        }
+    })
+}
+
+/// Puts the elements of tensors that are not among the graph's initializers into the model, as ONNX Runtime takes those
+/// of initializers alone from memory. Whether there were any.
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn inline(
+    model: &mut ModelProto,
+    content: impl Fn(&str) -> Option<bytes::Bytes>,
+) -> Result<bool, String> {
+    let mut any = false;
+    each_reference(model, &mut |tensor, Reference { file, offset, bytes }, place| {
+        if place == Place::Initializer {
+            return Ok(());
+        }
+        let part = |content: bytes::Bytes| {
+            let begin = usize::try_from(offset).ok()?;
+            Some(content.get(begin..begin.checked_add(usize::try_from(bytes).ok()?)?)?.to_vec())
+        };
+        let Some(elements) = content(&file).and_then(part) else {
+            return Err(format!("{}: its elements are not in {file:?}", named(tensor)));
+        };
+        tensor.raw_data = Some(elements);
+        tensor.external_data = Vec::new();
+        tensor.data_location = None;
+        any = true;
+        Ok(())
+    })?;
+    Ok(any)
+}
+
+type Visit<'a> = dyn FnMut(&mut TensorProto, Reference, Place) -> Result<(), String> + 'a;
+
+fn each_reference(model: &mut ModelProto, visit: &mut Visit<'_>) -> Result<(), String> {
+    let mut result = Ok(());
+    each_tensor(model, &mut |tensor, place| {
+        let outside = tensor.data_location() == DataLocation::External || !tensor.external_data.is_empty();
+        if result.is_ok() && outside {
+            result = reference(tensor)
+                .map_err(|reason| format!("{}: {reason}", named(tensor)))
+                .and_then(|reference| visit(tensor, reference, place));
+        }
+    });
+    result
+}
+
+fn named(tensor: &TensorProto) -> String {
+    match tensor.name() {
+        "" => "a tensor without a name keeps its elements in another file".to_owned(),
+        name => format!("tensor {:?} keeps its elements in another file", shorten(name)),
+    }
+}
+
+fn reference(tensor: &TensorProto) -> Result<Reference, String> {
+    let (mut file, mut offset, mut length) = (None, None, None);
+    for entry in &tensor.external_data {
+        let number = || entry.value().parse::<u64>().map_err(|_| format!("{} is not a number", entry.key()));
+        let again = match entry.key() {
+            "location" => file.replace(entry.value().to_owned()).is_some(),
+            "offset" => offset.replace(number()?).is_some(),
+            "length" => length.replace(number()?).is_some(),
+            "checksum" => false,
+            other => return Err(format!("its entry {:?} is not known", shorten(other))),
+        };
+        if again {
+            return Err(format!("its entry {} is there twice", entry.key()));
+        }
+    }
+    let file = file.ok_or("it does not say which one")?;
+    check_file_path(&file)?;
+    let bytes = bytes_of(tensor)?;
+    if length.is_some_and(|length| length != bytes) {
+        return Err(format!(
+            "its length is {}, and its elements have {bytes} bytes",
+            length.unwrap_or_default()
+        ));
+    }
+    Ok(Reference { file, offset: offset.unwrap_or(0), bytes })
+}
+
+/// What the elements of a tensor take, by its type and extents.
+fn bytes_of(tensor: &TensorProto) -> Result<u64, String> {
+    let bits: u64 = match DataType::try_from(tensor.data_type()) {
+        Ok(DataType::Uint2 | DataType::Int2) => 2,
+        Ok(DataType::Uint4 | DataType::Int4 | DataType::Float4e2m1) => 4,
+        Ok(
+            DataType::Uint8
+            | DataType::Int8
+            | DataType::Bool
+            | DataType::Float8e4m3fn
+            | DataType::Float8e4m3fnuz
+            | DataType::Float8e5m2
+            | DataType::Float8e5m2fnuz
+            | DataType::Float8e8m0,
+        ) => 8,
+        Ok(DataType::Uint16 | DataType::Int16 | DataType::Float16 | DataType::Bfloat16) => 16,
+        Ok(DataType::Uint32 | DataType::Int32 | DataType::Float) => 32,
+        Ok(DataType::Uint64 | DataType::Int64 | DataType::Double | DataType::Complex64) => 64,
+        Ok(DataType::Complex128) => 128,
+        _ => return Err("elements of its type cannot lie there".into()),
+    };
+    let count =
+        tensor.dims.iter().try_fold(bits, |bits, extent| bits.checked_mul(u64::try_from(*extent).ok()?));
+    count.map(|bits| bits.div_ceil(8)).ok_or_else(|| "its extents are none".to_owned())
+}
+
+#[cfg(test)]
+mod tests;
