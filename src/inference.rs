@@ -9,8 +9,10 @@ use millrace_bundle::{Signature, TensorSpec};
 use millrace_serving::InferError;
 use millrace_serving::client::{Client, ClientError, Prediction};
 use millrace_serving::record::{Mapping, Row, row_outputs};
+use millrace_serving::rows;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
+use millrace_serving::wire::inference::ModelConfig;
 use serde_json::{Map, Value};
 
 use crate::context::Context;
@@ -164,6 +166,8 @@ impl Predictor {
         let asked = version.map(|version| version.to_string()).unwrap_or_default();
         let signature = client.signature(model, &asked).await?;
         let batch_max = match client.model_config(model, &asked).await {
+            // Rows that depend on each other have to go one by one, however many a request may have.
+            Ok(config) if depend(&config) => 1,
             Ok(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
             // Not every server that speaks the protocol has Triton's calls.
             Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => usize::MAX,
@@ -222,6 +226,12 @@ impl Predictor {
         })?;
         Ok(Answer { known, prediction })
     }
+}
+
+/// Whether a server says that the rows of a request depend on each other. Others say nothing of it.
+fn depend(config: &ModelConfig) -> bool {
+    let said = config.parameters.get(rows::PARAMETER);
+    said.is_some_and(|parameter| parameter.string_value.starts_with(rows::DEPENDENT))
 }
 
 /// Which field each named input takes.

@@ -218,8 +218,8 @@ pub enum Control {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Batching {
-    /// Most rows of a run of several requests; 0 and 1 run each alone. Models whose rows depend on each
-    /// other, which is tried when they are loaded, run each alone in any case.
+    /// Most rows of a run of several requests; 0 and 1 run each alone. So do models whose graph does not prove that
+    /// rows are independent, unless their configuration asks for more.
     pub rows_max: usize,
     /// Numbers of rows that are better than others, such as those a device is quick with: a run stops
     /// at the largest of them that it reaches.

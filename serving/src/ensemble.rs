@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use crate::error::{InferError, quote};
 use crate::repository::{Model, WeakRepository};
+use crate::rows::{Dependence, Rows};
 use crate::wire::inference as pb;
 use members::Member;
 pub(crate) use plan::Plan;
@@ -73,6 +74,30 @@ impl Ensemble {
         };
         let find = repository.finder();
         self.members(ensemble, &find).map_err(unavailable)
+    }
+
+    /// Whether the rows of an ensemble are independent: those of every step have to be.
+    pub(crate) fn rows(&self, ensemble: &Model) -> Rows {
+        let signature = ensemble.signature();
+        let name = signature.inputs.first().map_or("", |input| &input.name);
+        let refused = |reason: String| Rows::Dependent(Dependence::of_output(name, &reason));
+        if !signature.has_rows() {
+            return refused("the first extent of an input or output is fixed".into());
+        }
+        let members = match self.resolve(ensemble) {
+            Ok(members) => members,
+            Err(error) => return refused(error.to_string()),
+        };
+        let rows = members.iter().map(|member| member.model.rows());
+        let (mut rows, places): (Vec<Rows>, Vec<usize>) = rows
+            .enumerate()
+            .filter(|(_, rows)| *rows != Rows::Independent)
+            .map(|(step, rows)| (rows, step))
+            .unzip();
+        match rows.iter().position(|rows| !rows.are_independent()) {
+            Some(found) => refused(format!("{}: {}", self.plan.named(places[found]), rows[found])),
+            None => rows.pop().unwrap_or(Rows::Independent),
+        }
     }
 
     /// A step of the ensemble, as messages name it.

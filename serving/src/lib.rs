@@ -25,7 +25,8 @@
 //!   nothing of models that it may not use;
 //! - no request waits for the collector of its spans, and neither does a server that stops, but for seconds;
 //! - an answer is given again only to a request that asks the same of a version with the same content;
-//! - requests run together only where trying has shown that their rows are independent;
+//! - requests run together only where the graph proves that their rows are independent ([`rows`]), or where the
+//!   configuration asks for it;
 //! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
 //!   are and fit;
 //! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
@@ -87,6 +88,7 @@ mod reload;
 pub mod repository;
 mod response_cache;
 mod rest;
+pub mod rows;
 pub mod runtime;
 mod sequence;
 mod server;

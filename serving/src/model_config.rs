@@ -6,9 +6,10 @@ use std::time::Duration;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde_json::{Value, json};
 
-use crate::config::{Device, Devices, Engine};
+use crate::config::{Device, Engine};
 use crate::ensemble;
 use crate::repository::{Model, VersionPolicy};
+use crate::rows;
 use crate::wire::inference as pb;
 
 /// Backend of every model with a graph, as Triton names it.
@@ -156,13 +157,14 @@ fn optimization(model: &Model) -> Option<pb::ModelOptimizationPolicy> {
     })
 }
 
-/// The devices that were asked for, where others are used.
+/// Whether rows are independent, and the devices that were asked for, where others are used.
 fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
-    let instead_of = model.pool.placement().instead_of();
-    let parameter = |device: &Devices| {
-        ("runs_instead_of".to_owned(), pb::ModelParameter { string_value: device.to_string() })
-    };
-    instead_of.map(parameter).into_iter().collect()
+    let instead_of = model.pool.placement().instead_of().map(ToString::to_string);
+    let parameters = [(rows::PARAMETER, Some(model.rows().to_string())), ("runs_instead_of", instead_of)];
+    let given = parameters
+        .into_iter()
+        .filter_map(|(name, value)| Some((name.to_owned(), pb::ModelParameter { string_value: value? })));
+    given.collect()
 }
 
 /// Extents without the rows, where the model takes rows.

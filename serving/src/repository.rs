@@ -33,6 +33,7 @@ use crate::ensemble::Ensemble;
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::REFRESHES;
 use crate::response_cache::{Answers, ResponseCache};
+use crate::rows::Rows;
 use crate::sequence::Sequences;
 use crate::session::Pool;
 use crate::shadow::Shadow;
@@ -51,6 +52,8 @@ use versions::{Origin, Versions};
 pub struct Model {
     manifest: Manifest,
     max_batch_size: i32,
+    /// Of an ensemble, what its steps' models are found to be decides.
+    rows: Rows,
     /// Most rows of a request, where the model's configuration bounds them.
     rows_max: Option<usize>,
     origin: Arc<Origin>,
@@ -96,6 +99,11 @@ impl Model {
     /// Most rows of a request; 0 when rows are none of the model's dimensions.
     pub(crate) fn max_batch_size(&self) -> i32 {
         self.max_batch_size
+    }
+
+    /// Whether its rows are independent: of an ensemble, those of all its steps' models as they are now.
+    pub(crate) fn rows(&self) -> Rows {
+        self.ensemble().map_or_else(|| self.rows.clone(), |ensemble| ensemble.rows(self))
     }
 
     /// Most rows of a request, where the model's configuration bounds them.

@@ -15,11 +15,11 @@ mod outlook;
 mod peak;
 mod placement;
 mod pool;
-mod probe;
 mod realtime;
 mod spent;
 mod thrift;
 mod trial;
+mod trial_rows;
 mod typical;
 mod values;
 mod weights;
@@ -32,6 +32,7 @@ use ort::value::ValueType;
 
 use crate::config::{Config, Device, Devices, Memory};
 use crate::error::{Error, Result, one_line};
+use crate::rows::{Dependence, Rows};
 use crate::runtime::Runtime;
 use crate::tensor::onnx::datatype;
 use backing::Weights;
@@ -99,7 +100,9 @@ impl DerefMut for Session {
 
 /// Builds the sessions of a version and checks them against the manifest. Blocks while ONNX Runtime
 /// optimises the graph.
-pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
+///
+/// Requests run together where the graph proves that rows are independent, or where `declared` says so.
+pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result<(Pool, Rows)> {
     let manifest = bundle.manifest();
     let (devices, mut free) = match sessions(bundle, config, &config.device) {
         Err(error) if !config.device.is_cpu() && config.allow_fallback => {
@@ -110,27 +113,39 @@ pub(crate) fn build(bundle: &Bundle, config: &Config) -> Result<Pool> {
         }
         built => (config.device.clone(), built?),
     };
+    let rows = rows_of(bundle, declared);
+    let (model, version) = (&manifest.name, manifest.version);
     let mut rows_max = config.batching.rows_max;
-    if rows_max > 1 && manifest.lineage.quantized.is_some() {
-        // Trying rows that are alike would not show it: one that is far larger takes the others' digits.
-        let (model, version) = (&manifest.name, manifest.version);
-        tracing::info!(
-            model,
-            version,
-            "requests run one by one: rows of a quantized version share their range"
-        );
-        rows_max = 0;
-    }
-    if rows_max > 1
-        && let Some(session) = free.first_mut()
-        && let Err(reason) = probe::check(session, &manifest.signature)
-    {
-        tracing::info!(model = manifest.name, version = manifest.version, reason, "requests run one by one");
-        rows_max = 0;
+    match &rows {
+        Rows::Dependent(reason) => {
+            if rows_max > 1 {
+                tracing::info!(model, version, %reason, "requests run one by one: rows may depend on each other");
+            }
+            rows_max = 0;
+        }
+        Rows::Declared(reason) if rows_max > 1 => {
+            let tried = free.first_mut().map(|session| trial_rows::check(session, &manifest.signature));
+            if let Some(Err(found)) = tried {
+                tracing::warn!(model, version, %reason, found, "requests run together as configured, and a trial differs");
+            }
+        }
+        _ => {}
     }
     let of_each = free.len() / devices.each().len();
     let placement = Placement::new(manifest, &config.device, devices, of_each);
-    Ok(Pool::new(free, placement, &manifest.signature, config, rows_max))
+    Ok((Pool::new(free, placement, &manifest.signature, config, rows_max), rows))
+}
+
+/// Whether the rows of a version are independent: as the configuration says, else as the graph proves.
+fn rows_of(bundle: &Bundle, declared: Option<bool>) -> Rows {
+    let signature = &bundle.manifest().signature;
+    match (declared, signature.inputs.first()) {
+        (Some(false), Some(input)) => Rows::Dependent(Dependence::of_output(
+            &input.name,
+            "independent_rows of the configuration is false",
+        )),
+        _ => Rows::of(bundle.graph(), signature).declared(declared == Some(true) && signature.has_rows()),
+    }
 }
 
 /// The pool of a version without sessions, whose requests run on those of others.

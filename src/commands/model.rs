@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use millrace_bundle::onnx::{GraphProto, ModelProto};
 use millrace_bundle::{Bundle, Lineage, TensorSpec};
+use millrace_serving::rows::Rows;
 use millrace_trainer::graph::Graph;
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
@@ -179,10 +180,11 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
         *operators.entry(node.op_type()).or_default() += 1;
     }
     let sha256 = hex::encode(Sha256::digest(&raw));
+    let rows = Rows::of(&model, &signature);
     out.table(
         &serde_json::json!({
             "file": file, "bytes": length, "sha256": sha256, "signature": signature,
-            "operators": operators, "parameters": parameters, "trainable": trainable,
+            "operators": operators, "parameters": parameters, "trainable": trainable, "rows": rows_json(&rows),
         }),
         &["model", &file.display().to_string()],
         [
@@ -194,6 +196,7 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
                 operators.iter().map(|(op, n)| format!("{op} ×{n}")).collect::<Vec<_>>().join(", "),
             ],
             vec!["trainable".into(), trainable],
+            vec!["rows".into(), rows.to_string()],
             vec!["size".into(), bytes(length)],
             vec!["sha256".into(), sha256.clone()],
         ],
@@ -206,6 +209,8 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
         vec!["inputs".into(), tensors(&manifest.signature.inputs)],
         vec!["outputs".into(), tensors(&manifest.signature.outputs)],
     ];
+    let of_rows = Rows::of(bundle.graph(), &manifest.signature);
+    rows.push(vec!["rows".into(), of_rows.to_string()]);
     rows.extend(origin(&manifest.lineage));
     if let Some(quantized) = &manifest.lineage.quantized {
         rows.push(vec!["quantized from".into(), format!("version {}", quantized.version)]);
@@ -217,7 +222,19 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
         let shown = if name.ends_with("_rows") { count(*value as u64) } else { format!("{value:.6}") };
         rows.push(vec![name.clone(), shown]);
     }
-    out.table(manifest, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
+    let mut json = serde_json::to_value(manifest)?;
+    json["rows"] = rows_json(&of_rows);
+    out.table(&json, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
+}
+
+/// Whether requests to a model run together, and why not.
+fn rows_json(rows: &Rows) -> serde_json::Value {
+    match rows {
+        Rows::Independent => serde_json::json!({ "independent": true }),
+        Rows::Declared(why) | Rows::Dependent(why) => {
+            serde_json::json!({ "independent": false, "reason": why.to_string(), "place": why })
+        }
+    }
 }
 
 /// Where a model came from: a training, or another program.

@@ -182,3 +182,44 @@ fn models_of_pytorch_answer_as_in_pytorch() {
     }
     assert_eq!(service.stop(), 0);
 }
+
+/// Models of PyTorch, scikit-learn and quantization tools, most of them with rows that depend on each other: 24 clients
+/// get the answers of single requests, and only models with independent rows run them together.
+#[test]
+#[ignore = "needs PyTorch, scikit-learn, onnxruntime and tritonclient: run make conformance"]
+fn rows_that_depend_on_each_other_are_never_batched() {
+    let home = Home::new();
+    let made = home.dir.path().join("made");
+    std::fs::create_dir(&made).unwrap();
+    let mut export = Command::new("/usr/bin/python3");
+    export.arg(project().join("tests/conformance/clients/dependent_torch.py")).arg(&made);
+    let said = program(&mut export);
+    assert!(said.contains("exported by PyTorch"), "{said}");
+    let said = program(python("dependent_tools.py").arg(&made));
+    assert!(said.contains("made by scikit-learn"), "{said}");
+    home.ok(["volume", "create", "models"]);
+    let mut names = Vec::new();
+    for file in std::fs::read_dir(&made).unwrap() {
+        let file = file.unwrap().path();
+        let name = file.file_stem().unwrap().to_str().unwrap().to_owned();
+        let import = ["model", "import", file.to_str().unwrap(), "--name", &name, "--volume", "models"];
+        let manifest = home.json(import);
+        assert_eq!(
+            manifest["rows"]["independent"],
+            name.starts_with("independent_"),
+            "{name}: {}",
+            manifest["rows"]
+        );
+        names.push(name);
+    }
+    let any = "127.0.0.1:0";
+    let mut service = Service::spawn(
+        home.command()
+            .args(["serve", "--volume", "models", "--json", "--grpc", any, "--http", any, "--metrics", any])
+            .env("MILLRACE_SERVING__SESSIONS_MAX", "1"),
+    );
+    let served = service.object();
+    let said = program(python("dependent_models.py").arg(served["grpc"].as_str().unwrap()).args(&names));
+    assert!(said.contains("10 dependent models answered 24 clients as one"), "{said}");
+    assert_eq!(service.stop(), 0);
+}

@@ -9,6 +9,7 @@ mod before;
 mod habits;
 mod images;
 mod imported;
+mod independent;
 mod instances;
 mod kills;
 mod labels;

@@ -40,6 +40,10 @@ pub struct ModelOptions {
     /// Sessions per version and device, 0 as in `[serving]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sessions_max: Option<usize>,
+    /// Whether requests run together whatever its graph proves of its rows. When absent as the model's
+    /// `config.pbtxt` asks, else where the graph proves that they are independent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub independent_rows: Option<bool>,
     /// Whether its answers are kept, and equal requests answered with them, for as long as
     /// `response_cache_bytes_max` has room; when absent as the model's `config.pbtxt` says.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -64,7 +64,7 @@ fn member(ensemble: &Model, step: &Step, model: Arc<Model>) -> Result<Member, St
             .into());
     }
     if let Some(rows) = ensemble.rows_max() {
-        if model.max_batch_size() == 0 {
+        if model.max_batch_size() == 0 && !model.signature().has_rows() {
             return Err(format!(
                 "it takes no rows, and max_batch_size of the ensemble is {rows}: leave that out, and give dims as its \
                  steps have them"

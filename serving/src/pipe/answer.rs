@@ -76,9 +76,10 @@ impl Pipe<'_> {
                 }
             }
         }
+        let rows_max = if model.rows().are_independent() { self.config.batch_rows_max } else { 1 };
         let mut done = 0;
         while done < rows.len() {
-            let count = mapping.fitting(&rows[done..], self.config.batch_rows_max);
+            let count = mapping.fitting(&rows[done..], rows_max);
             let slice = done..done + count;
             let answers = self.predict(&model, &mapping, &rows[slice.clone()]).await?;
             let Some(answers) = answers else {

@@ -164,6 +164,12 @@ impl Loading {
         Ok(Some((plan, declaration.clone())))
     }
 
+    /// Whether it asks for requests to run together.
+    pub(crate) fn asks_for_batches(&self) -> bool {
+        let batches = self.batching.is_some() || self.sequences.is_some();
+        batches && self.max_batch_size.is_some_and(|rows| rows > 0)
+    }
+
     /// The server's configuration as it is for this model.
     pub(crate) fn apply(&self, config: &mut Config) {
         let rows_max = self.max_batch_size.map(|rows| usize::try_from(rows).unwrap_or(0));

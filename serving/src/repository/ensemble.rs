@@ -12,6 +12,7 @@ use super::versions::{Asked, Origin, Versions};
 use super::{Inner, Model, Models, Repository, unknown};
 use crate::ensemble::{self, Ensemble};
 use crate::error::{InferError, Result, chain};
+use crate::rows::Rows;
 use crate::session;
 use crate::statistics::Statistics;
 
@@ -54,6 +55,7 @@ impl Repository {
         let gone = CancellationToken::new();
         Ok(Model {
             max_batch_size,
+            rows: Rows::Independent,
             rows_max: usize::try_from(max_batch_size).ok().filter(|rows| *rows > 0),
             origin: Arc::clone(origin),
             shadowed: AtomicBool::new(false),

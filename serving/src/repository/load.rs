@@ -15,6 +15,7 @@ use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
+use crate::rows::Rows;
 use crate::sequence::Sequences;
 use crate::session;
 use crate::statistics::Statistics;
@@ -76,10 +77,14 @@ impl Repository {
                 .map_err(|reason| failed(format!("config.pbtxt: {reason}")))
         });
         let warmups = warmups.collect::<Result<Vec<_>>>()?;
+        let options = inner.config.models.get(name);
+        let independent = options.and_then(|options| options.independent_rows);
+        let independent =
+            independent.or(loading.as_ref().filter(|loading| loading.asks_for_batches()).map(|_| true));
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
-            let pool = session::build(&bundle, &config)?;
+            let (pool, rows) = session::build(&bundle, &config, independent)?;
             for (inputs, count) in &warmups {
                 pool.warm_up_on(inputs, *count, bundle.manifest())?;
             }
@@ -92,9 +97,24 @@ impl Repository {
             let statistics = Statistics::new(&manifest.name, manifest.version);
             let gone = CancellationToken::new();
             let drift = watched(&bundle, &manifest.signature, &config.drift);
+            let answers = answers.filter(|_| {
+                let depend = pool.batch_rows_max().is_some() && matches!(rows, Rows::Declared(_));
+                if depend {
+                    let (model, version) = (&manifest.name, manifest.version);
+                    tracing::warn!(
+                        model,
+                        version,
+                        "response_cache: no answers are kept, as they may depend on the requests beside them"
+                    );
+                }
+                !depend
+            });
             Ok(Model {
-                max_batch_size: declared
-                    .unwrap_or_else(|| max_batch_size(&manifest.signature, config.limits.message_bytes_max)),
+                max_batch_size: declared.unwrap_or_else(|| match &rows {
+                    Rows::Dependent(_) => 0,
+                    _ => max_batch_size(&manifest.signature, config.limits.message_bytes_max),
+                }),
+                rows,
                 rows_max: declared.and_then(|rows| usize::try_from(rows).ok()).filter(|rows| *rows > 0),
                 origin,
                 shadowed: AtomicBool::new(false),

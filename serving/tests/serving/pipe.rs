@@ -24,6 +24,11 @@ struct World {
 }
 
 async fn world() -> World {
+    world_of("mlp", mlp()).await
+}
+
+/// A broker, and a volume with version 4 of a model.
+async fn world_of(model: &str, onnx: Vec<u8>) -> World {
     let home = tempfile::tempdir().unwrap();
     let settings = broker::Config { listen: "127.0.0.1:0".parse().unwrap(), ..broker::Config::default() };
     let dir = broker::dir(home.path());
@@ -38,7 +43,7 @@ async fn world() -> World {
     })
     .await
     .unwrap();
-    let bundle = Bundle::new("mlp", 4, mlp(), Lineage::default(), Default::default()).unwrap();
+    let bundle = Bundle::new(model, 4, onnx, Lineage::default(), Default::default()).unwrap();
     bundle.write(view.object_store().as_ref(), "models").await.unwrap();
     let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
     let deps = Deps { kafka: kafka.clone(), inference: Inference::new(repository), progress: view };
@@ -305,5 +310,24 @@ async fn settings_that_make_no_sense_are_refused() {
     assert!(matches!(error, Error::Infer(_)), "{error}");
     let error = try_run(PipeConfig { input: "nosuch".into(), ..pipe() }).await;
     assert!(matches!(error, Error::Streams(_)), "{error}");
+    world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_of_a_model_that_sums_up_rows_are_predicted_one_by_one() {
+    let world = world_of("steps", steps()).await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    let record = |id: usize| OutRecord::new("in", json!({ "id": id, "x": row_of(id) }).to_string());
+    producer.send_all((0..40).map(record)).await.unwrap();
+    let config = PipeConfig { model: "steps".into(), ..pipe() };
+    let running = run(&config, world.deps.clone(), Until::CaughtUp, CancellationToken::new());
+    let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap();
+    assert_eq!((report.predicted, report.dead_letters), (40, 0));
+    for seen in read(&world.kafka, "out").await {
+        let value: Value = serde_json::from_slice(seen.value.as_deref().unwrap()).unwrap();
+        let found: Vec<f32> = serde_json::from_value(value["outputs"]["output"].clone()).unwrap();
+        assert_eq!(found, row_of(value["id"].as_u64().unwrap() as usize));
+    }
     world.broker.stop().await.unwrap();
 }

@@ -1,8 +1,8 @@
-//! Whether rows of a model may run together: found out by trying, when it is loaded.
+//! A trial of rows that the configuration declares independent and the graph does not prove to be.
 //!
-//! That the first extent of everything is the caller's to choose does not make it rows: a recurrent graph
-//! may have its time steps there, and putting requests together would give wrong answers without an
-//! error. So two rows are run each alone and both as one, and the answers have to agree.
+//! Rows are run each alone and all as one, and the answers have to agree. That shows dependence, never independence, so
+//! that it warns and decides nothing. The rows are of very different magnitudes, as most operators that mix rows show
+//! the largest.
 
 use half::{bf16, f16};
 use millrace_bundle::{Datatype, Signature, TensorSpec};
@@ -12,22 +12,25 @@ use super::joined::{join, split};
 use super::values::run_tensors;
 use crate::tensor::{Data, Tensor, element_count};
 
-/// Inner extents that are the caller's to choose are tried as these, one after the other.
-const EXTENTS: [i64; 2] = [3, 1];
+/// Inner extents that are the caller's to choose, and how far integers may be from 0, one after the other: some inputs
+/// take small numbers alone, as indexes are.
+const ATTEMPTS: [(i64, u64); 4] = [(3, 100), (3, 2), (1, 100), (1, 2)];
+/// What the rows are multiplied with.
+const MAGNITUDES: [f64; 3] = [1e-3, 1.0, 1e4];
 /// Largest input that is tried, in elements.
 const ELEMENTS_MAX: usize = 1 << 22;
 /// How far results may be apart, in parts of the largest: another number of rows may be summed up in
 /// another order.
 const TOLERANCE: f64 = 1e-3;
 
-/// Whether rows can be put together, or why not.
+/// Compares rows together with rows alone.
+///
+/// # Errors
+/// The output that differs, or why there was no trial.
 pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), String> {
-    if signature.inputs.is_empty() || !signature.has_rows() {
-        return Err("the first extent of an input or output is fixed".into());
-    }
     let mut reason = String::new();
-    for extent in EXTENTS {
-        match compare(session, signature, extent) {
+    for attempt in ATTEMPTS {
+        match compare(session, signature, attempt) {
             Ok(()) => return Ok(()),
             Err(Trial::Differs(output)) => {
                 return Err(format!("rows of output {output:?} depend on the rows beside them"));
@@ -43,12 +46,15 @@ enum Trial {
     Failed(String),
 }
 
-fn compare(session: &mut Session, signature: &Signature, extent: i64) -> Result<(), Trial> {
+fn compare(session: &mut Session, signature: &Signature, attempt: (i64, u64)) -> Result<(), Trial> {
     let failed = |reason: &str| Trial::Failed(reason.to_owned());
-    let rows: Vec<Vec<Tensor>> = (1..=3)
-        .map(|seed| {
+    let rows: Vec<Vec<Tensor>> = (1..)
+        .zip(MAGNITUDES)
+        .map(|(seed, magnitude)| {
             let inputs = signature.inputs.iter().zip(0u64..);
-            inputs.map(|(spec, place)| row(spec, extent, seed + 10 * place)).collect::<Option<_>>()
+            inputs
+                .map(|(spec, place)| row(spec, attempt, magnitude, seed + 10 * place))
+                .collect::<Option<_>>()
         })
         .collect::<Option<_>>()
         .ok_or_else(|| failed("a row is too large"))?;
@@ -63,7 +69,7 @@ fn compare(session: &mut Session, signature: &Signature, extent: i64) -> Result<
     let together = runs(&joined.ok_or_else(|| failed("rows cannot be joined"))?)?;
     for (place, tensor) in together.into_iter().enumerate() {
         let differs = || Trial::Differs(signature.outputs[place].name.clone());
-        let parts = split(tensor, &[1; 3]).ok_or_else(differs)?;
+        let parts = split(tensor, &[1; MAGNITUDES.len()]).ok_or_else(differs)?;
         let agree = parts.iter().zip(&alone).all(|(part, alone)| {
             part.shape == alone[place].shape && are_close(&part.data, &alone[place].data)
         });
@@ -74,8 +80,8 @@ fn compare(session: &mut Session, signature: &Signature, extent: i64) -> Result<
     Ok(())
 }
 
-/// One row of an input, of values that differ from seed to seed; small ones, which are valid as indexes.
-fn row(spec: &TensorSpec, extent: i64, seed: u64) -> Option<Tensor> {
+/// One row of an input, of values that differ from seed to seed.
+fn row(spec: &TensorSpec, (extent, integers): (i64, u64), magnitude: f64, seed: u64) -> Option<Tensor> {
     let inner = spec.shape.iter().skip(1).map(|found| if *found < 0 { extent } else { *found });
     let shape: Vec<i64> = std::iter::once(1).chain(inner).collect();
     let count = element_count(&spec.name, &shape).ok().filter(|count| *count <= ELEMENTS_MAX)?;
@@ -86,7 +92,7 @@ fn row(spec: &TensorSpec, extent: i64, seed: u64) -> Option<Tensor> {
         state >> 40
     };
     // From -1 to 1, of 24 bits.
-    let float = |bits: u64| bits as f32 / (1 << 23) as f32 - 1.0;
+    let float = |bits: u64| ((bits as f64 / f64::from(1 << 23) - 1.0) * magnitude) as f32;
     macro_rules! filled {
         ($value:expr) => {
             (0..count).map(|_| $value).collect()
@@ -98,15 +104,15 @@ fn row(spec: &TensorSpec, extent: i64, seed: u64) -> Option<Tensor> {
         Datatype::Fp32 => Data::Fp32(filled!(float(bits()))),
         Datatype::Fp64 => Data::Fp64(filled!(f64::from(float(bits())))),
         Datatype::Bool => Data::Bool(filled!(bits() & 1 == 1)),
-        Datatype::Uint8 => Data::Uint8(filled!((bits() & 1) as u8)),
-        Datatype::Uint16 => Data::Uint16(filled!((bits() & 1) as u16)),
-        Datatype::Uint32 => Data::Uint32(filled!((bits() & 1) as u32)),
-        Datatype::Uint64 => Data::Uint64(filled!(bits() & 1)),
-        Datatype::Int8 => Data::Int8(filled!((bits() & 1) as i8)),
-        Datatype::Int16 => Data::Int16(filled!((bits() & 1) as i16)),
-        Datatype::Int32 => Data::Int32(filled!((bits() & 1) as i32)),
-        Datatype::Int64 => Data::Int64(filled!((bits() & 1) as i64)),
-        Datatype::Bytes => Data::Bytes(filled!(bytes::Bytes::from(format!("{}", bits() & 1)))),
+        Datatype::Uint8 => Data::Uint8(filled!((bits() % integers) as u8)),
+        Datatype::Uint16 => Data::Uint16(filled!((bits() % integers) as u16)),
+        Datatype::Uint32 => Data::Uint32(filled!((bits() % integers) as u32)),
+        Datatype::Uint64 => Data::Uint64(filled!(bits() % integers)),
+        Datatype::Int8 => Data::Int8(filled!((bits() % integers) as i8)),
+        Datatype::Int16 => Data::Int16(filled!((bits() % integers) as i16)),
+        Datatype::Int32 => Data::Int32(filled!((bits() % integers) as i32)),
+        Datatype::Int64 => Data::Int64(filled!((bits() % integers) as i64)),
+        Datatype::Bytes => Data::Bytes(filled!(bytes::Bytes::from(format!("{}", bits() % integers)))),
     };
     Some(Tensor { name: spec.name.clone(), shape, data })
 }

@@ -1,0 +1,83 @@
+//! Constants of a graph: their extents, and the elements of those that are small.
+
+use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
+use millrace_bundle::onnx::{AttributeProto, TensorProto};
+
+use super::extent::{Entry, Extent};
+use super::value::{CONTENT_MAX, Content, Value, extents_of};
+
+/// A constant as a value.
+pub(super) fn value(tensor: &TensorProto) -> Value {
+    let mut value = Value::free(Some(extents_of(&tensor.dims)));
+    if tensor.dims.len() > 1 {
+        return value;
+    }
+    if let Some(entries) = integers(tensor) {
+        return Value::integers(entries, tensor.dims.len());
+    }
+    if let Some(floats) = floats(tensor) {
+        value.content = Content::Floats(floats);
+    }
+    value
+}
+
+/// The value of a `Constant` node, as far as it is known.
+pub(super) fn of_node(attributes: &[AttributeProto]) -> Value {
+    let of = |attribute: &AttributeProto| match attribute.name() {
+        "value" => attribute.t.as_ref().map(value),
+        "sparse_value" => {
+            let sparse = attribute.sparse_tensor.as_ref()?;
+            Some(Value::free(Some(extents_of(&sparse.dims))))
+        }
+        "value_float" | "value_string" => Some(Value::free(Some(Vec::new()))),
+        "value_floats" => Some(Value::free(Some(vec![Extent::known(attribute.floats.len() as i64)]))),
+        "value_strings" => Some(Value::free(Some(vec![Extent::known(attribute.strings.len() as i64)]))),
+        "value_ints" => Some(Value::free(Some(vec![Extent::known(attribute.ints.len() as i64)]))),
+        _ => None,
+    };
+    attributes.iter().find_map(of).unwrap_or_else(|| Value::free(None))
+}
+
+/// How many elements a tensor of rank 0 or 1 has, where they are in the graph and few.
+fn count(tensor: &TensorProto) -> Option<usize> {
+    let inside = tensor.external_data.is_empty() && tensor.data_location() != DataLocation::External;
+    let count = tensor
+        .dims
+        .iter()
+        .try_fold(1usize, |count, extent| count.checked_mul(usize::try_from(*extent).ok()?))?;
+    (inside && tensor.dims.len() <= 1 && count <= CONTENT_MAX).then_some(count)
+}
+
+/// The elements of a small tensor of integers.
+pub(super) fn integers(tensor: &TensorProto) -> Option<Vec<Entry>> {
+    let count = count(tensor)?;
+    let raw = tensor.raw_data.as_deref().unwrap_or_default();
+    let numbers: Vec<i64> = match DataType::try_from(tensor.data_type()).ok()? {
+        DataType::Int64 if raw.is_empty() => tensor.int64_data.clone(),
+        DataType::Int64 => raw.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
+        DataType::Int32 | DataType::Bool if raw.is_empty() => {
+            tensor.int32_data.iter().map(|number| i64::from(*number)).collect()
+        }
+        DataType::Int32 => {
+            raw.as_chunks().0.iter().map(|bytes| i64::from(i32::from_le_bytes(*bytes))).collect()
+        }
+        DataType::Bool => raw.iter().map(|byte| i64::from(*byte != 0)).collect(),
+        _ => return None,
+    };
+    (numbers.len() == count).then(|| numbers.into_iter().map(Entry::number).collect())
+}
+
+/// The elements of a small tensor of 32-bit floats.
+fn floats(tensor: &TensorProto) -> Option<Vec<f32>> {
+    let count = count(tensor)?;
+    if DataType::try_from(tensor.data_type()) != Ok(DataType::Float) {
+        return None;
+    }
+    let raw = tensor.raw_data.as_deref().unwrap_or_default();
+    let numbers: Vec<f32> = if raw.is_empty() {
+        tensor.float_data.clone()
+    } else {
+        raw.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+    };
+    (numbers.len() == count).then_some(numbers)
+}

@@ -1,0 +1,123 @@
+//! Operators along axes: reductions, sums of what came before, normalisations.
+
+use super::call::{Call, Outcome, axis_in};
+use super::elementwise::broadcast;
+use super::extent::Extent;
+use super::select::not_along_rows;
+use super::value::Value;
+
+/// Sums, means, extremes and the like.
+pub(super) fn reduce(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let dims = data.extents()?;
+    let since = if call.operator() == "ReduceSum" { 13 } else { 18 };
+    let axes = match call.axes(1, since)? {
+        Some(axes) if !axes.is_empty() => {
+            axes.iter().map(|axis| axis_in(*axis, dims.len())).collect::<Result<Vec<_>, _>>()?
+        }
+        _ if call.opset >= since && call.int("noop_with_empty_axes", 0) != 0 => Vec::new(),
+        _ => (0..dims.len()).collect(),
+    };
+    Ok(vec![without(call, data, &axes)?])
+}
+
+/// The place of the largest or smallest.
+pub(super) fn place_of(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let axis = axis_in(call.int("axis", 0), data.rank()?)?;
+    Ok(vec![without(call, data, &[axis])?])
+}
+
+/// A tensor whose axes have become 1, or are gone.
+fn without(call: &Call<'_>, data: &Value, axes: &[usize]) -> Result<Value, String> {
+    axes.iter().try_for_each(|axis| not_along_rows(data, *axis))?;
+    let dims = data.extents()?;
+    let keeps = call.int("keepdims", 1) != 0;
+    let mut made = Vec::with_capacity(dims.len());
+    let mut moved = 0;
+    for (axis, extent) in dims.iter().enumerate() {
+        if data.axis().is_some_and(|(rows, _)| rows == axis) {
+            moved = made.len();
+        }
+        if !axes.contains(&axis) {
+            made.push(extent.clone());
+        } else if keeps {
+            made.push(Extent::known(1));
+        }
+    }
+    Ok(data.like(moved, made))
+}
+
+/// Sums or products of what came before.
+pub(super) fn cumulative(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let [axis] = call.numbers(1)?[..] else { return Err("its axis is not one number".into()) };
+    not_along_rows(data, axis_in(axis, data.rank()?)?)?;
+    Ok(vec![data.same_shape()])
+}
+
+/// Softmax and its like: along one axis, before operator set 13 along all from one on.
+pub(super) fn softmax(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let rank = data.rank()?;
+    if call.opset >= 13 {
+        not_along_rows(data, axis_in(call.int("axis", -1), rank)?)?;
+    } else {
+        let axis = axis_in(call.int("axis", 1), rank)?;
+        from_axis(data, axis)?;
+    }
+    Ok(vec![data.same_shape()])
+}
+
+/// Scaled to a norm of 1 along one axis.
+pub(super) fn lp_normalization(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    not_along_rows(data, axis_in(call.int("axis", -1), data.rank()?)?)?;
+    Ok(vec![data.same_shape()])
+}
+
+/// Mean and variance of all axes from one on.
+pub(super) fn layer_normalization(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let dims = data.extents()?;
+    let axis = axis_in(call.int("axis", -1), dims.len())?;
+    from_axis(data, axis)?;
+    let mut made = stretched_by_constants(call, data, 1)?;
+    let mut statistic = dims.to_vec();
+    statistic[axis..].fill(Extent::known(1));
+    let rows = data.axis().map_or(0, |(rows, _)| rows);
+    made.extend([data.like(rows, statistic.clone()), data.like(rows, statistic)]);
+    Ok(made)
+}
+
+/// Mean and variance of given axes.
+pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
+    let data = call.data(0)?;
+    let rank = data.rank()?;
+    for axis in call.ints("axes").unwrap_or(&[0, 2, 3]) {
+        not_along_rows(data, axis_in(*axis, rank)?)?;
+    }
+    Ok(vec![data.same_shape()])
+}
+
+/// The shape of a value that constants from a place on are stretched to, and must not stretch.
+pub(super) fn stretched_by_constants(call: &Call<'_>, data: &Value, from: usize) -> Outcome {
+    call.free_from(from)?;
+    let mut values = vec![data];
+    for place in from..call.inputs.len() {
+        values.extend(call.free_if_given(place)?);
+    }
+    let stretched = broadcast(call, &values)?;
+    if stretched.rank() != data.rank() {
+        return Err("a constant has more axes than its input".into());
+    }
+    Ok(vec![data.same_shape()])
+}
+
+/// Requires that the rows are before an axis.
+fn from_axis(data: &Value, axis: usize) -> Result<(), String> {
+    match data.axis() {
+        Some((rows, _)) if rows >= axis => Err("it works along the rows".into()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,122 @@
+//! Values of a graph as the proof knows them: how they depend on the rows, extents, small contents.
+
+use std::sync::Arc;
+
+use super::Dependence;
+use super::extent::{Entry, Extent};
+
+/// Longest tensor whose elements are followed.
+pub(super) const CONTENT_MAX: usize = 64;
+
+/// How a value depends on the rows of a run.
+#[derive(Debug, Clone)]
+pub(super) enum Kind {
+    /// Not at all: it is the same in a run of several requests as in a run of each.
+    Free,
+    /// By the number of rows alone. Its integers are known, and may be used as a shape.
+    Sized,
+    /// It is what runs of each request give, one after the other along an axis. The extent of that axis is
+    /// `outer` times the number of rows times what is left, in this order: `outer` is not 1 where an axis before the
+    /// rows was merged with theirs.
+    Rows {
+        /// The axis.
+        axis: usize,
+        /// What varies more slowly than the rows do.
+        outer: Extent,
+    },
+    /// In a way that is not known to keep rows apart.
+    Mixed(Arc<Dependence>),
+}
+
+/// Elements of a small tensor of rank 0 or 1.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Content {
+    Unknown,
+    Integers(Vec<Entry>),
+    Floats(Vec<f32>),
+}
+
+/// A value.
+#[derive(Debug, Clone)]
+pub(super) struct Value {
+    pub(super) kind: Kind,
+    /// Extents, always known of [`Kind::Rows`]; `None` where the rank is not known.
+    pub(super) dims: Option<Vec<Extent>>,
+    pub(super) content: Content,
+}
+
+impl Value {
+    pub(super) fn free(dims: Option<Vec<Extent>>) -> Value {
+        Value { kind: Kind::Free, dims, content: Content::Unknown }
+    }
+
+    pub(super) fn rows(axis: usize, outer: Extent, dims: Vec<Extent>) -> Value {
+        Value { kind: Kind::Rows { axis, outer }, dims: Some(dims), content: Content::Unknown }
+    }
+
+    pub(super) fn mixed(why: Arc<Dependence>) -> Value {
+        Value { kind: Kind::Mixed(why), dims: None, content: Content::Unknown }
+    }
+
+    /// Integers of rank 0 or 1.
+    pub(super) fn integers(entries: Vec<Entry>, rank: usize) -> Value {
+        let kind = if entries.iter().any(Entry::is_of_rows) { Kind::Sized } else { Kind::Free };
+        let dims = (0..rank).map(|_| Extent::known(entries.len() as i64)).collect();
+        Value { kind, dims: Some(dims), content: Content::Integers(entries) }
+    }
+
+    /// The axis of the rows and what is outside of them, where it has rows.
+    pub(super) fn axis(&self) -> Option<(usize, &Extent)> {
+        match &self.kind {
+            Kind::Rows { axis, outer } => Some((*axis, outer)),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        matches!(self.kind, Kind::Free)
+    }
+
+    pub(super) fn entries(&self) -> Option<&[Entry]> {
+        match &self.content {
+            Content::Integers(entries) => Some(entries),
+            _ => None,
+        }
+    }
+
+    /// Its integers, where all are known numbers.
+    pub(super) fn numbers(&self) -> Option<Vec<i64>> {
+        self.entries()?.iter().map(Entry::as_number).collect()
+    }
+
+    pub(super) fn rank(&self) -> Result<usize, String> {
+        Ok(self.extents()?.len())
+    }
+
+    pub(super) fn extents(&self) -> Result<&[Extent], String> {
+        self.dims.as_deref().ok_or_else(|| "the rank of an input is not known".to_owned())
+    }
+
+    /// Whether it has one element.
+    pub(super) fn is_single(&self) -> bool {
+        self.dims.as_ref().is_some_and(|dims| dims.iter().all(Extent::is_one))
+    }
+
+    /// A value of other elements that depends on the rows as this one does, along an axis of these extents.
+    pub(super) fn like(&self, axis: usize, dims: Vec<Extent>) -> Value {
+        match &self.kind {
+            Kind::Rows { outer, .. } => Value::rows(axis, outer.clone(), dims),
+            _ => Value::free(Some(dims)),
+        }
+    }
+
+    /// A value of other elements in the same places.
+    pub(super) fn same_shape(&self) -> Value {
+        Value { kind: self.kind.clone(), dims: self.dims.clone(), content: Content::Unknown }
+    }
+}
+
+/// A value of any size that does not depend on the rows, or does along an axis.
+pub(super) fn extents_of(dims: &[i64]) -> Vec<Extent> {
+    dims.iter().map(|extent| Extent::known(*extent)).collect()
+}
