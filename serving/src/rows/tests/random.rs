@@ -10,9 +10,9 @@ use super::support::{Build, info, int, ints, text};
 use crate::runtime::Runtime;
 
 /// Graphs that are drawn.
-const GRAPHS: u64 = 6000;
+const GRAPHS: u64 = 3000;
 /// Of those, how many at least have to be accepted and to run.
-const COMPARED_MIN: usize = 400;
+const COMPARED_MIN: usize = 150;
 /// How far numbers may be apart, in parts of the largest of their row.
 const TOLERANCE: f32 = 1e-4;
 /// Rows of the requests that run together, and what their elements are multiplied with.
