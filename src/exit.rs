@@ -75,7 +75,9 @@ fn streams(error: &millrace_streams::Error) -> Exit {
         E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
         E::AddressTaken { .. } | E::HeldByAnother { .. } | E::NewerFormat { .. } => Exit::Conflict,
         E::BrokerDisk { .. } => Exit::NoSpace,
-        E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } => Exit::Corrupt,
+        E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } | E::Undecodable { .. } => {
+            Exit::Corrupt
+        }
         _ => Exit::Failed,
     }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use arrow::array::RecordBatch;
 use millrace_datafs::{Publish, StagedFile, View};
-use millrace_streams::topic::{Producer, Records};
+use millrace_streams::topic::{self, Producer, Records};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
@@ -37,6 +37,19 @@ const HELD_BYTES_MAX: usize = 16 << 20;
 /// Files in one publish.
 const FILES_PUBLISHED_MAX: usize = 1024;
 
+/// What was read from the topic, in order.
+pub(crate) enum Input {
+    Records(RecordBatch),
+    /// Positions behind offsets that hold no records, by partition.
+    Passed(BTreeMap<i32, i64>),
+    /// A batch that cannot be decoded: its first offset and the one after it.
+    Undecodable {
+        partition: i32,
+        offsets: (i64, i64),
+        reason: String,
+    },
+}
+
 /// A completed file that the next publish makes visible.
 pub(crate) struct Completed {
     path: String,
@@ -50,8 +63,8 @@ pub(crate) struct Lander {
     state: State,
     /// Columns and decoder; `None` until the schema is known.
     layout: Option<(Layout, Decoder)>,
-    /// Batches that wait for the schema.
-    held: Vec<RecordBatch>,
+    /// What waits for the schema; it begins with records.
+    held: Vec<Input>,
     held_rows: usize,
     held_bytes: usize,
     targets: Vec<Target>,
@@ -102,21 +115,17 @@ impl Lander {
     }
 
     /// Lands until the channel closes, then publishes the rest.
-    pub(crate) fn run(
-        mut self,
-        mut batches: mpsc::Receiver<RecordBatch>,
-        runtime: &Handle,
-    ) -> Result<IngestReport> {
+    pub(crate) fn run(mut self, mut inputs: mpsc::Receiver<Input>, runtime: &Handle) -> Result<IngestReport> {
         loop {
             let received = match self.time_left() {
-                None => Some(runtime.block_on(batches.recv())),
+                None => Some(runtime.block_on(inputs.recv())),
                 Some(left) => {
-                    runtime.block_on(async { tokio::time::timeout(left, batches.recv()).await }).ok()
+                    runtime.block_on(async { tokio::time::timeout(left, inputs.recv()).await }).ok()
                 }
             };
             match received {
-                Some(Some(batch)) => {
-                    self.take(batch)?;
+                Some(Some(input)) => {
+                    self.take(input)?;
                     if self.is_due() {
                         self.commit()?;
                     }
@@ -150,27 +159,62 @@ impl Lander {
         self.layout = Some((layout, decoder));
     }
 
-    fn take(&mut self, batch: RecordBatch) -> Result<()> {
+    fn take(&mut self, input: Input) -> Result<()> {
         self.pending.since.get_or_insert_with(Instant::now);
-        if self.layout.is_some() {
-            return self.decode(&batch);
+        if let (None, Input::Records(batch)) = (&self.layout, &input) {
+            let records = self.records(batch)?;
+            let values = (0..records.len()).filter_map(|row| records.value(row));
+            self.held_bytes += values.map(<[u8]>::len).sum::<usize>();
+            self.held_rows += batch.num_rows();
+        } else if self.layout.is_some() || self.held.is_empty() {
+            return self.land(input);
         }
-        self.held_rows += batch.num_rows();
-        let records = self.records(&batch)?;
-        let values = (0..records.len()).filter_map(|row| records.value(row));
-        self.held_bytes += values.map(<[u8]>::len).sum::<usize>();
-        self.held.push(batch);
+        self.held.push(input);
         if self.held_rows >= self.job.config.infer_rows || self.held_bytes >= HELD_BYTES_MAX {
             self.decide_schema()?;
         }
         Ok(())
     }
 
+    fn land(&mut self, input: Input) -> Result<()> {
+        match input {
+            Input::Records(batch) => self.decode(&batch),
+            Input::Passed(positions) => {
+                for (partition, position) in positions {
+                    self.advance(partition, position);
+                }
+                self.pending.passed = true;
+                Ok(())
+            }
+            Input::Undecodable { partition, offsets, reason } => {
+                if !self.advance(partition, offsets.1) {
+                    return Ok(());
+                }
+                let batch = topic::blank_record(self.job.topic(), partition, offsets.0)
+                    .map_err(|source| self.topic_error(source))?;
+                let reject = Reject::undecodable(offsets, &reason);
+                *self.pending.dead.entry(reject.class).or_default() += 1;
+                self.dead.add(&self.job, &self.view, &batch, &[(0, reject)], &mut self.completed)?;
+                self.progress.send_modify(|p| p.records += 1);
+                Ok(())
+            }
+        }
+    }
+
+    /// Moves the next offset of a partition; `false` where it is not below `next`.
+    fn advance(&mut self, partition: i32, next: i64) -> bool {
+        let at = self.next.entry(partition).or_insert(0);
+        let moves = *at < next;
+        *at = next.max(*at);
+        moves
+    }
+
     /// Infers the schema from the records held back, then decodes them.
     fn decide_schema(&mut self) -> Result<()> {
         let mut inference = Inference::default();
         let mut rows = 0;
-        for batch in &self.held {
+        for input in &self.held {
+            let Input::Records(batch) = input else { continue };
             let records = self.records(batch)?;
             for row in 0..records.len().min(self.job.config.infer_rows - rows) {
                 if let Some(value) = records.value(row) {
@@ -184,18 +228,22 @@ impl Lander {
         self.fix(schema);
         self.held_rows = 0;
         self.held_bytes = 0;
-        for batch in std::mem::take(&mut self.held) {
-            self.decode(&batch)?;
+        for input in std::mem::take(&mut self.held) {
+            self.land(input)?;
         }
         Ok(())
     }
 
     fn records<'a>(&self, batch: &'a RecordBatch) -> Result<Records<'a>> {
-        Records::new(batch).map_err(|source| Error::Topic {
+        Records::new(batch).map_err(|source| self.topic_error(source))
+    }
+
+    fn topic_error(&self, source: millrace_streams::Error) -> Error {
+        Error::Topic {
             job: self.job.name().to_owned(),
             topic: self.job.topic().to_owned(),
             source: Box::new(source),
-        })
+        }
     }
 
     fn decode(&mut self, batch: &RecordBatch) -> Result<()> {
@@ -204,11 +252,9 @@ impl Lander {
         let before = self.pending.records();
         for row in 0..records.len() {
             let (partition, offset) = (records.partition(row), records.offset(row));
-            let next = self.next.entry(partition).or_insert(0);
-            if offset < *next {
+            if !self.advance(partition, offset + 1) {
                 continue;
             }
-            *next = offset + 1;
             let value = records.value(row);
             self.pending.bytes +=
                 (value.map_or(0, <[u8]>::len) + records.key(row).map_or(0, <[u8]>::len)) as u64;
@@ -317,7 +363,7 @@ impl Lander {
             self.decide_schema()?;
         }
         let pending = std::mem::take(&mut self.pending);
-        if pending.records() == 0 {
+        if pending.records() == 0 && !pending.passed {
             return Ok(());
         }
         let started = Instant::now();

@@ -15,8 +15,10 @@
 //!   and schema become visible together or not at all.
 //! - A second ingester on the same job takes it over; the first one's next publish fails as
 //!   [`Error::Fenced`] and changes nothing.
-//! - Offsets may have gaps: the committed position is the offset after the last record read.
-//! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds.
+//! - Offsets may have gaps: the committed position is the offset after the last one read, transaction
+//!   markers included.
+//! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds. A batch that
+//!   cannot be decoded counts as one record and is one dead letter, which names its offsets.
 //!
 //! One thing it cannot see: a topic that was deleted and created again is refused as
 //! [`Error::OffsetLost`] while any partition is shorter than the committed offset, but once all

@@ -7,10 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use arrow::array::RecordBatch;
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_streams::KafkaConfig;
-use millrace_streams::topic::{self, Consumer, Producer, Records};
+use millrace_streams::topic::{self, Consumer, Producer};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -18,7 +17,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::{DeadLetter, Job, JobConfig};
 use crate::error::{Error, Result};
-use crate::land::Lander;
+use crate::land::{Input, Lander};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
 use crate::state::{State, volume_error};
@@ -30,17 +29,16 @@ const BATCH_BYTES_MAX: u64 = 4 << 20;
 const WAIT: Duration = Duration::from_millis(200);
 /// How often the ends of the partitions are asked for while running for ever.
 const MARKS_EVERY: Duration = Duration::from_secs(5);
-/// After this long without a record, and as long again after the brokers have answered, offsets
-/// below the end that was captured at start are taken for offsets without records (transaction
-/// markers, compacted away).
-const SILENCE_MAX: Duration = Duration::from_secs(3);
+/// After this long without a record the brokers are asked whether the topic is still there.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// When a run ends by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// Never: only cancellation ends it.
     Forever,
-    /// When everything that the topic held as the run started is committed.
+    /// When everything that the topic held as the run started is committed, however long the
+    /// brokers take. Records of transactions that were open then may be left for the next run.
     CaughtUp,
 }
 
@@ -130,10 +128,10 @@ pub async fn run_with_progress(
         producer.map(|producer| (producer, runtime.clone())),
         progress.clone(),
     )?;
-    let (batches, received) = mpsc::channel(1);
+    let (inputs, received) = mpsc::channel(1);
     let landing = tokio::task::spawn_blocking(move || lander.run(received, &runtime));
 
-    let mut reader = Reader { job: job.clone(), kafka: kafka.clone(), positions, batches, progress };
+    let mut reader = Reader { job: job.clone(), kafka: kafka.clone(), positions, inputs, progress };
     let read = reader.run(&cancel, until, marks).await;
     // Closing the channel is what makes the lander publish the rest and end.
     drop(reader);
@@ -235,7 +233,7 @@ struct Reader {
     kafka: KafkaConfig,
     /// Next offset to read per partition.
     positions: BTreeMap<i32, i64>,
-    batches: mpsc::Sender<RecordBatch>,
+    inputs: mpsc::Sender<Input>,
     progress: watch::Sender<Progress>,
 }
 
@@ -254,9 +252,8 @@ impl Reader {
             () = cancel.cancelled() => return Ok(()),
             consumer = self.assign() => consumer?,
         };
-        // Silence counts from the last record or from the brokers' last answer about it.
+        // The last record, or the brokers' last answer.
         let mut heard = Instant::now();
-        let mut answered = false;
         loop {
             if until == Until::CaughtUp && self.is_at(&ends) {
                 return Ok(());
@@ -265,7 +262,7 @@ impl Reader {
                 biased;
                 () = cancel.cancelled() => return Ok(()),
                 // The lander ended, which its own result explains.
-                () = self.batches.closed() => return Ok(()),
+                () = self.inputs.closed() => return Ok(()),
                 _ = updated.changed(), if watching.is_some() => {
                     let marks = updated.borrow_and_update().clone();
                     let added = self.adopt(&marks);
@@ -285,37 +282,58 @@ impl Reader {
                 }
                 next = consumer.next(rows, bytes, WAIT) => next,
             };
-            match next {
-                Ok(Some(batch)) => {
-                    self.advance(&batch)?;
-                    if self.batches.send(batch).await.is_err() {
-                        return Ok(());
-                    }
-                    // Behind the send, which may have waited long for the lander.
-                    (heard, answered) = (Instant::now(), false);
-                }
-                Ok(None) if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX => {
-                    // Fails when no broker answers, which is not the same as no records.
-                    watermarks(&self.job, &self.kafka).await?;
-                    // Brokers that were away have only now begun to send again.
-                    if !answered {
-                        (heard, answered) = (Instant::now(), true);
-                        continue;
-                    }
-                    tracing::info!(
+            let input = match next {
+                Ok(Some(batch)) => Some(Input::Records(batch)),
+                Ok(None) => self.passed(&consumer).map(Input::Passed),
+                Err(millrace_streams::Error::Undecodable { partition, first, next, reason, .. }) => {
+                    tracing::warn!(
                         job = self.job.name(),
                         topic = self.job.topic(),
-                        "the last offsets of the topic hold no records"
+                        partition,
+                        first,
+                        last = next - 1,
+                        reason,
+                        "a batch cannot be decoded: it becomes a dead letter"
                     );
-                    return Ok(());
+                    Some(Input::Undecodable { partition, offsets: (first, next), reason })
                 }
-                Ok(None) => {}
                 Err(error) if error.is_retryable() && until == Until::Forever => {
                     tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "reading goes on when brokers answer");
+                    None
                 }
                 Err(error) => return Err(topic_error(&self.job, &self.kafka, error)),
+            };
+            if let Some(input) = input {
+                for ((_, partition), next) in consumer.positions() {
+                    self.positions.insert(*partition, *next);
+                }
+                if self.inputs.send(input).await.is_err() {
+                    return Ok(());
+                }
+                // Behind the send, which may have waited long for the lander.
+                heard = Instant::now();
+            } else if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX {
+                // Fails when no broker answers or the topic is gone.
+                watermarks(&self.job, &self.kafka).await?;
+                tracing::info!(
+                    job = self.job.name(),
+                    topic = self.job.topic(),
+                    "waiting for the brokers to send the rest of the topic"
+                );
+                heard = Instant::now();
             }
         }
+    }
+
+    /// Positions that moved without a record.
+    fn passed(&self, consumer: &Consumer) -> Option<BTreeMap<i32, i64>> {
+        let moved: BTreeMap<i32, i64> = consumer
+            .positions()
+            .iter()
+            .filter(|((_, partition), next)| self.positions.get(partition).is_none_or(|at| at < next))
+            .map(|((_, partition), next)| (*partition, *next))
+            .collect();
+        (!moved.is_empty()).then_some(moved)
     }
 
     async fn assign(&self) -> Result<Consumer> {
@@ -327,18 +345,6 @@ impl Reader {
 
     fn is_at(&self, ends: &BTreeMap<i32, i64>) -> bool {
         ends.iter().all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
-    }
-
-    /// Notes the positions behind a batch; partitions come in runs.
-    fn advance(&mut self, batch: &RecordBatch) -> Result<()> {
-        let records = Records::new(batch).map_err(|e| topic_error(&self.job, &self.kafka, e))?;
-        for row in 0..records.len() {
-            let partition = records.partition(row);
-            if row + 1 == records.len() || records.partition(row + 1) != partition {
-                self.positions.insert(partition, records.offset(row) + 1);
-            }
-        }
-        Ok(())
     }
 
     /// Takes in new ends of the partitions; returns the partitions that nobody reads yet.

@@ -212,6 +212,23 @@ pub enum Error {
         /// The brokers.
         bootstrap_servers: String,
     },
+    /// A batch cannot be decoded and is passed over: reading goes on behind it.
+    #[error(
+        "topic {topic} partition {partition}: the batch with offsets {first} to {} cannot be decoded \
+         ({reason}); look for the producer that wrote it", next - 1
+    )]
+    Undecodable {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// First offset that is passed over.
+        first: i64,
+        /// The offset after the batch.
+        next: i64,
+        /// In librdkafka's words.
+        reason: String,
+    },
     /// The list of topics cannot be read.
     #[error("{}: not a list of topics ({reason}); restore the file from a copy", path.display())]
     DamagedMeta {

@@ -30,6 +30,8 @@ pub enum RejectClass {
     WrongType,
     /// A value of the right type that does not fit without loss.
     OutOfRange,
+    /// A batch of the topic that cannot be decoded; it counts as one dead letter.
+    Undecodable,
 }
 
 impl RejectClass {
@@ -47,6 +49,7 @@ impl RejectClass {
             Self::UnknownField => "unknown_field",
             Self::WrongType => "wrong_type",
             Self::OutOfRange => "out_of_range",
+            Self::Undecodable => "undecodable",
         }
     }
 }
@@ -82,6 +85,15 @@ pub(crate) enum Fault {
     Length { found: usize },
     /// Text that is not what the column's type needs.
     Text(&'static str),
+}
+
+impl Reject {
+    /// Of a batch with the offsets `first..next`.
+    pub(crate) fn undecodable((first, next): (i64, i64), reason: &str) -> Self {
+        let last = next - 1;
+        let reason = format!("the batch with offsets {first} to {last} cannot be decoded: {reason}");
+        Self { class: RejectClass::Undecodable, reason }
+    }
 }
 
 fn quote(text: &str) -> String {

@@ -14,6 +14,8 @@ pub(crate) struct Pending {
     pub(crate) dead: BTreeMap<RejectClass, u64>,
     /// Bytes of keys and values.
     pub(crate) bytes: u64,
+    /// Whether positions moved without a record.
+    pub(crate) passed: bool,
     /// When the oldest of them was taken from the topic.
     pub(crate) since: Option<Instant>,
 }

@@ -38,13 +38,13 @@ fn offsets_that_the_topic_lacks_are_refused() {
 
 #[test]
 fn new_partitions_are_read_from_their_first_record() {
-    let (batches, _received) = mpsc::channel(1);
+    let (inputs, _received) = mpsc::channel(1);
     let (progress, watched) = watch::channel(Progress::default());
     let mut reader = Reader {
         job: Arc::new(job()),
         kafka: KafkaConfig::new("127.0.0.1:1"),
         positions: BTreeMap::from([(0, 8)]),
-        batches,
+        inputs,
         progress,
     };
     assert!(reader.adopt(&marks(&[(0, 0, 10)])).is_empty());

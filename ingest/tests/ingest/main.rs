@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 mod exactly_once;
+mod gaps;
 mod landing;
 mod refusals;
 mod site;

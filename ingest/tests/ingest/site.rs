@@ -1,6 +1,7 @@
 //! One home with a broker and a volume, and the proof that a topic landed exactly once.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +29,8 @@ pub(crate) struct Site {
     pub(crate) home: tempfile::TempDir,
     pub(crate) datafs: Datafs,
     pub(crate) kafka: KafkaConfig,
-    broker: Broker,
+    broker: Option<Broker>,
+    config: broker::Config,
 }
 
 /// Where a record was found: `(partition, offset)`.
@@ -36,22 +38,57 @@ pub(crate) type Place = (i32, i64);
 
 impl Site {
     pub(crate) async fn start() -> Self {
+        Self::with(broker::Config::default()).await
+    }
+
+    pub(crate) async fn with(config: broker::Config) -> Self {
         let home = tempfile::tempdir().unwrap();
         let datafs = open(home.path());
         datafs.volume_create(&VOLUME.parse().unwrap()).unwrap();
-        let config = broker::Config {
-            listen: "127.0.0.1:0".parse().unwrap(),
-            auto_create_topics: false,
-            ..broker::Config::default()
-        };
+        let config =
+            broker::Config { listen: "127.0.0.1:0".parse().unwrap(), auto_create_topics: false, ..config };
         let dir = broker::dir(home.path());
-        let broker = Broker::start(config, &dir, CancellationToken::new()).await.unwrap();
+        let broker = Broker::start(config.clone(), &dir, CancellationToken::new()).await.unwrap();
         let kafka = KafkaConfig::new(broker.addr().to_string());
-        Self { home, datafs, kafka, broker }
+        Self { home, datafs, kafka, broker: Some(broker), config }
     }
 
-    pub(crate) async fn stop(self) {
-        self.broker.stop().await.unwrap();
+    /// Appends a batch to the log of partition 0 of a topic as an earlier release or another broker wrote
+    /// it, unchecked: `payload` under a header that promises `count` records.
+    pub(crate) async fn append(
+        &mut self,
+        topic: &str,
+        base: i64,
+        attributes: i16,
+        count: i32,
+        payload: &[u8],
+    ) {
+        let dir = broker::dir(self.home.path());
+        self.broker.take().unwrap().stop().await.unwrap();
+        let mut checked = Vec::new();
+        checked.extend(attributes.to_be_bytes());
+        checked.extend((count - 1).to_be_bytes());
+        checked.extend([1_000i64, 1_000, 7].map(i64::to_be_bytes).concat());
+        checked.extend(0i16.to_be_bytes());
+        checked.extend((-1i32).to_be_bytes());
+        checked.extend(count.to_be_bytes());
+        checked.extend(payload);
+        let mut batch = base.to_be_bytes().to_vec();
+        batch.extend((checked.len() as i32 + 9).to_be_bytes());
+        batch.extend([0, 0, 0, 0, 2]);
+        batch.extend(crc32c::crc32c(&checked).to_be_bytes());
+        batch.extend(checked);
+        let partition = dir.join("topics").join(topic).join("0");
+        std::fs::remove_file(partition.join("checkpoint.json")).unwrap();
+        let log = partition.join("00000000000000000000.log");
+        std::fs::OpenOptions::new().append(true).open(log).unwrap().write_all(&batch).unwrap();
+        let started = Broker::start(self.config.clone(), &dir, CancellationToken::new()).await.unwrap();
+        self.kafka = KafkaConfig::new(started.addr().to_string());
+        self.broker = Some(started);
+    }
+
+    pub(crate) async fn stop(mut self) {
+        self.broker.take().unwrap().stop().await.unwrap();
     }
 
     pub(crate) fn view(&self) -> View {

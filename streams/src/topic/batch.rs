@@ -43,6 +43,17 @@ pub fn schema() -> SchemaRef {
     SCHEMA.clone()
 }
 
+/// A batch of one record without time, key, headers and value: it stands for offsets that could not be
+/// read.
+///
+/// # Errors
+/// [`Error::Arrow`].
+pub fn blank_record(topic: &str, partition: i32, offset: i64) -> Result<RecordBatch> {
+    let mut chunk = Chunk::new(Arc::new(StringArray::from(vec![topic])));
+    chunk.push((0, partition, offset), None, None, None, std::iter::empty());
+    chunk.finish()
+}
+
 /// Rows of a consumed batch, by index. All methods panic when `row >= len()`.
 #[derive(Debug, Clone, Copy)]
 pub struct Records<'a> {

@@ -19,7 +19,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rdkafka::types::RDKafkaErrorCode as Code;
 use tokio::sync::mpsc;
 
-use super::admin::{inquirer, watermarks_of};
+use super::admin::watermarks_of;
 use super::batch::{Chunk, Records, schema};
 use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, translate};
 use crate::config::KafkaConfig;
@@ -43,14 +43,21 @@ const POLL: Duration = Duration::from_millis(100);
 /// How long a partition may take to show that it is damaged.
 const DAMAGE_WAIT: Duration = Duration::from_secs(5);
 
+/// What the polling thread passes on, in order.
+enum Read {
+    Chunk(RecordBatch),
+    /// Positions behind offsets that hold no records: transaction markers, aborted transactions.
+    Passed(BTreeMap<(String, i32), i64>),
+    Failed(Error),
+}
+
 /// A consumer of assigned partitions or of a consumer group.
 ///
 /// Records of one partition come in offset order, each once, none below the start offset.
-/// Offsets may have gaps. Dropping the consumer ends its thread within about 100 ms.
+/// Offsets may have gaps; records of aborted transactions do not come. Dropping the consumer ends its thread within about 100 ms.
 pub struct Consumer {
-    chunks: mpsc::Receiver<Result<RecordBatch>>,
-    pending: VecDeque<RecordBatch>,
-    failed: Option<Error>,
+    reads: mpsc::Receiver<Read>,
+    pending: VecDeque<Read>,
     positions: BTreeMap<(String, i32), i64>,
     client: Arc<BaseConsumer<Context>>,
     context: Context,
@@ -103,8 +110,14 @@ impl Consumer {
         client
             .assign(&list)
             .map_err(|error| translate(&kafka, &context, "assign partitions", Duration::ZERO, error))?;
-        let topics: Vec<String> = marks.into_keys().collect();
-        Self::start(kafka, client, context, topics, positions)
+        let ends = marks
+            .into_iter()
+            .map(|(topic, marks)| {
+                let ends = marks.into_iter().map(|(partition, (_, high))| (partition, high)).collect();
+                (topic, ends)
+            })
+            .collect();
+        Self::start(kafka, client, context, ends, positions)
     }
 
     /// Reads `topics` as a member of a consumer group, from the committed offsets, else from the
@@ -146,7 +159,8 @@ impl Consumer {
             client
                 .subscribe(&names)
                 .map_err(|error| translate(&kafka, &context, "subscribe", Duration::ZERO, error))?;
-            Self::start(kafka, client, context, topics, BTreeMap::new())
+            let ends = topics.into_iter().map(|topic| (topic, BTreeMap::new())).collect();
+            Self::start(kafka, client, context, ends, BTreeMap::new())
         })
         .await
     }
@@ -155,12 +169,13 @@ impl Consumer {
         kafka: KafkaConfig,
         client: BaseConsumer<Context>,
         context: Context,
-        topics: Vec<String>,
+        topics: Vec<(String, BTreeMap<i32, i64>)>,
         positions: BTreeMap<(String, i32), i64>,
     ) -> Result<Self> {
+        let (topics, ends): (Vec<String>, Vec<_>) = topics.into_iter().unzip();
         let client = Arc::new(client);
         let stop = Arc::new(AtomicBool::new(false));
-        let (sender, chunks) = mpsc::channel(CHUNKS_WAITING);
+        let (sender, reads) = mpsc::channel(CHUNKS_WAITING);
         let reader = Reader {
             next: topics
                 .iter()
@@ -171,6 +186,7 @@ impl Consumer {
                 .collect(),
             names: Arc::new(StringArray::from(topics.clone())),
             topics,
+            ends,
             client: client.clone(),
             context: context.clone(),
             kafka: kafka.clone(),
@@ -181,17 +197,19 @@ impl Consumer {
             .name("streams-consumer".to_string())
             .spawn(move || reader.run(sender))
             .map_err(Error::io("start a thread for", "streams-consumer"))?;
-        Ok(Self { chunks, pending: VecDeque::new(), failed: None, positions, client, context, kafka, stop })
+        Ok(Self { reads, pending: VecDeque::new(), positions, client, context, kafka, stop })
     }
 
     /// The next records: waits up to `wait_max` for the first, then takes what is ready, at most
     /// `rows_max` rows and `bytes_max` bytes of keys and values (but always one row). `None` when
-    /// nothing came in time. Never an empty batch.
+    /// no record came in time, or as soon as [`Consumer::positions`] moved without one. Never an
+    /// empty batch.
     ///
     /// Cancel safe: no record is lost when the future is dropped.
     ///
     /// # Errors
-    /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting),
+    /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting);
+    /// [`Error::Undecodable`] for a batch that is passed over (calling again goes on behind it).
     /// [`Error::OffsetOutOfRange`], [`Error::Damaged`], [`Error::UnknownTopic`] and
     /// [`Error::Client`] end the consumer, afterwards [`Error::Closed`].
     pub async fn next(
@@ -200,19 +218,28 @@ impl Consumer {
         bytes_max: usize,
         wait_max: Duration,
     ) -> Result<Option<RecordBatch>> {
-        if self.pending.is_empty() {
-            if let Some(error) = self.failed.take() {
-                return Err(error);
-            }
-            match tokio::time::timeout(wait_max, self.chunks.recv()).await {
-                Err(_) => return Ok(None),
-                Ok(None) => return Err(Error::Closed { what: "consumer" }),
-                Ok(Some(chunk)) => self.pending.push_back(chunk?),
-            }
-        }
         let (mut parts, mut rows, mut bytes) = (Vec::new(), 0, 0);
         while rows < rows_max.max(1) {
-            let Some(chunk) = self.ready() else { break };
+            let read = if parts.is_empty() { self.wait(wait_max).await? } else { self.ready() };
+            let chunk = match read {
+                None => break,
+                Some(Read::Chunk(chunk)) => chunk,
+                // The records before it are handed out first.
+                Some(other) if !parts.is_empty() => {
+                    self.pending.push_front(other);
+                    break;
+                }
+                Some(Read::Passed(passed)) => {
+                    self.positions.extend(passed);
+                    return Ok(None);
+                }
+                Some(Read::Failed(error)) => {
+                    if let Error::Undecodable { topic, partition, next, .. } = &error {
+                        self.positions.insert((topic.clone(), *partition), *next);
+                    }
+                    return Err(error);
+                }
+            };
             let records = Records::new(&chunk)?;
             let rows_left = (rows_max.max(1) - rows).min(records.len());
             let bytes_left = bytes_max.saturating_sub(bytes);
@@ -228,7 +255,7 @@ impl Consumer {
             let taken_bytes = records.bytes_before(fits);
             let whole = fits == chunk.num_rows();
             if !whole {
-                self.pending.push_front(chunk.slice(fits, chunk.num_rows() - fits));
+                self.pending.push_front(Read::Chunk(chunk.slice(fits, chunk.num_rows() - fits)));
             }
             if fits > 0 {
                 rows += fits;
@@ -240,6 +267,7 @@ impl Consumer {
             }
         }
         let batch = match parts.len() {
+            0 => return Ok(None),
             1 => parts.remove(0),
             _ => concat_batches(&schema(), &parts)?,
         };
@@ -249,19 +277,21 @@ impl Consumer {
         Ok(Some(batch))
     }
 
-    /// A chunk that is there already.
-    fn ready(&mut self) -> Option<RecordBatch> {
-        if let Some(chunk) = self.pending.pop_front() {
-            return Some(chunk);
+    /// The next read; `None` when none came in time.
+    async fn wait(&mut self, wait_max: Duration) -> Result<Option<Read>> {
+        if let Some(read) = self.pending.pop_front() {
+            return Ok(Some(read));
         }
-        match self.chunks.try_recv() {
-            Ok(Ok(chunk)) => Some(chunk),
-            Ok(Err(error)) => {
-                self.failed = Some(error);
-                None
-            }
-            Err(_) => None,
+        match tokio::time::timeout(wait_max, self.reads.recv()).await {
+            Err(_) => Ok(None),
+            Ok(None) => Err(Error::Closed { what: "consumer" }),
+            Ok(read) => Ok(read),
         }
+    }
+
+    /// A read that is there already.
+    fn ready(&mut self) -> Option<Read> {
+        self.pending.pop_front().or_else(|| self.reads.try_recv().ok())
     }
 
     fn advance(&mut self, batch: &RecordBatch) -> Result<()> {
@@ -284,7 +314,8 @@ impl Consumer {
     }
 
     /// Per `(topic, partition)` the offset to start from so that nothing handed out by
-    /// [`Consumer::next`] comes again and nothing else is missed.
+    /// [`Consumer::next`] comes again and nothing else is missed. It lies behind transaction markers
+    /// and other offsets without records as soon as they were read.
     pub fn positions(&self) -> &BTreeMap<(String, i32), i64> {
         &self.positions
     }
@@ -320,7 +351,7 @@ impl Drop for Consumer {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         // Closing the channel frees a thread that waits for room in it.
-        self.chunks.close();
+        self.reads.close();
     }
 }
 
@@ -345,6 +376,7 @@ fn connect(kafka: &KafkaConfig, group: Option<&str>) -> Result<(BaseConsumer<Con
             ("group.id", group.unwrap_or("millrace")),
             ("enable.auto.commit", "false"),
             ("enable.auto.offset.store", "false"),
+            ("enable.partition.eof", "true"),
             // Group members without a committed offset start here; assigned partitions never
             // reset in silence, since their start offsets are checked first and an offset that
             // is out of range later is an error below.
@@ -359,6 +391,8 @@ fn connect(kafka: &KafkaConfig, group: Option<&str>) -> Result<(BaseConsumer<Con
 /// The polling thread.
 struct Reader {
     topics: Vec<String>,
+    /// By topic index and partition: the end as it was before reading began.
+    ends: Vec<BTreeMap<i32, i64>>,
     names: Arc<StringArray>,
     /// By topic index and partition: the lowest offset that may still be handed out.
     next: Vec<BTreeMap<i32, i64>>,
@@ -370,37 +404,77 @@ struct Reader {
 }
 
 impl Reader {
-    fn run(mut self, chunks: mpsc::Sender<Result<RecordBatch>>) {
+    fn run(mut self, reads: mpsc::Sender<Read>) {
         while !self.stop.load(Ordering::Acquire) {
             let mut chunk = Chunk::new(self.names.clone());
-            let mut problem = None;
+            let (mut problem, mut ended, mut idle) = (None, Vec::new(), false);
             let client = self.client.clone();
             let mut wait = POLL;
             while chunk.len() < CHUNK_ROWS && chunk.bytes() < CHUNK_BYTES {
                 match client.poll(wait) {
-                    None => break,
+                    None => {
+                        idle = true;
+                        break;
+                    }
                     Some(Ok(message)) => self.take(&mut chunk, &message),
+                    Some(Err(KafkaError::PartitionEOF(partition))) => ended.push(partition),
                     Some(Err(error)) => {
-                        problem = self.judge(error);
+                        problem = Some(error);
                         break;
                     }
                 }
                 wait = Duration::ZERO;
             }
+            let mut found = Vec::new();
             if chunk.len() > 0 {
                 self.away_since = None;
-                if chunks.blocking_send(chunk.finish()).is_err() {
-                    return;
+                found.push(chunk.finish().map_or_else(Read::Failed, Read::Chunk));
+            }
+            if idle || !ended.is_empty() {
+                let passed = self.passed(&ended);
+                if !passed.is_empty() {
+                    found.push(Read::Passed(passed));
                 }
             }
-            let problem = problem.or_else(|| self.probe());
-            if let Some(error) = problem {
-                let ends = !error.is_retryable();
-                if chunks.blocking_send(Err(error)).is_err() || ends {
+            let problem = problem.and_then(|error| self.judge(error)).or_else(|| self.probe());
+            found.extend(problem.map(Read::Failed));
+            for read in found {
+                let ends = matches!(&read, Read::Failed(error) if !goes_on(error));
+                if reads.blocking_send(read).is_err() || ends {
                     return;
                 }
             }
         }
+    }
+
+    /// Positions that moved beyond the records that were handed out.
+    ///
+    /// The client's position passes transaction markers. Behind a compacted batch without records
+    /// only the report of the partition's end tells that all was read up to the end of before.
+    fn passed(&mut self, ended: &[i32]) -> BTreeMap<(String, i32), i64> {
+        let mut reached = Vec::new();
+        if let Ok(positions) = self.client.position() {
+            for element in positions.elements() {
+                let topic = self.topics.iter().position(|name| name == element.topic());
+                if let (Some(topic), Offset::Offset(offset)) = (topic, element.offset()) {
+                    reached.push((topic, element.partition(), offset));
+                }
+            }
+        }
+        // The report does not name the topic.
+        if let [ends] = &self.ends[..] {
+            let end = |partition: &i32| ends.get(partition).map(|end| (0, *partition, *end));
+            reached.extend(ended.iter().filter_map(end));
+        }
+        let mut passed = BTreeMap::new();
+        for (topic, partition, offset) in reached {
+            let next = self.next[topic].entry(partition).or_insert(0);
+            if offset > *next {
+                *next = offset;
+                passed.insert((self.topics[topic].clone(), partition), offset);
+            }
+        }
+        passed
     }
 
     fn take(&mut self, chunk: &mut Chunk, message: &rdkafka::message::BorrowedMessage<'_>) {
@@ -451,7 +525,8 @@ impl Reader {
                 })
             }
             Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => Some(self.out_of_range(error)),
-            Some(Code::InvalidMessage | Code::BadMessage) => Some(self.damaged(error)),
+            Some(code) if is_undecodable(code) => Some(self.undecodable(error)),
+            Some(Code::InvalidMessage) => Some(self.damaged(error)),
             _ => Some(translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)),
         }
     }
@@ -484,51 +559,74 @@ impl Reader {
 
     /// Names the partition whose log is damaged; the library's error does not.
     fn damaged(&self, error: KafkaError) -> Error {
-        let places = self.topics.iter().zip(&self.next).flat_map(|(topic, next)| {
-            next.iter().map(move |(&partition, &offset)| (topic, partition, offset))
-        });
-        for (topic, partition, offset) in places {
-            match self.is_damaged(topic, partition, offset) {
-                Ok(false) => {}
-                Ok(true) => {
-                    return Error::Damaged {
-                        topic: topic.clone(),
-                        partition,
-                        offset,
-                        bootstrap_servers: self.kafka.bootstrap_servers.clone(),
-                    };
+        for (topic, partition, offset) in self.places() {
+            match Probe::new(&self.kafka).and_then(|probe| probe.look(&topic, partition, offset)) {
+                Ok(Seen::Damage) => {
+                    let bootstrap_servers = self.kafka.bootstrap_servers.clone();
+                    return Error::Damaged { topic, partition, offset, bootstrap_servers };
                 }
+                Ok(_) => {}
                 Err(error) => return error,
             }
         }
         translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
     }
 
-    /// Whether the very next record cannot be read.
-    fn is_damaged(&self, topic: &str, partition: i32, offset: i64) -> Result<bool> {
-        let context = Context::default();
-        let client = inquirer(&self.kafka, &context)?;
-        let fail = |error| translate(&self.kafka, &context, "consume", Duration::ZERO, error);
-        let (_, high) = client.fetch_watermarks(topic, partition, ANSWER_WAIT).map_err(fail)?;
-        if offset >= high {
-            return Ok(false);
-        }
-        let mut list = TopicPartitionList::new();
-        list.add_partition_offset(topic, partition, Offset::Offset(offset)).map_err(fail)?;
-        client.assign(&list).map_err(fail)?;
-        let started = Instant::now();
-        while started.elapsed() < DAMAGE_WAIT {
-            match client.poll(POLL) {
-                None => {}
-                Some(Ok(_)) => return Ok(false),
-                Some(Err(error)) => {
-                    let damaged =
-                        matches!(error.rdkafka_error_code(), Some(Code::InvalidMessage | Code::BadMessage));
-                    return if damaged { Ok(true) } else { Err(fail(error)) };
+    /// Finds the batch that cannot be decoded and goes on behind it; the library's error names
+    /// neither the partition nor the last offset.
+    fn undecodable(&mut self, error: KafkaError) -> Error {
+        let reason = self.context.reason();
+        let since = Instant::now();
+        loop {
+            match self.pass_over(&reason) {
+                Ok(Some(undecodable)) => return undecodable,
+                // The batch must not be lost in silence when brokers go away meanwhile.
+                Err(error) if error.is_retryable() && since.elapsed() < AWAY_MAX => {
+                    if self.stop.load(Ordering::Acquire) {
+                        return error;
+                    }
+                    std::thread::sleep(POLL);
+                }
+                Ok(None) | Err(_) => {
+                    return translate(&self.kafka, &self.context, "consume", Duration::ZERO, error);
                 }
             }
         }
-        Ok(false)
+    }
+
+    fn pass_over(&mut self, reason: &str) -> Result<Option<Error>> {
+        let base = batch_offset(reason);
+        let probe = Probe::new(&self.kafka)?;
+        for (topic, partition, first) in self.places() {
+            match probe.look(&topic, partition, first)? {
+                Seen::Undecodable(found) if found == base => {}
+                _ => continue,
+            }
+            let next = match base {
+                Some(base) => probe.end_of_batch(&topic, partition, base, first)?,
+                None => first + 1,
+            };
+            self.client.seek(&topic, partition, Offset::Offset(next), ANSWER_WAIT).map_err(|error| {
+                translate(&self.kafka, &self.context, "go on behind a batch", ANSWER_WAIT, error)
+            })?;
+            if let Some(index) = self.topics.iter().position(|name| *name == topic) {
+                self.next[index].insert(partition, next);
+            }
+            let (first, reason) = (base.map_or(first, |base| base.max(first)), reason.to_owned());
+            return Ok(Some(Error::Undecodable { topic, partition, first, next, reason }));
+        }
+        Ok(None)
+    }
+
+    /// The next offset of each partition.
+    fn places(&self) -> Vec<(String, i32, i64)> {
+        let of_topic = |(topic, next): (&String, &BTreeMap<i32, i64>)| {
+            let topic = topic.clone();
+            next.iter()
+                .map(move |(&partition, &offset)| (topic.clone(), partition, offset))
+                .collect::<Vec<_>>()
+        };
+        self.topics.iter().zip(&self.next).flat_map(of_topic).collect()
     }
 
     /// After brokers were away for long: asks once, and reports when nobody answers.
@@ -546,6 +644,124 @@ impl Reader {
                 Some(Error::Unreachable { bootstrap_servers, waited_ms, reason })
             }
             Err(error) => Some(error),
+        }
+    }
+}
+
+/// Whether the consumer goes on after this error.
+fn goes_on(error: &Error) -> bool {
+    error.is_retryable() || matches!(error, Error::Undecodable { .. })
+}
+
+/// Whether the client received a batch that it cannot decode.
+fn is_undecodable(code: Code) -> bool {
+    matches!(code, Code::BadMessage | Code::BadCompression | Code::NotImplemented)
+}
+
+/// First offset of the batch that an error of the library speaks of: "… at offset 12 (…" or
+/// "… of message at 12 of …".
+fn batch_offset(reason: &str) -> Option<i64> {
+    reason.split(" at ").skip(1).find_map(|text| {
+        let text = text.strip_prefix("offset ").unwrap_or(text);
+        let digits = text.find(|c: char| !c.is_ascii_digit()).map_or(text, |end| &text[..end]);
+        digits.parse().ok()
+    })
+}
+
+/// What the first read at an offset brings.
+#[derive(Debug, PartialEq, Eq)]
+enum Seen {
+    Record,
+    /// The partition ends there, or nothing came in time.
+    End,
+    /// A batch that cannot be decoded, with its first offset where the library names it.
+    Undecodable(Option<i64>),
+    /// The broker cannot read its log there.
+    Damage,
+}
+
+/// A second client that looks at single offsets.
+struct Probe {
+    kafka: KafkaConfig,
+    context: Context,
+    client: BaseConsumer<Context>,
+}
+
+impl Probe {
+    fn new(kafka: &KafkaConfig) -> Result<Self> {
+        let (client, context) = connect(kafka, None)?;
+        Ok(Self { kafka: kafka.clone(), context, client })
+    }
+
+    fn fail(&self, error: KafkaError) -> Error {
+        translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
+    }
+
+    fn look(&self, topic: &str, partition: i32, offset: i64) -> Result<Seen> {
+        let mut list = TopicPartitionList::new();
+        list.add_partition_offset(topic, partition, Offset::Offset(offset)).map_err(|e| self.fail(e))?;
+        self.client.assign(&list).map_err(|e| self.fail(e))?;
+        let started = Instant::now();
+        while started.elapsed() < DAMAGE_WAIT {
+            match self.client.poll(POLL) {
+                None => {}
+                Some(Ok(_)) => return Ok(Seen::Record),
+                Some(Err(KafkaError::PartitionEOF(_))) => return Ok(Seen::End),
+                Some(Err(error)) => match error.rdkafka_error_code() {
+                    Some(code) if is_undecodable(code) => {
+                        return Ok(Seen::Undecodable(batch_offset(&self.context.reason())));
+                    }
+                    Some(Code::InvalidMessage) => return Ok(Seen::Damage),
+                    _ => return Err(self.fail(error)),
+                },
+            }
+        }
+        Ok(Seen::End)
+    }
+
+    /// The first offset behind the batch that begins at `base` and holds `within`.
+    fn end_of_batch(&self, topic: &str, partition: i32, base: i64, within: i64) -> Result<i64> {
+        let fail = |error| self.fail(error);
+        let (_, high) = self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).map_err(fail)?;
+        let (mut inside, mut step) = (within.max(base), 1);
+        // A read at any offset of the batch fails with the same first offset.
+        let mut outside = loop {
+            let offset = inside.saturating_add(step).min(high);
+            if offset == high || self.look(topic, partition, offset)? != Seen::Undecodable(Some(base)) {
+                break offset;
+            }
+            (inside, step) = (offset, step.saturating_mul(2));
+        };
+        while inside + 1 < outside {
+            let middle = inside.midpoint(outside);
+            match self.look(topic, partition, middle)? {
+                Seen::Undecodable(Some(found)) if found == base => inside = middle,
+                _ => outside = middle,
+            }
+        }
+        Ok(outside)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::batch_offset;
+
+    #[test]
+    fn errors_of_the_library_name_the_first_offset_of_the_batch() {
+        for (reason, offset) in [
+            (
+                "MessageSet at offset 12 (80 bytes) failed CRC32C check (original 0x1 != calculated 0x2)",
+                Some(12),
+            ),
+            (
+                "Decompression (codec 0x1) of message at 4096 of 300 bytes failed: Local: Invalid compressed data",
+                Some(4096),
+            ),
+            ("Unsupported Message(Set) MagicByte 3 at offset 7", Some(7)),
+            ("Local: Bad message format", None),
+        ] {
+            assert_eq!(batch_offset(reason), offset, "{reason}");
         }
     }
 }

@@ -12,6 +12,6 @@ mod consumer;
 mod producer;
 
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
-pub use batch::{Records, schema};
+pub use batch::{Records, blank_record, schema};
 pub use consumer::{Consumer, EARLIEST, LATEST};
 pub use producer::{Delivery, OutRecord, Producer, Sent};

@@ -12,6 +12,7 @@ mod kcat;
 mod kill;
 mod protocol;
 mod rates;
+mod undecodable;
 mod wire;
 
 use std::path::Path;
