@@ -23,5 +23,6 @@ pub(crate) const INVALID_PRODUCER_EPOCH: i16 = 47;
 pub(crate) const KAFKA_STORAGE_ERROR: i16 = 56;
 pub(crate) const UNKNOWN_PRODUCER_ID: i16 = 59;
 pub(crate) const FETCH_SESSION_ID_NOT_FOUND: i16 = 70;
-pub(crate) const UNKNOWN_LEADER_EPOCH: i16 = 76;
+pub(crate) const UNKNOWN_LEADER_EPOCH: i16 = 75;
+pub(crate) const UNSUPPORTED_COMPRESSION_TYPE: i16 = 76;
 pub(crate) const INVALID_RECORD: i16 = 87;

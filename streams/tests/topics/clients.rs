@@ -186,7 +186,7 @@ async fn compressed_batches_pass_through() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     // librdkafka uses lz4 only with brokers that have group coordinators; protocol.rs sends one.
-    for codec in ["gzip", "snappy"] {
+    for codec in ["gzip", "snappy", "zstd"] {
         let mut kafka = kafka_of(&broker);
         kafka.properties.insert("compression.type".to_string(), codec.into());
         let producer = Producer::connect(&kafka).await.unwrap();

@@ -12,7 +12,7 @@ use kafka_protocol::messages::{
     MetadataRequest, MetadataResponse, create_topics_request, metadata_request,
 };
 use kafka_protocol::protocol::StrBytes;
-use millrace_streams::topic::{Consumer, EARLIEST};
+use millrace_streams::topic::{self, Consumer, EARLIEST};
 use tempfile::TempDir;
 
 use super::wire::{Wire, batch, name, produce_request, records, single};
@@ -229,6 +229,19 @@ async fn lz4_passes_through() {
     let values: Vec<_> =
         rows(&take(&mut consumer, 2).await).into_iter().map(|(_, _, value)| value.unwrap()).collect();
     assert_eq!(values, [b"second".to_vec(), b"third".to_vec()]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn batches_that_no_consumer_can_decode_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let mut wire = Wire::connect(broker.addr());
+    create(&mut wire, "t");
+    for (codec, error) in [(1, 2), (2, 2), (3, 2), (4, 2), (5, 76)] {
+        let response = wire.produce("t", batch((-1, -1, -1), codec, 3, &[0xa5; 64]));
+        assert_eq!(response.error_code, error, "codec {codec}: {:?}", response.error_message);
+    }
+    assert_eq!(topic::watermarks(&kafka_of(&broker), "t").await.unwrap()[&0], (0, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,6 +6,10 @@
 //! i32, record count i32, records. The broker changes only the base offset and the leader epoch,
 //! both outside of the checksum.
 
+use std::io::{BufRead, BufReader};
+
+use parking_lot::Mutex;
+
 /// Bytes before the records.
 pub(crate) const HEADER_BYTES: usize = 61;
 /// Bytes before what the length field counts.
@@ -14,6 +18,16 @@ const LENGTH_END: usize = 12;
 const CRC_START: usize = 21;
 /// Bytes that the broker rewrites: base offset, length (kept), leader epoch.
 pub(crate) const REWRITTEN_BYTES: usize = 16;
+
+/// Most bytes of a batch once it is decompressed: what librdkafka's `receive.message.max.bytes` lets its
+/// consumers decompress.
+const DECOMPRESSED_BYTES_MAX: u64 = 100_000_000;
+/// Snappy decompresses a batch as a whole; above this size one at a time.
+const LARGE_BYTES: usize = 8 << 20;
+static LARGE: Mutex<()> = Mutex::new(());
+/// What snappy-java writes before its chunks: magic bytes, two version numbers.
+const SNAPPY_JAVA: [u8; 8] = [0x82, b'S', b'N', b'A', b'P', b'P', b'Y', 0];
+const SNAPPY_JAVA_HEADER_BYTES: usize = 16;
 
 const COMPRESSION_MASK: i16 = 0x07;
 const TRANSACTIONAL: i16 = 0x10;
@@ -49,6 +63,12 @@ pub(crate) enum Malformed {
     Crc,
     #[error("the records do not match the batch header")]
     Records,
+    #[error("the compressed records cannot be decompressed")]
+    Compressed,
+    #[error("compression {0} is not known")]
+    Codec(i16),
+    #[error("the records have more than {DECOMPRESSED_BYTES_MAX} bytes once they are decompressed")]
+    Large,
     #[error("more than one batch for a partition")]
     Several,
     #[error("control and transactional batches are not accepted")]
@@ -99,10 +119,6 @@ impl Header {
         self.base_offset.saturating_add(i64::from(self.last_offset_delta) + 1)
     }
 
-    pub(crate) fn is_compressed(&self) -> bool {
-        self.attributes & COMPRESSION_MASK != 0
-    }
-
     /// Whether the checksum of the batch at the start of `bytes` is right; `bytes` must hold it all.
     pub(crate) fn crc_matches(&self, bytes: &[u8]) -> bool {
         crc32c::crc32c(&bytes[CRC_START..self.bytes]) == self.crc
@@ -128,14 +144,15 @@ pub(crate) fn check_produced(bytes: &[u8]) -> Result<Header, Malformed> {
     if header.producer_id >= 0 && (header.producer_epoch < 0 || header.base_sequence < 0) {
         return Err(Malformed::Header);
     }
-    // Compressed records pass through unopened; their consumers check them.
-    if !header.is_compressed() {
-        let mut walk = Records::new(&header, bytes);
-        let dense =
-            (0..header.count).all(|delta| walk.next().is_some_and(|record| record.offset_delta == delta));
-        if !dense || !walk.rest.is_empty() {
-            return Err(Malformed::Records);
-        }
+    let mut expected = 0;
+    let mut dense = true;
+    walk(&header, bytes, |record| {
+        dense = record.offset_delta == expected && expected < header.count;
+        expected += 1;
+        dense
+    })?;
+    if !dense || expected != header.count {
+        return Err(Malformed::Records);
     }
     Ok(header)
 }
@@ -146,42 +163,169 @@ pub(crate) struct RecordPlace {
     pub(crate) timestamp: i64,
 }
 
-/// The records of an uncompressed batch; ends early at anything malformed.
-pub(crate) struct Records<'a> {
-    base_timestamp: i64,
-    rest: &'a [u8],
-}
-
-impl<'a> Records<'a> {
-    pub(crate) fn new(header: &Header, batch: &'a [u8]) -> Self {
-        Self { base_timestamp: header.base_timestamp, rest: &batch[HEADER_BYTES..header.bytes] }
+/// Hands the records of a batch to `visit`, decompressed, until it returns `false`.
+///
+/// # Errors
+/// [`Malformed`] at the first thing that is no record.
+pub(crate) fn walk(
+    header: &Header,
+    batch: &[u8],
+    visit: impl FnMut(RecordPlace) -> bool,
+) -> Result<(), Malformed> {
+    let bytes = &batch[HEADER_BYTES..header.bytes];
+    match header.attributes & COMPRESSION_MASK {
+        0 => walk_records(header, bytes, visit),
+        1 => walk_records(header, BufReader::new(flate2::bufread::MultiGzDecoder::new(bytes)), visit),
+        2 => {
+            let size = snappy_bytes(bytes)?;
+            let _turn = (size > LARGE_BYTES).then(|| LARGE.lock());
+            walk_records(header, &snappy(bytes)?[..], visit)
+        }
+        3 => walk_records(header, BufReader::new(lz4_flex::frame::FrameDecoder::new(bytes)), visit),
+        4 => {
+            let decoder =
+                zstd::stream::read::Decoder::with_buffer(bytes).map_err(|_| Malformed::Compressed)?;
+            walk_records(header, BufReader::new(decoder), visit)
+        }
+        codec => Err(Malformed::Codec(codec)),
     }
 }
 
-impl Iterator for Records<'_> {
-    type Item = RecordPlace;
-
-    fn next(&mut self) -> Option<RecordPlace> {
-        let mut at = self.rest;
-        let length = usize::try_from(varint(&mut at)?).ok()?;
-        let (mut record, rest) = at.split_at_checked(length)?;
-        self.rest = rest;
-        record = record.get(1..)?; // attributes
-        let timestamp_delta = varint(&mut record)?;
-        let offset_delta = i32::try_from(varint(&mut record)?).ok()?;
-        Some(RecordPlace { offset_delta, timestamp: self.base_timestamp.saturating_add(timestamp_delta) })
-    }
+/// The chunks of a Snappy payload: as snappy-java frames them, or the payload itself.
+fn snappy_chunks(bytes: &[u8]) -> impl Iterator<Item = Result<&[u8], Malformed>> {
+    let (mut rest, framed) = match bytes.strip_prefix(&SNAPPY_JAVA) {
+        Some(_) => (bytes.get(SNAPPY_JAVA_HEADER_BYTES..).unwrap_or_default(), true),
+        None => (bytes, false),
+    };
+    let mut first = true;
+    std::iter::from_fn(move || {
+        if !framed {
+            return std::mem::take(&mut first).then_some(Ok(rest));
+        }
+        if rest.is_empty() {
+            return None;
+        }
+        let chunk = rest.split_first_chunk().and_then(|(length, after)| {
+            let length = usize::try_from(u32::from_be_bytes(*length)).ok()?;
+            after.split_at_checked(length)
+        });
+        let Some((chunk, after)) = chunk else {
+            rest = &[];
+            return Some(Err(Malformed::Compressed));
+        };
+        rest = after;
+        Some(Ok(chunk))
+    })
 }
 
-/// Zigzag variable-length integer of at most 10 bytes.
-fn varint(bytes: &mut &[u8]) -> Option<i64> {
-    let mut value = 0u64;
-    for (index, &byte) in bytes.iter().take(10).enumerate() {
-        value |= u64::from(byte & 0x7f) << (7 * index);
-        if byte & 0x80 == 0 {
-            *bytes = &bytes[index + 1..];
-            return Some((value >> 1) as i64 ^ -((value & 1) as i64));
+fn snappy_bytes(bytes: &[u8]) -> Result<usize, Malformed> {
+    let mut total = 0;
+    for chunk in snappy_chunks(bytes) {
+        total += snap::raw::decompress_len(chunk?).map_err(|_| Malformed::Compressed)?;
+        if total as u64 > DECOMPRESSED_BYTES_MAX {
+            return Err(Malformed::Large);
         }
     }
-    None
+    Ok(total)
+}
+
+fn snappy(bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
+    let mut all = Vec::new();
+    for chunk in snappy_chunks(bytes) {
+        let part = snap::raw::Decoder::new().decompress_vec(chunk?).map_err(|_| Malformed::Compressed)?;
+        all.extend_from_slice(&part);
+    }
+    Ok(all)
+}
+
+fn walk_records(
+    header: &Header,
+    bytes: impl BufRead,
+    mut visit: impl FnMut(RecordPlace) -> bool,
+) -> Result<(), Malformed> {
+    let mut fields = Fields { bytes, left: DECOMPRESSED_BYTES_MAX };
+    while !fields.is_at_end()? {
+        // A record is as long as it says, and its fields fill it.
+        let length = fields.length()?.ok_or(Malformed::Records)?;
+        let after = fields.left.checked_sub(length).ok_or(Malformed::Large)?;
+        fields.skip(1)?; // attributes
+        let timestamp_delta = fields.varint()?;
+        let offset_delta = i32::try_from(fields.varint()?).map_err(|_| Malformed::Records)?;
+        fields.skip_bytes()?; // key
+        fields.skip_bytes()?; // value
+        let headers = fields.length()?.ok_or(Malformed::Records)?;
+        for _ in 0..headers {
+            let name = fields.length()?.ok_or(Malformed::Records)?;
+            fields.skip(name)?;
+            fields.skip_bytes()?;
+        }
+        if fields.left != after {
+            return Err(Malformed::Records);
+        }
+        let timestamp = header.base_timestamp.saturating_add(timestamp_delta);
+        if !visit(RecordPlace { offset_delta, timestamp }) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The fields of records, out of memory or out of a decompressor.
+struct Fields<R> {
+    bytes: R,
+    /// How many more there may be.
+    left: u64,
+}
+
+impl<R: BufRead> Fields<R> {
+    fn is_at_end(&mut self) -> Result<bool, Malformed> {
+        Ok(self.bytes.fill_buf().map_err(|_| Malformed::Compressed)?.is_empty())
+    }
+
+    fn skip(&mut self, count: u64) -> Result<(), Malformed> {
+        self.left = self.left.checked_sub(count).ok_or(Malformed::Large)?;
+        let mut count = usize::try_from(count).map_err(|_| Malformed::Large)?;
+        while count > 0 {
+            let there = self.bytes.fill_buf().map_err(|_| Malformed::Compressed)?.len().min(count);
+            if there == 0 {
+                return Err(Malformed::Records);
+            }
+            self.bytes.consume(there);
+            count -= there;
+        }
+        Ok(())
+    }
+
+    /// Zigzag variable-length integer of at most 10 bytes.
+    fn varint(&mut self) -> Result<i64, Malformed> {
+        let mut value = 0u64;
+        for index in 0..10 {
+            let mut byte = [0];
+            self.bytes.read_exact(&mut byte).map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => Malformed::Records,
+                _ => Malformed::Compressed,
+            })?;
+            self.left = self.left.checked_sub(1).ok_or(Malformed::Large)?;
+            value |= u64::from(byte[0] & 0x7f) << (7 * index);
+            if byte[0] & 0x80 == 0 {
+                return Ok((value >> 1) as i64 ^ -((value & 1) as i64));
+            }
+        }
+        Err(Malformed::Records)
+    }
+
+    /// A length or a count; `None` is the -1 of an absent field.
+    fn length(&mut self) -> Result<Option<u64>, Malformed> {
+        match self.varint()? {
+            -1 => Ok(None),
+            length => u64::try_from(length).map(Some).map_err(|_| Malformed::Records),
+        }
+    }
+
+    fn skip_bytes(&mut self) -> Result<(), Malformed> {
+        match self.length()? {
+            Some(length) => self.skip(length),
+            None => Ok(()),
+        }
+    }
 }

@@ -89,7 +89,11 @@ impl Partition {
         }
         let header = batch::check_produced(records).map_err(|malformed| {
             let code = match malformed {
-                Malformed::Crc | Malformed::Short | Malformed::Header => code::CORRUPT_MESSAGE,
+                Malformed::Crc | Malformed::Short | Malformed::Header | Malformed::Compressed => {
+                    code::CORRUPT_MESSAGE
+                }
+                Malformed::Codec(_) => code::UNSUPPORTED_COMPRESSION_TYPE,
+                Malformed::Large => code::MESSAGE_TOO_LARGE,
                 Malformed::Magic(_) => code::UNSUPPORTED_FOR_MESSAGE_FORMAT,
                 Malformed::Records | Malformed::Several | Malformed::Control => code::INVALID_RECORD,
             };

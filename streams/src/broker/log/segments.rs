@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use super::batch::{HEADER_BYTES, Header, Records};
+use super::batch::{HEADER_BYTES, Header, walk};
 use super::checkpoint::{self, Checkpoint};
 use super::producers::{Producers, Verdict};
 use super::recovery;
@@ -384,8 +384,8 @@ impl Segments {
         }
     }
 
-    /// Offset and timestamp of the first record at or after `timestamp`; exact to the record in
-    /// uncompressed batches, to the batch in compressed ones.
+    /// Offset and timestamp of the first record at or after `timestamp`. It is the first one of its batch
+    /// where the batch cannot be decompressed.
     ///
     /// # Errors
     /// The file system's.
@@ -401,13 +401,18 @@ impl Segments {
             if header.max_timestamp < timestamp {
                 return false;
             }
-            found = Some((header.base_offset, header.base_timestamp));
-            if !header.is_compressed() {
-                let record = Records::new(header, batch).find(|record| record.timestamp >= timestamp);
-                if let Some(record) = record {
-                    found = Some((header.base_offset + i64::from(record.offset_delta), record.timestamp));
+            let mut place = (header.base_offset, header.base_timestamp);
+            let walked = walk(header, batch, |record| {
+                let reached = record.timestamp >= timestamp;
+                if reached {
+                    place = (header.base_offset + i64::from(record.offset_delta), record.timestamp);
                 }
+                !reached
+            });
+            if let Err(malformed) = walked {
+                tracing::debug!(offset = header.base_offset, %malformed, "a batch cannot be searched by time");
             }
+            found = Some(place);
             true
         })?;
         Ok(found)

@@ -339,6 +339,101 @@ fn produced_batches_are_checked() {
     assert_eq!(check_produced(&[&good[..], &good[..]].concat()), Err(Malformed::Several));
 }
 
+/// A batch whose records are compressed, each codec as its clients write it.
+fn compressed(codec: u8, batch: &[u8]) -> Vec<u8> {
+    use std::io::Write as _;
+    let (head, records) = batch.split_at(61);
+    let packed = match codec {
+        1 => {
+            let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+            encoder.write_all(records).unwrap();
+            encoder.finish().unwrap()
+        }
+        2 => snap::raw::Encoder::new().compress_vec(records).unwrap(),
+        3 => {
+            let mut encoder = lz4_flex::frame::FrameEncoder::new(Vec::new());
+            encoder.write_all(records).unwrap();
+            encoder.finish().unwrap()
+        }
+        4 => zstd::encode_all(records, 3).unwrap(),
+        _ => records.to_vec(),
+    };
+    with_records(head, codec, &packed)
+}
+
+/// The batch of a head and a payload that is said to be compressed with `codec`.
+fn with_records(head: &[u8], codec: u8, payload: &[u8]) -> Vec<u8> {
+    let mut batch = [head, payload].concat();
+    let length = (batch.len() - 12) as i32;
+    batch[8..12].copy_from_slice(&length.to_be_bytes());
+    batch[22] = codec;
+    reseal(&mut batch);
+    batch
+}
+
+#[test]
+fn compressed_batches_are_opened_and_checked() {
+    let plain = batch((1, 0, 0), 1_000, &[b"one", &[7; 5_000], b"three"]);
+    let head = &plain[..61];
+    for codec in 1..=4 {
+        let good = compressed(codec, &plain);
+        assert!(check_produced(&good).is_ok(), "codec {codec}: {:?}", check_produced(&good));
+        let torn = with_records(head, codec, &good[61..good.len() - 6]);
+        assert!(check_produced(&torn).is_err(), "codec {codec}: a payload cut short");
+        let noise = with_records(head, codec, &[0xa5; 300]);
+        assert_eq!(check_produced(&noise), Err(Malformed::Compressed), "codec {codec}");
+        // The head promises three records, the payload has two.
+        let two = batch((1, 0, 0), 1_000, &[b"one", b"two"]);
+        let short = compressed(codec, &[head, &two[61..]].concat());
+        assert_eq!(check_produced(&short), Err(Malformed::Records), "codec {codec}");
+        // The payload decompresses to what is no record.
+        let no_record = compressed(codec, &[head, &[0x14, 0, 0, 0, 0x70]].concat());
+        assert_eq!(check_produced(&no_record), Err(Malformed::Records), "codec {codec}");
+    }
+    assert_eq!(check_produced(&compressed(5, &plain)), Err(Malformed::Codec(5)));
+    let packed = snap::raw::Encoder::new().compress_vec(&plain[61..]).unwrap();
+    let mut java = b"\x82SNAPPY\0\0\0\0\x01\0\0\0\x01".to_vec();
+    java.extend((packed.len() as u32).to_be_bytes());
+    java.extend(packed);
+    assert!(check_produced(&with_records(head, 2, &java)).is_ok());
+    // 200 MB of zeros in a few kilobytes: no consumer would decompress them.
+    let mut bomb = vec![0; 200_000_000];
+    bomb[..6].copy_from_slice(&[0x80, 0x84, 0xaf, 0xbe, 0x01, 0]);
+    for codec in [1, 4] {
+        let bomb = compressed(codec, &[head, &bomb].concat());
+        assert!(matches!(check_produced(&bomb), Err(Malformed::Large)), "{:?}", check_produced(&bomb));
+    }
+}
+
+#[test]
+fn a_field_that_leaves_its_record_is_refused() {
+    let good = batch((1, 0, 0), 0, &[b"abc"]);
+    // Length, attributes, time, offset, key -1, value 3 bytes, no headers.
+    assert_eq!(good[61..], [18, 0, 0, 0, 1, 6, b'a', b'b', b'c', 0]);
+    for (at, value) in [(65, 6), (66, 8), (66, 4), (70, 2), (61, 16), (61, 20)] {
+        let mut bytes = good.to_vec();
+        bytes[at] = value;
+        reseal(&mut bytes);
+        assert_eq!(check_produced(&bytes), Err(Malformed::Records), "byte {at} is {value}");
+    }
+}
+
+#[test]
+fn a_time_inside_a_compressed_batch_finds_its_record() {
+    let dir = TempDir::new().unwrap();
+    let mut log = open(dir.path(), 1 << 20);
+    for (codec, time) in [(1, 1_000), (2, 2_000), (3, 3_000), (4, 4_000)] {
+        let values: Vec<&[u8]> = vec![b"value"; 100];
+        append(&mut log, &compressed(codec, &batch(NOBODY, time, &values)));
+    }
+    assert_eq!(log.by_time(1_000).unwrap(), Some((0, 1_000)));
+    assert_eq!(log.by_time(1_042).unwrap(), Some((42, 1_042)));
+    assert_eq!(log.by_time(1_100).unwrap(), Some((100, 2_000)));
+    assert_eq!(log.by_time(3_099).unwrap(), Some((299, 3_099)));
+    assert_eq!(log.by_time(4_007).unwrap(), Some((307, 4_007)));
+    assert_eq!(log.by_time(4_100).unwrap(), None);
+}
+
 #[test]
 fn producers_are_judged_as_kafka_does() {
     let mut producers = Producers::default();
