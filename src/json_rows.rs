@@ -48,6 +48,7 @@ fn writable_type(kind: &DataType) -> DataType {
         DataType::Timestamp(unit, Some(zone)) if !zone.starts_with(['+', '-']) => {
             DataType::Timestamp(*unit, Some("+00:00".into()))
         }
+        DataType::Dictionary(_, values) => writable_type(values),
         DataType::List(item) => DataType::List(inner(item)),
         DataType::LargeList(item) => DataType::LargeList(inner(item)),
         DataType::FixedSizeList(item, size) => DataType::FixedSizeList(inner(item), *size),

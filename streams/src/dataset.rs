@@ -19,7 +19,7 @@ pub use cache::DatasetCache;
 pub use spec::DatasetSpec;
 pub use volume::OpenDataset;
 
-pub(crate) use schema::{conform, decode_schema, encode_schema};
+pub(crate) use schema::{Conflict, conform, decode_schema, encode_schema};
 
 use std::sync::Arc;
 
@@ -79,6 +79,7 @@ pub struct DataFile {
 pub struct Dataset {
     path: String,
     schema: SchemaRef,
+    conflicts: Vec<Conflict>,
     files: Vec<DataFile>,
 }
 
@@ -95,8 +96,8 @@ impl Dataset {
     /// suffixes, are not data. Costs one listing and one small read per file.
     ///
     /// # Errors
-    /// [`FeedError::NoFiles`], [`FeedError::NoRows`], [`FeedError::SchemaConflict`],
-    /// [`FeedError::Corrupt`] naming the file, [`FeedError::Store`].
+    /// [`FeedError::NoFiles`], [`FeedError::NoRows`], [`FeedError::Corrupt`] naming the file,
+    /// [`FeedError::Store`].
     pub async fn read(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Self> {
         let listing = Listing::read(store, path).await?;
         Self::from_listing(store, listing).await
@@ -137,12 +138,17 @@ impl Dataset {
             .buffered(FOOTERS_CONCURRENT)
             .try_collect()
             .await?;
-        let schema = schema::unify(footers.iter().map(|(f, s)| (f.path.as_str(), s)))?;
+        let (schema, conflicts) = schema::unify(footers.iter().map(|(f, s)| (f.path.as_str(), s)));
         let files = footers.into_iter().map(|(f, _)| f).collect();
-        Self::new(path, Arc::new(schema), files)
+        Self::new(path, Arc::new(schema), conflicts, files)
     }
 
-    pub(crate) fn new(path: String, schema: SchemaRef, files: Vec<DataFile>) -> Result<Self> {
+    pub(crate) fn new(
+        path: String,
+        schema: SchemaRef,
+        conflicts: Vec<Conflict>,
+        files: Vec<DataFile>,
+    ) -> Result<Self> {
         if files.is_empty() {
             return Err(FeedError::NoFiles { path, ignored: 0 });
         }
@@ -160,7 +166,7 @@ impl Dataset {
         match rows {
             None => Err(FeedError::TooLarge { path, what: "the number of rows", limit }),
             Some(0) => Err(FeedError::NoRows { path, files: files.len() }),
-            Some(_) => Ok(Self { path, schema, files }),
+            Some(_) => Ok(Self { path, schema, conflicts, files }),
         }
     }
 
@@ -170,9 +176,15 @@ impl Dataset {
     }
 
     /// The columns of all files together, in order of first appearance. A column that some files
-    /// lack is nullable and reads as null there.
+    /// lack is nullable and reads as null there. A column about whose type files disagree is not among
+    /// them.
     pub fn schema(&self) -> &SchemaRef {
         &self.schema
+    }
+
+    /// The columns that cannot be read.
+    pub(crate) fn conflicts(&self) -> &[Conflict] {
+        &self.conflicts
     }
 
     /// The files in canonical order.

@@ -258,6 +258,7 @@ fn is_readable(column: &DataType) -> bool {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
             is_readable(item.data_type())
         }
+        DataType::Dictionary(_, values) => is_readable(values),
         DataType::Boolean | DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         other => other.is_integer() || other.is_floating(),
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{DataFile, Dataset, decode_schema, encode_schema};
+use super::{Conflict, DataFile, Dataset, decode_schema, encode_schema};
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
@@ -36,6 +36,8 @@ const ENTRY_BYTES_MAX: usize = 16 << 20;
 pub(crate) struct DatasetRecord {
     path: String,
     schema: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    conflicts: Vec<Conflict>,
     files: Vec<DataFile>,
 }
 
@@ -46,22 +48,24 @@ struct Entry {
     dataset: DatasetRecord,
 }
 
-impl From<&Dataset> for DatasetRecord {
-    fn from(d: &Dataset) -> Self {
-        Self { path: d.path.clone(), schema: encode_schema(&d.schema), files: d.files.clone() }
+impl TryFrom<&Dataset> for DatasetRecord {
+    type Error = FeedError;
+    fn try_from(d: &Dataset) -> Result<Self> {
+        let schema = encode_schema(&d.schema)?;
+        Ok(Self { path: d.path.clone(), schema, conflicts: d.conflicts.clone(), files: d.files.clone() })
     }
 }
 
 impl TryFrom<DatasetRecord> for Dataset {
     type Error = FeedError;
     fn try_from(r: DatasetRecord) -> Result<Self> {
-        Dataset::new(r.path, Arc::new(decode_schema(&r.schema)?), r.files)
+        Dataset::new(r.path, Arc::new(decode_schema(&r.schema)?), r.conflicts, r.files)
     }
 }
 
 impl Serialize for Dataset {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        DatasetRecord::from(self).serialize(serializer)
+        DatasetRecord::try_from(self).map_err(serde::ser::Error::custom)?.serialize(serializer)
     }
 }
 
@@ -104,7 +108,10 @@ pub(super) async fn lookup(cache: &Arc<dyn DatasetCache>, path: &str, digest: &s
 /// Leaves the description in the cache; returns when it is there (or could not be stored).
 pub(super) async fn remember(cache: Arc<dyn DatasetCache>, digest: String, dataset: &Dataset) {
     let key = key(&dataset.path);
-    let entry = Entry { listing: digest, dataset: DatasetRecord::from(dataset) };
+    let entry = match DatasetRecord::try_from(dataset) {
+        Ok(dataset) => Entry { listing: digest, dataset },
+        Err(error) => return tracing::warn!(%error, "a dataset cannot be cached"),
+    };
     let stored = tokio::task::spawn_blocking(move || {
         let bytes = serde_json::to_vec(&entry).map_err(|e| e.to_string())?;
         if bytes.len() > ENTRY_BYTES_MAX {

@@ -1,23 +1,57 @@
 //! One schema for many files: columns are matched by name, files may lack some of them (additive
-//! evolution), and nobody may disagree about a type.
+//! evolution). Columns about whose type files disagree cannot be read; the others can.
+//!
+//! Dictionaries and runs are encodings of a column, not types: the schema has the type of the values.
 
 use std::collections::{HashMap, HashSet};
+use std::panic::catch_unwind;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions, new_null_array};
 use arrow::compute::cast;
-use arrow::datatypes::{Field, Schema, SchemaRef};
+use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
 use arrow::error::ArrowError;
 use arrow::ipc::convert::{IpcSchemaEncoder, fb_to_schema};
 use arrow::ipc::root_as_schema;
+use serde::{Deserialize, Serialize};
 
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
-/// The union of the files' columns in order of first appearance.
+/// A column that is not readable as one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Conflict {
+    pub(crate) column: String,
+    /// The first file that has the column, and its type there; the file that has it twice, and none.
+    first: (String, Option<String>),
+    /// The file that disagrees, and its type there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    other: Option<(String, String)>,
+}
+
+impl Conflict {
+    /// What a reader of the column is told.
+    pub(crate) fn error(&self) -> FeedError {
+        let column = self.column.clone();
+        match (&self.first, &self.other) {
+            ((first_file, Some(first_type)), Some((file, file_type))) => FeedError::SchemaConflict {
+                column,
+                first_file: first_file.clone(),
+                first_type: first_type.clone(),
+                file: file.clone(),
+                file_type: file_type.clone(),
+            },
+            ((file, _), _) => FeedError::DuplicateColumn { column, file: file.clone() },
+        }
+    }
+}
+
+/// The union of the files' columns in order of first appearance, and the columns that are no part of it
+/// because files disagree about their types or have them twice.
 ///
-/// Nullability, field names inside lists and key-value metadata may differ between files.
-pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> Result<Schema> {
+/// Nullability, field names inside lists, encodings and key-value metadata may differ between files.
+pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (Schema, Vec<Conflict>) {
     struct Column<'a> {
         field: Field,
         file: &'a str,
@@ -25,30 +59,34 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> R
     }
     let mut columns: Vec<Column<'_>> = Vec::new();
     let mut by_name: HashMap<String, usize> = HashMap::new();
+    let mut conflicts: Vec<Conflict> = Vec::new();
+    let mut refused: HashSet<String> = HashSet::new();
     let mut total = 0usize;
     for (file, schema) in files {
         total += 1;
         let mut names = HashSet::new();
-        if let Some(twice) = schema.fields().iter().find(|field| !names.insert(field.name())) {
-            return Err(FeedError::DuplicateColumn { column: twice.name().clone(), file: file.to_string() });
-        }
         for field in schema.fields() {
-            match by_name.get(field.name()) {
+            let name = field.name();
+            let conflict = |first, other| Conflict { column: name.clone(), first, other };
+            if !names.insert(name) && refused.insert(name.clone()) {
+                conflicts.push(conflict((file.to_string(), None), None));
+                continue;
+            }
+            let kind = plain(field.data_type());
+            match by_name.get(name) {
                 None => {
-                    by_name.insert(field.name().clone(), columns.len());
-                    let field = field.as_ref().clone().with_metadata(HashMap::new());
+                    by_name.insert(name.clone(), columns.len());
+                    let field = Field::new(name, kind, field.is_nullable());
                     columns.push(Column { field, file, seen: 1 });
                 }
                 Some(&i) => {
                     let column = &mut columns[i];
-                    if !column.field.data_type().equals_datatype(field.data_type()) {
-                        return Err(FeedError::SchemaConflict {
-                            column: field.name().clone(),
-                            first_file: column.file.to_string(),
-                            first_type: column.field.data_type().to_string(),
-                            file: file.to_string(),
-                            file_type: field.data_type().to_string(),
-                        });
+                    if !column.field.data_type().equals_datatype(&kind) {
+                        if refused.insert(name.clone()) {
+                            let first = (column.file.to_string(), Some(column.field.data_type().to_string()));
+                            conflicts.push(conflict(first, Some((file.to_string(), kind.to_string()))));
+                        }
+                        continue;
                     }
                     column.seen += 1;
                     if field.is_nullable() {
@@ -58,12 +96,26 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> R
             }
         }
     }
-    Ok(Schema::new(
-        columns
-            .into_iter()
-            .map(|c| if c.seen < total { c.field.with_nullable(true) } else { c.field })
-            .collect::<Vec<_>>(),
-    ))
+    let readable = columns.into_iter().filter(|c| !refused.contains(c.field.name()));
+    let fields = readable.map(|c| if c.seen < total { c.field.with_nullable(true) } else { c.field });
+    (Schema::new(fields.collect::<Vec<_>>()), conflicts)
+}
+
+/// The type of the values, without the encodings of them.
+fn plain(kind: &DataType) -> DataType {
+    let inner = |field: &FieldRef| -> FieldRef {
+        Arc::new(field.as_ref().clone().with_data_type(plain(field.data_type())))
+    };
+    match kind {
+        DataType::Dictionary(_, values) => plain(values),
+        DataType::RunEndEncoded(_, values) => plain(values.data_type()),
+        DataType::List(item) => DataType::List(inner(item)),
+        DataType::LargeList(item) => DataType::LargeList(inner(item)),
+        DataType::FixedSizeList(item, size) => DataType::FixedSizeList(inner(item), *size),
+        DataType::Struct(fields) => DataType::Struct(fields.iter().map(inner).collect()),
+        DataType::Map(entries, sorted) => DataType::Map(inner(entries), *sorted),
+        other => other.clone(),
+    }
 }
 
 /// Brings a decoded batch of one file into `schema`: order of columns, missing ones as nulls,
@@ -87,13 +139,18 @@ pub(crate) fn conform(
 }
 
 /// The schema as hexadecimal Arrow IPC, for plans and caches.
-pub(crate) fn encode_schema(schema: &Schema) -> String {
-    hex::encode(IpcSchemaEncoder::new().schema_to_fb(schema).finished_data())
+///
+/// # Errors
+/// [`FeedError::Invalid`] for a type that Arrow IPC does not have; its encoder panics there.
+pub(crate) fn encode_schema(schema: &Schema) -> Result<String> {
+    catch_unwind(|| hex::encode(IpcSchemaEncoder::new().schema_to_fb(schema).finished_data()))
+        .map_err(|_| FeedError::invalid(format!("the schema cannot be encoded: {schema}")))
 }
 
 /// The inverse of [`encode_schema`].
 pub(crate) fn decode_schema(text: &str) -> Result<Schema> {
     let unusable = |what: String| FeedError::UnusablePlan { what: format!("schema: {what}") };
     let bytes = hex::decode(text).map_err(|e| unusable(e.to_string()))?;
-    root_as_schema(&bytes).map(fb_to_schema).map_err(|e| unusable(e.to_string()))
+    let decoded = catch_unwind(|| root_as_schema(&bytes).map(fb_to_schema).map_err(|e| e.to_string()));
+    decoded.unwrap_or_else(|_| Err("a type is unknown".to_string())).map_err(unusable)
 }

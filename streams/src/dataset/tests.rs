@@ -18,14 +18,15 @@ fn schemas_unite_by_name() {
         ("note", DataType::Utf8, false),
         ("id", DataType::Int64, false),
     ]);
-    let both = schema::unify([("a", &a), ("b", &b)].into_iter()).unwrap();
+    let (both, conflicts) = schema::unify([("a", &a), ("b", &b)].into_iter());
+    assert_eq!(conflicts, []);
     let expected = schema(&[
         ("id", DataType::Int64, false),
         ("label", DataType::Int64, true),
         ("note", DataType::Utf8, true),
     ]);
     assert_eq!(both, expected);
-    assert_eq!(decode_schema(&encode_schema(&both)).unwrap(), both);
+    assert_eq!(decode_schema(&encode_schema(&both).unwrap()).unwrap(), both);
     assert!(decode_schema("zz").is_err());
     assert!(decode_schema("00").is_err());
 }
@@ -34,8 +35,9 @@ fn schemas_unite_by_name() {
 fn a_type_conflict_names_both_files() {
     let a = schema(&[("id", DataType::Int64, false)]);
     let b = schema(&[("id", DataType::Utf8, false)]);
-    let error = schema::unify([("x/a.parquet", &a), ("x/b.parquet", &b)].into_iter()).unwrap_err();
-    let text = error.to_string();
+    let (both, conflicts) = schema::unify([("x/a.parquet", &a), ("x/b.parquet", &b)].into_iter());
+    assert_eq!((both.fields().len(), conflicts.len()), (0, 1));
+    let text = conflicts[0].error().to_string();
     for part in ["\"id\"", "Int64 in x/a.parquet", "Utf8 in x/b.parquet"] {
         assert!(text.contains(part), "{text}");
     }
@@ -85,6 +87,8 @@ fn specifications_are_parsed_strictly() {
 fn two_columns_of_one_name_are_refused() {
     let twice =
         schema(&[("x", DataType::Int64, false), ("y", DataType::Utf8, true), ("x", DataType::Int64, false)]);
-    let error = schema::unify([("a/twice.parquet", &twice)].into_iter()).unwrap_err().to_string();
+    let (read, conflicts) = schema::unify([("a/twice.parquet", &twice)].into_iter());
+    assert_eq!((read.fields().len(), conflicts.len()), (1, 1));
+    let error = conflicts[0].error().to_string();
     assert!(error.contains("a/twice.parquet has two columns \"x\""), "{error}");
 }

@@ -1,16 +1,20 @@
 //! The feed: any slots of any global batch, assembled from cached row groups.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use arrow::array::RecordBatch;
 use arrow::datatypes::{Schema, SchemaRef};
+use arrow::error::ArrowError;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
+use crate::dataset::Dataset;
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
+use crate::feed::footer::panic_text;
 use crate::feed::gather::gather;
 use crate::feed::hash::NumberMap;
 use crate::feed::metrics;
@@ -88,7 +92,8 @@ impl Feed {
     /// Opens a plan over the store that holds its files. Reads nothing yet.
     ///
     /// # Errors
-    /// [`FeedError::NoColumn`], [`FeedError::Invalid`] for a column named twice or options out of
+    /// [`FeedError::NoColumn`], [`FeedError::SchemaConflict`] and [`FeedError::DuplicateColumn`] for a
+    /// column that is delivered, [`FeedError::Invalid`] for a column named twice or options out of
     /// bounds.
     pub fn open(
         plan: impl Into<Arc<Plan>>,
@@ -102,7 +107,7 @@ impl Feed {
                 options.prefetch_batches
             )));
         }
-        let schema = project(plan.dataset().schema(), options.columns.as_deref())?;
+        let schema = project(plan.dataset(), options.columns.as_deref())?;
         let concurrency = match options.decode_concurrency {
             0 => std::thread::available_parallelism().map_or(2, usize::from).min(8),
             n => n.min(256),
@@ -182,10 +187,15 @@ impl Feed {
         metrics::count(&metrics::ROWS, slots.len() as u64);
         let Picks { groups, index, rows, epochs, .. } = picks;
         let schema = Arc::clone(&inner.schema);
+        // Some kernels panic on types that they do not know.
+        let gathering = move || {
+            catch_unwind(AssertUnwindSafe(|| gather(&schema, &sources, &index)))
+                .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
+        };
         let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
-            gather(&schema, &sources, &index)
+            gathering()
         } else {
-            tokio::task::spawn_blocking(move || gather(&schema, &sources, &index))
+            tokio::task::spawn_blocking(gathering)
                 .await
                 .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
         };
@@ -252,9 +262,13 @@ impl Inner {
     }
 }
 
-fn project(schema: &SchemaRef, columns: Option<&[String]>) -> Result<SchemaRef> {
+fn project(dataset: &Dataset, columns: Option<&[String]>) -> Result<SchemaRef> {
+    let schema = dataset.schema();
     let Some(columns) = columns else {
-        return Ok(Arc::clone(schema));
+        return match dataset.conflicts().first() {
+            Some(conflict) => Err(conflict.error()),
+            None => Ok(Arc::clone(schema)),
+        };
     };
     if columns.is_empty() {
         return Err(FeedError::invalid("columns is empty; name at least one, or leave it out for all"));
@@ -263,6 +277,9 @@ fn project(schema: &SchemaRef, columns: Option<&[String]>) -> Result<SchemaRef> 
     for (i, column) in columns.iter().enumerate() {
         if columns[..i].contains(column) {
             return Err(FeedError::invalid(format!("column {column:?} is asked for twice")));
+        }
+        if let Some(conflict) = dataset.conflicts().iter().find(|conflict| conflict.column == *column) {
+            return Err(conflict.error());
         }
         let field = schema.field_with_name(column).map_err(|_| FeedError::NoColumn {
             column: column.clone(),

@@ -78,6 +78,16 @@ pub enum FeedError {
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
+    /// A file uses a feature of its format that this program does not read.
+    #[error("read {file}: {what} cannot be read by this program ({reason}); write the file again without it")]
+    Unsupported {
+        /// Path of the file inside the store.
+        file: String,
+        /// Which part of the file.
+        what: String,
+        /// The decoder's own words.
+        reason: String,
+    },
     /// A file is not what it was when the plan was made.
     #[error("{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan")]
     Changed {
@@ -201,7 +211,7 @@ impl FeedError {
         FeedError::Assemble { file: file.into(), source: Arc::new(source) }
     }
 
-    /// Tells a failed store apart from a bad file: both arrive as a Parquet error.
+    /// Tells a failed store apart from a bad file and an unknown feature: all arrive as Parquet errors.
     pub(crate) fn from_parquet(
         file: &str,
         what: impl Into<String>,
@@ -214,6 +224,9 @@ impl FeedError {
                     FeedError::Corrupt { file: file.to_string(), what: what.into(), source: Arc::from(other) }
                 }
             },
+            parquet::errors::ParquetError::NYI(reason) => {
+                FeedError::Unsupported { file: file.to_string(), what: what.into(), reason }
+            }
             other => FeedError::corrupt(file, what, other),
         }
     }

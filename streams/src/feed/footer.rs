@@ -1,5 +1,6 @@
 //! Files of an object store and what their ends say: row groups, sizes, schema.
 
+use std::any::Any;
 use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -84,13 +85,14 @@ pub(crate) async fn read_footer(
 pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
     let caught = AssertUnwindSafe(reading).catch_unwind().await;
     caught.unwrap_or_else(|panic| {
-        let text = panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("the decoder panicked");
-        Err(FeedError::corrupt(path, what, ArrowError::ParseError(text.to_string())))
+        Err(FeedError::corrupt(path, what, ArrowError::ParseError(panic_text(&*panic).to_string())))
     })
+}
+
+/// What a panic of a library says.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the library panicked")
 }
 
 async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {

@@ -5,7 +5,13 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use arrow::array::{Array, ArrayRef, AsArray, Int64Array, RecordBatch, StringArray};
+use arrow::array::{
+    Array, ArrayRef, AsArray, DictionaryArray, Int64Array, ListArray, RecordBatch, StringArray,
+};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field, Int32Type, Schema};
+use arrow::ipc::CompressionType;
+use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
 use futures::StreamExt;
 use futures::future::join_all;
 use millrace_streams::dataset::{Dataset, DatasetCache};
@@ -14,6 +20,9 @@ use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
+use parquet::arrow::ArrowWriter;
+use parquet::basic::Compression;
+use parquet::file::properties::WriterProperties;
 use proptest::prelude::*;
 
 use super::data::{self, Watched, ipc, parquet, put, rows};
@@ -188,6 +197,125 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
     put(&*store, "t/2.parquet", parquet(&[text])).await;
     let error = read_epoch(&store, "t").await.unwrap_err().to_string();
     assert!(error.contains("t/0.parquet") && error.contains("t/2.parquet"), "{error}");
+}
+
+#[tokio::test]
+async fn a_conflict_in_a_column_that_is_not_read_does_not_matter() {
+    let id = || Arc::new(Int64Array::from(vec![1, 2, 3, 4])) as ArrayRef;
+    let number = || ("odd", id());
+    let text = || ("odd", Arc::new(StringArray::from(vec!["a"; 4])) as ArrayRef);
+    let twice = ["twice", "id", "twice"].map(|name| Field::new(name, DataType::Int64, false));
+    let twice = RecordBatch::try_new(Arc::new(Schema::new(twice.to_vec())), vec![id(), id(), id()]).unwrap();
+    let batches = [
+        RecordBatch::try_from_iter([("id", id()), number()]).unwrap(),
+        RecordBatch::try_from_iter([text(), ("id", id())]).unwrap(),
+        twice,
+    ];
+    let files = batches.map(|batch| parquet(&[batch]));
+    let names = ["t/0.parquet", "t/1.parquet", "t/2.parquet"];
+    let store = store_of(names.into_iter().zip(files).collect()).await;
+    let plan = Plan::build(&store, "t", &options()).await.unwrap();
+    let plan: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+    let plan = Arc::new(plan);
+    let open = |columns: Option<&str>| {
+        let columns = columns.map(|column| vec![column.to_string()]);
+        Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions { columns, ..FeedOptions::default() })
+    };
+    let mut ids = Vec::new();
+    for step in 0..3 {
+        let batch = open(Some("id")).unwrap().batch(step, 0..4).await.unwrap().batch;
+        ids.extend(batch["id"].as_primitive::<arrow::datatypes::Int64Type>().values().iter().copied());
+    }
+    assert_eq!(ids.len(), 12);
+    assert!(matches!(open(Some("odd")), Err(FeedError::SchemaConflict { .. })));
+    assert!(matches!(open(Some("twice")), Err(FeedError::DuplicateColumn { .. })));
+    assert!(matches!(open(None), Err(FeedError::SchemaConflict { .. })));
+}
+
+/// A Parquet file with one codec.
+fn parquet_with(batch: &RecordBatch, codec: Compression) -> Vec<u8> {
+    let properties = WriterProperties::builder().set_compression(codec).build();
+    let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+    writer.write(batch).unwrap();
+    writer.into_inner().unwrap()
+}
+
+fn ipc_with(batch: &RecordBatch, codec: CompressionType) -> Vec<u8> {
+    let options = IpcWriteOptions::default().try_with_compression(Some(codec)).unwrap();
+    let mut writer = FileWriter::try_new_with_options(Vec::new(), &batch.schema(), options).unwrap();
+    writer.write(batch).unwrap();
+    writer.into_inner().unwrap()
+}
+
+#[tokio::test]
+async fn every_codec_is_read() {
+    let batch = rows(0, 200);
+    let codecs = [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::GZIP(Default::default()),
+        Compression::BROTLI(Default::default()),
+        Compression::LZ4,
+        Compression::LZ4_RAW,
+        Compression::ZSTD(Default::default()),
+    ];
+    let parquet = codecs.map(|codec| (codec.to_string(), "t/a.parquet", parquet_with(&batch, codec)));
+    let ipc = [CompressionType::LZ4_FRAME, CompressionType::ZSTD]
+        .map(|codec| (format!("Arrow {codec:?}"), "t/a.arrow", ipc_with(&batch, codec)));
+    for (codec, path, bytes) in parquet.into_iter().chain(ipc) {
+        let store = store_of(vec![(path, bytes)]).await;
+        let read: usize = match read_epoch(&store, "t").await {
+            Ok(batches) => batches.iter().map(RecordBatch::num_rows).sum(),
+            Err(error) => panic!("{codec}: {}", chain(&error)),
+        };
+        assert_eq!(read, 200, "{codec}");
+    }
+}
+
+#[tokio::test]
+async fn dictionary_columns_are_read_as_their_values() {
+    let id = |first: i64| Arc::new(Int64Array::from_iter_values(first..first + 8)) as ArrayRef;
+    let names = ["a", "b", "a", "c", "a", "b", "a", "c"];
+    let coded = || Arc::new(names.into_iter().collect::<DictionaryArray<Int32Type>>()) as ArrayRef;
+    let item = Arc::new(Field::new("item", coded().data_type().clone(), true));
+    let lists = ListArray::new(item, OffsetBuffer::from_lengths([1; 8]), coded(), None);
+    let first = RecordBatch::try_from_iter([
+        ("id", id(0)),
+        ("name", coded()),
+        ("names", Arc::new(lists) as ArrayRef),
+    ])
+    .unwrap();
+    let second = RecordBatch::try_from_iter([
+        ("id", id(8)),
+        ("name", Arc::new(StringArray::from(names.to_vec())) as ArrayRef),
+    ])
+    .unwrap();
+    let third = RecordBatch::try_from_iter([("id", id(16)), ("name", coded())]).unwrap();
+    let store = store_of(vec![
+        ("t/0.parquet", parquet(std::slice::from_ref(&first))),
+        ("t/1.parquet", parquet(&[second])),
+        ("t/2.arrow", ipc(&[third])),
+    ])
+    .await;
+    let plan = Plan::build(&store, "t", &options()).await.unwrap();
+    let plan: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+    assert_eq!(plan.dataset().schema().field_with_name("name").unwrap().data_type(), &DataType::Utf8);
+    let feed = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
+    let mut seen = 0;
+    for step in 0..3 {
+        let batch = feed.batch(step, 0..8).await.unwrap().batch;
+        let ids = batch["id"].as_primitive::<arrow::datatypes::Int64Type>();
+        let (name, lists) = (batch["name"].as_string::<i32>(), batch["names"].as_list::<i32>());
+        for row in 0..8 {
+            let expected = names[ids.value(row) as usize % 8];
+            assert_eq!(name.value(row), expected);
+            if ids.value(row) < 8 {
+                assert_eq!(lists.value(row).as_string::<i32>().value(0), expected);
+            }
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 24);
 }
 
 #[tokio::test]

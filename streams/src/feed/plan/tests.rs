@@ -19,7 +19,7 @@ fn dataset(files: &[&[u64]]) -> Dataset {
             row_groups: groups.iter().map(|&rows| RowGroup { rows, bytes: rows * 100 }).collect(),
         })
         .collect();
-    Dataset::new("/train".into(), Arc::new(schema), files).unwrap()
+    Dataset::new("/train".into(), Arc::new(schema), Vec::new(), files).unwrap()
 }
 
 fn options(seed: u64, batch_rows: usize, lanes: u32, window_rows: u64) -> PlanOptions {
