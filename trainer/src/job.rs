@@ -106,11 +106,15 @@ pub struct Shuffle {
     pub lanes: u32,
     /// Rows shuffled together within a lane.
     pub window_rows: u64,
+    /// Bound for the decoded row groups that all lanes together need at a time, in bytes; 512 MiB where
+    /// it is not set. More gives a better shuffle of datasets with large row groups.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub working_set_bytes_max: Option<u64>,
 }
 
 impl Default for Shuffle {
     fn default() -> Shuffle {
-        Shuffle { lanes: 64, window_rows: 16_384 }
+        Shuffle { lanes: 64, window_rows: 16_384, working_set_bytes_max: None }
     }
 }
 
@@ -220,6 +224,7 @@ impl JobFile {
         within("checkpoint_every_steps", self.checkpoint_every_steps, u64::MAX)?;
         within("shuffle.lanes", u64::from(self.shuffle.lanes), 1 << 16)?;
         within("shuffle.window_rows", self.shuffle.window_rows, 1 << 32)?;
+        within("shuffle.working_set_bytes_max", self.shuffle.working_set_bytes_max.unwrap_or(1), 1 << 40)?;
         if let Some(workers) = self.workers {
             within("workers", workers as u64, self.virtual_shards as u64)
                 .map_err(|e| format!("{e} (a worker needs a virtual shard; raise virtual_shards)"))?;

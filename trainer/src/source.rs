@@ -25,6 +25,10 @@ pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
         batch_rows: job.batch_rows,
         lanes: job.shuffle.lanes,
         window_rows: job.shuffle.window_rows,
+        working_set_bytes_max: job
+            .shuffle
+            .working_set_bytes_max
+            .unwrap_or(PlanOptions::default().working_set_bytes_max),
         ..PlanOptions::default()
     }
 }

@@ -15,7 +15,7 @@ use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::arrow::async_reader::AsyncFileReader;
 use parquet::basic::Type as PhysicalType;
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
+use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
 
 use crate::dataset::{FileFormat, Footer, RowGroup};
 use crate::feed::error::{FeedError, Result};
@@ -98,7 +98,7 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
 async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
     match format {
         FileFormat::Parquet => {
-            let metadata = parquet_metadata(file, path).await?;
+            let metadata = parquet_metadata(file, path, false).await?;
             let row_groups = metadata
                 .metadata()
                 .row_groups()
@@ -114,8 +114,17 @@ async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Foo
     }
 }
 
-pub(crate) async fn parquet_metadata(mut file: StoreFile, path: &str) -> Result<ArrowReaderMetadata> {
-    ArrowReaderMetadata::load_async(&mut file, ArrowReaderOptions::new())
+/// The footer, with the index of its pages where that is asked for and there.
+pub(crate) async fn parquet_metadata(
+    mut file: StoreFile,
+    path: &str,
+    pages: bool,
+) -> Result<ArrowReaderMetadata> {
+    let policy = if pages { PageIndexPolicy::Optional } else { PageIndexPolicy::Skip };
+    let options = ArrowReaderOptions::new()
+        .with_column_index_policy(PageIndexPolicy::Skip)
+        .with_offset_index_policy(policy);
+    ArrowReaderMetadata::load_async(&mut file, options)
         .await
         .map_err(|e| FeedError::from_parquet(path, "the Parquet footer", e))
 }

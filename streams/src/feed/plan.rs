@@ -50,7 +50,8 @@ pub struct PlanOptions {
     /// A dataset that fits into one window is shuffled whole.
     pub window_rows: u64,
     /// Bound for the decoded row groups that all lanes together need at a time, in bytes, all
-    /// columns. Lanes and window shrink until it holds; only two row groups larger than it break it.
+    /// columns. Lanes and window shrink until it holds; where row groups are too large for that, they
+    /// are read in parts. Only large record batches of Arrow IPC files and huge rows break it.
     pub working_set_bytes_max: u64,
 }
 
@@ -81,15 +82,24 @@ impl PlanOptions {
     }
 }
 
-/// A non-empty row group of the plan.
+/// A unit of reading: a non-empty row group, or a part of a large one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GroupAddress {
     /// Index of its file in the dataset.
     pub(crate) file: u32,
-    /// Index inside the file.
+    /// Index of the row group inside the file.
     pub(crate) index: u32,
+    /// First row inside the row group.
+    pub(crate) first: u32,
     /// Rows, never 0.
     pub(crate) rows: u32,
+}
+
+/// A unit of reading with its estimated size once decoded.
+#[derive(Debug, Clone, Copy)]
+struct Group {
+    address: GroupAddress,
+    bytes: u64,
 }
 
 /// An immutable order over an immutable dataset.
@@ -113,8 +123,10 @@ pub struct Plan {
     source: String,
     dataset: Dataset,
     order: Order,
-    groups: Vec<GroupAddress>,
+    groups: Vec<Group>,
     group_rows: Vec<u32>,
+    /// Size of the parts of large row groups, in bytes; 0 where row groups are read whole.
+    part_bytes: u64,
     /// Global index of the first row of each group, and the total at the end.
     bases: Vec<u64>,
     working_set_bytes: u64,
@@ -150,7 +162,9 @@ impl Plan {
     /// [`FeedError::Invalid`] for options out of bounds.
     pub fn new(dataset: Dataset, options: &PlanOptions) -> Result<Self> {
         options.check()?;
-        let (lanes, window) = sizing::lanes_and_window(&dataset, options);
+        let part_bytes = sizing::part_bytes(&dataset, options);
+        let groups = sizing::groups(&dataset, part_bytes);
+        let (lanes, window) = sizing::lanes_and_window(&groups, options);
         let order = Order {
             seed: options.seed,
             rows: dataset.rows(),
@@ -158,33 +172,38 @@ impl Plan {
             window,
             batch: options.batch_rows as u64,
         };
-        Ok(Self::assemble(dataset, options.source.clone(), order))
+        let plan = Self::assemble(dataset, options.source.clone(), order, part_bytes, groups);
+        let (needed, limit) = (plan.working_set_bytes, options.working_set_bytes_max);
+        if needed > limit {
+            tracing::warn!(
+                dataset = plan.dataset.path(),
+                bytes = needed,
+                limit,
+                lanes,
+                window_rows = window,
+                "row groups or record batches are too large for a good shuffle: neighbouring rows come \
+                 together; write smaller ones, or raise working_set_bytes_max"
+            );
+        }
+        Ok(plan)
     }
 
-    fn assemble(dataset: Dataset, source: String, order: Order) -> Self {
-        let mut groups = Vec::new();
+    fn assemble(dataset: Dataset, source: String, order: Order, part_bytes: u64, groups: Vec<Group>) -> Self {
         let mut bases = vec![0u64];
         let mut total = 0u64;
-        for (f, file) in dataset.files().iter().enumerate() {
-            for (g, group) in file.row_groups.iter().enumerate() {
-                if group.rows == 0 {
-                    continue;
-                }
-                // Bounded when the footer was read and when a stored plan was checked.
-                let rows = u32::try_from(group.rows).unwrap_or(u32::MAX);
-                groups.push(GroupAddress { file: f as u32, index: g as u32, rows });
-                total += u64::from(rows);
-                bases.push(total);
-            }
+        for group in &groups {
+            total += u64::from(group.address.rows);
+            bases.push(total);
         }
-        let group_rows = groups.iter().map(|g| g.rows).collect();
-        let id = record::plan_id(&dataset, &source, &order);
-        let working_set_bytes = sizing::working_set_bytes(&dataset, order.lanes, order.window);
-        Self { id, source, dataset, order, groups, group_rows, bases, working_set_bytes }
+        let group_rows: Vec<u32> = groups.iter().map(|g| g.address.rows).collect();
+        let parts = (part_bytes > 0).then_some(&group_rows[..]);
+        let id = record::plan_id(&dataset, &source, &order, parts);
+        let working_set_bytes = sizing::working_set_bytes(&groups, order.lanes, order.window);
+        Self { id, source, dataset, order, groups, group_rows, part_bytes, bases, working_set_bytes }
     }
 
     /// The hash of everything that decides the order: algorithm version, source, path, files with
-    /// their sizes and row groups, seed, lanes, window and batch size.
+    /// their sizes and row groups (with their parts), seed, lanes, window and batch size.
     pub fn id(&self) -> PlanId {
         self.id
     }
@@ -283,7 +302,12 @@ impl Plan {
     }
 
     pub(crate) fn group(&self, group: u32) -> GroupAddress {
-        self.groups[group as usize]
+        self.groups[group as usize].address
+    }
+
+    /// Whether large row groups are read in parts.
+    pub(crate) fn has_parts(&self) -> bool {
+        self.part_bytes > 0
     }
 
     pub(crate) fn group_file(&self, group: u32) -> &DataFile {
@@ -292,7 +316,7 @@ impl Plan {
 
     /// Estimated decoded size of a row group, all columns.
     pub(crate) fn group_bytes(&self, group: u32) -> u64 {
-        self.group_file(group).row_groups[self.group(group).index as usize].bytes
+        self.groups[group as usize].bytes
     }
 
     pub(crate) fn base(&self, group: u32) -> u64 {

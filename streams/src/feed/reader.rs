@@ -4,6 +4,7 @@
 //! feed is never late because of a large row group.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, RecordBatch};
@@ -11,7 +12,7 @@ use arrow::compute::concat_batches;
 use arrow::datatypes::SchemaRef;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
-use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReader};
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReader, RowSelection};
 use parquet::arrow::{ParquetRecordBatchStreamBuilder, ProjectionMask};
 use tokio::sync::Semaphore;
 
@@ -67,7 +68,7 @@ impl GroupReader {
         &self.plan.group_file(group).path
     }
 
-    /// Reads and decodes one row group of the plan whole.
+    /// Reads and decodes one row group of the plan, or the part of it that the plan names.
     ///
     /// Holds one of the decoding permits, so memory in flight is at most that many row groups,
     /// each once encoded and once decoded.
@@ -78,13 +79,13 @@ impl GroupReader {
         let _permit = self.permits.acquire().await.map_err(|_| stopped())?;
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let index = address.index as usize;
-        let rows = address.rows as usize;
+        let (first, rows) = (address.first as usize, address.rows as usize);
         let schema = Arc::clone(&self.schema);
         let path = file.path.clone();
         let decoding = match file.format {
             FileFormat::Parquet => {
                 let metadata = self.parquet_footer(address.file, file).await?;
-                let opening = open_group(source, metadata, file, index, &schema);
+                let opening = open_group(source, metadata, file, index, first..first + rows, &schema);
                 let decoder = calm(&path, &format!("row group {index}"), opening).await?;
                 tokio::task::spawn_blocking(move || {
                     let columns = decode_parquet(decoder, &path, index)?;
@@ -111,7 +112,7 @@ impl GroupReader {
             return Ok(found.clone());
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
-        let reading = parquet_metadata(source, &file.path);
+        let reading = parquet_metadata(source, &file.path, self.plan.has_parts());
         let metadata = calm(&file.path, "the footer", reading).await?;
         let groups = metadata.metadata().row_groups();
         let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
@@ -155,12 +156,14 @@ fn check_unchanged(file: &DataFile, rows: &[u64]) -> Result<()> {
     })
 }
 
-/// Fetches the projected column chunks of one row group; nothing is decoded yet.
+/// Fetches the projected column chunks of some rows of one row group, only their pages where the file has
+/// an index of them; nothing is decoded yet.
 async fn open_group(
     source: StoreFile,
     metadata: ArrowReaderMetadata,
     file: &DataFile,
     index: usize,
+    rows: Range<usize>,
     schema: &SchemaRef,
 ) -> Result<Option<ParquetRecordBatchReader>> {
     let roots: Vec<usize> = metadata
@@ -176,13 +179,16 @@ async fn open_group(
     }
     let what = || format!("row group {index}");
     let mask = ProjectionMask::roots(metadata.parquet_schema(), roots);
-    let rows = metadata.metadata().row_group(index).num_rows();
-    let mut stream = ParquetRecordBatchStreamBuilder::new_with_metadata(source, metadata)
+    let total = usize::try_from(metadata.metadata().row_group(index).num_rows()).unwrap_or(usize::MAX);
+    let mut builder = ParquetRecordBatchStreamBuilder::new_with_metadata(source, metadata)
         .with_row_groups(vec![index])
         .with_projection(mask)
-        .with_batch_size(usize::try_from(rows).unwrap_or(usize::MAX).max(1))
-        .build()
-        .map_err(|e| FeedError::from_parquet(&file.path, what(), e))?;
+        .with_batch_size(rows.len().max(1));
+    if rows != (0..total) {
+        builder =
+            builder.with_row_selection(RowSelection::from_consecutive_ranges(std::iter::once(rows), total));
+    }
+    let mut stream = builder.build().map_err(|e| FeedError::from_parquet(&file.path, what(), e))?;
     stream.next_row_group().await.map_err(|e| FeedError::from_parquet(&file.path, what(), e))
 }
 

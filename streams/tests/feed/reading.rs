@@ -22,7 +22,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::Compression;
-use parquet::file::properties::WriterProperties;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use proptest::prelude::*;
 
 use super::data::{self, Watched, ipc, parquet, put, rows};
@@ -316,6 +316,38 @@ async fn dictionary_columns_are_read_as_their_values() {
         }
     }
     assert_eq!(seen, 24);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn parts_of_a_large_row_group_bring_each_row_once() {
+    const ROWS: u64 = 20_000;
+    for pages in [true, false] {
+        let batch = rows(0, ROWS);
+        let properties = WriterProperties::builder()
+            .set_offset_index_disabled(!pages)
+            .set_statistics_enabled(if pages { EnabledStatistics::Page } else { EnabledStatistics::None })
+            .set_data_page_row_count_limit(500)
+            .build();
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+        writer.write(&batch).unwrap();
+        let store = store_of(vec![("t/large.parquet", writer.into_inner().unwrap())]).await;
+        let few = PlanOptions { batch_rows: 100, working_set_bytes_max: 200_000, ..options() };
+        let plan = Plan::build(&store, "t", &few).await.unwrap();
+        assert!(plan.lanes() > 1, "{} lanes", plan.lanes());
+        let feed = Feed::open(plan, Arc::clone(&store), &FeedOptions::default()).unwrap();
+        let mut seen = vec![false; ROWS as usize];
+        for step in 0..ROWS / 100 {
+            let read = feed.batch(step, 0..100).await.unwrap();
+            let expected: Vec<RecordBatch> =
+                read.rows.iter().map(|row| batch.slice(*row as usize, 1)).collect();
+            let expected = arrow::compute::concat_batches(&batch.schema(), &expected).unwrap();
+            assert_eq!(read.batch.columns(), expected.columns());
+            for row in read.rows {
+                assert!(!std::mem::replace(&mut seen[row as usize], true), "row {row} came twice");
+            }
+        }
+        assert!(seen.iter().all(|seen| *seen), "pages: {pages}");
+    }
 }
 
 #[tokio::test]

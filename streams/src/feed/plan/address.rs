@@ -58,11 +58,11 @@ impl Plan {
             return None;
         }
         let group = self.group_of(row);
-        let address = self.groups[group];
+        let address = self.groups[group].address;
         Some(RowAddress {
             file: self.dataset.files()[address.file as usize].path.clone(),
             row_group: address.index,
-            row: (row - self.bases[group]) as u32,
+            row: address.first + (row - self.bases[group]) as u32,
         })
     }
 

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::dataset::{Dataset, FileFormat};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::Order;
-use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions};
+use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions, sizing};
 
 /// SHA-256 of a plan's canonical encoding; 64 hexadecimal digits in text.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -57,8 +57,9 @@ impl<'de> Deserialize<'de> for PlanId {
     }
 }
 
-/// Hashes what decides the order. Numbers are 64-bit little endian, texts carry their length.
-pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order) -> PlanId {
+/// Hashes what decides the order. Numbers are 64-bit little endian, texts carry their length. `parts` are
+/// the rows of the units of reading where those are not the row groups.
+pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order, parts: Option<&[u32]>) -> PlanId {
     struct Encoder(Sha256);
     impl Encoder {
         fn number(&mut self, n: u64) {
@@ -90,6 +91,12 @@ pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order) -> PlanId 
             e.number(group.rows);
         }
     }
+    if let Some(parts) = parts {
+        e.text("parts of row groups");
+        for rows in parts {
+            e.number(u64::from(*rows));
+        }
+    }
     PlanId(e.0.finalize().into())
 }
 
@@ -103,6 +110,8 @@ struct PlanRecord {
     lanes: u64,
     window_rows: u64,
     batch_rows: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    part_bytes: Option<u64>,
     dataset: Dataset,
 }
 
@@ -116,6 +125,7 @@ impl Serialize for Plan {
             lanes: self.order.lanes,
             window_rows: self.order.window,
             batch_rows: self.order.batch,
+            part_bytes: (self.part_bytes > 0).then_some(self.part_bytes),
             dataset: self.dataset.clone(),
         }
         .serialize(serializer)
@@ -158,7 +168,9 @@ impl TryFrom<PlanRecord> for Plan {
             window: r.window_rows,
             batch: r.batch_rows,
         };
-        let plan = Plan::assemble(r.dataset, r.source, order);
+        let part_bytes = r.part_bytes.unwrap_or(0);
+        let groups = sizing::groups(&r.dataset, part_bytes);
+        let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, groups);
         if plan.id != r.id {
             return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
         }

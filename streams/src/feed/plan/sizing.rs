@@ -4,11 +4,58 @@
 //! Depends on the dataset and the options alone, never on the machine: the result is part of the
 //! plan.
 
-use crate::dataset::Dataset;
-use crate::feed::plan::PlanOptions;
+use crate::dataset::{Dataset, FileFormat};
+use crate::feed::plan::{Group, GroupAddress, PlanOptions};
 
 /// Below this many rows a window is not shrunk to save memory; lanes are given up instead.
 const WINDOW_ROWS_MIN: u64 = 2048;
+/// Parts of large row groups that the memory bound has room for: 16 MiB each with the default, as ingest
+/// writes row groups.
+const PARTS: u64 = 32;
+
+/// The size into which row groups are split, in bytes, where whole ones leave no lane and no window within
+/// the memory bound; 0 where they do.
+pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
+    let whole = Sizes::of(&groups(dataset, 0));
+    match within(&whole, options) {
+        Some(_) => 0,
+        None => (options.working_set_bytes_max / PARTS).max(1),
+    }
+}
+
+/// The units of reading: row groups, those larger than `part_bytes` in parts of about equal size (0: none).
+/// Record batches of Arrow IPC files cannot be read in parts.
+pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
+    let mut all = Vec::new();
+    for (f, file) in dataset.files().iter().enumerate() {
+        for (g, group) in file.row_groups.iter().enumerate() {
+            let parts = match file.format {
+                FileFormat::Parquet if part_bytes > 0 => {
+                    group.bytes.div_ceil(part_bytes).clamp(1, group.rows.max(1))
+                }
+                _ => 1,
+            };
+            // Products of rows and parts stay within 64 bits: both fit 32.
+            let cut = |part: u64| group.rows * part / parts;
+            for part in 0..parts {
+                let (first, end) = (cut(part), cut(part + 1));
+                if first < end {
+                    all.push(Group {
+                        address: GroupAddress {
+                            file: f as u32,
+                            index: g as u32,
+                            first: u32::try_from(first).unwrap_or(u32::MAX),
+                            // Bounded when the footer was read and when a stored plan was checked.
+                            rows: u32::try_from(end - first).unwrap_or(u32::MAX),
+                        },
+                        bytes: group.bytes / parts,
+                    });
+                }
+            }
+        }
+    }
+    all
+}
 
 struct Sizes {
     rows: u64,
@@ -18,13 +65,14 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(dataset: &Dataset) -> Self {
+    fn of(groups: &[Group]) -> Self {
         let mut s = Self { rows: 0, bytes: 0, group_bytes_max: 0, row_bytes_max: 1 };
-        for group in dataset.files().iter().flat_map(|f| &f.row_groups).filter(|g| g.rows > 0) {
-            s.rows += group.rows;
+        for group in groups {
+            let rows = u64::from(group.address.rows);
+            s.rows += rows;
             s.bytes = s.bytes.saturating_add(group.bytes);
             s.group_bytes_max = s.group_bytes_max.max(group.bytes);
-            s.row_bytes_max = s.row_bytes_max.max(group.bytes.div_ceil(group.rows));
+            s.row_bytes_max = s.row_bytes_max.max(group.bytes.div_ceil(rows));
         }
         s
     }
@@ -37,13 +85,22 @@ impl Sizes {
     }
 }
 
-pub(super) fn working_set_bytes(dataset: &Dataset, lanes: u64, window: u64) -> u64 {
-    let sizes = Sizes::of(dataset);
+pub(super) fn working_set_bytes(groups: &[Group], lanes: u64, window: u64) -> u64 {
+    let sizes = Sizes::of(groups);
     sizes.span_bytes(window).saturating_mul(lanes).min(sizes.bytes)
 }
 
-pub(super) fn lanes_and_window(dataset: &Dataset, options: &PlanOptions) -> (u64, u64) {
-    let sizes = Sizes::of(dataset);
+pub(super) fn lanes_and_window(groups: &[Group], options: &PlanOptions) -> (u64, u64) {
+    let sizes = Sizes::of(groups);
+    let (lanes, window) =
+        within(&sizes, options).unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
+    // Windows of equal size: a short last one would be shuffled less than the others.
+    let lane_rows = sizes.rows.div_ceil(lanes);
+    (lanes, lane_rows.div_ceil(lane_rows.div_ceil(window)))
+}
+
+/// The most lanes, and the widest window for them, within the memory bound.
+fn within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
     let limit = options.working_set_bytes_max;
     let window_max = options.window_rows.min(sizes.rows);
     let window_min = window_max.min(WINDOW_ROWS_MIN);
@@ -58,12 +115,8 @@ pub(super) fn lanes_and_window(dataset: &Dataset, options: &PlanOptions) -> (u64
     let batch = options.batch_rows as u64;
     // A lane shorter than a window would shuffle less than it may.
     let lanes_max = u64::from(options.lanes).min(sizes.rows / window_min).min(batch).max(1);
-    let chosen = (1..=lanes_max).rev().filter(|c| batch.is_multiple_of(*c)).find_map(|c| {
+    (1..=lanes_max).rev().filter(|c| batch.is_multiple_of(*c)).find_map(|c| {
         let window = window_for(c)?;
         (c == 1 || sizes.rows / c >= window).then_some((c, window))
-    });
-    let (lanes, window) = chosen.unwrap_or((1, window_min));
-    // Windows of equal size: a short last one would be shuffled less than the others.
-    let lane_rows = sizes.rows.div_ceil(lanes);
-    (lanes, lane_rows.div_ceil(lane_rows.div_ceil(window)))
+    })
 }

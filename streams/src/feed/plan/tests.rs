@@ -107,9 +107,36 @@ fn working_set_bound_holds_by_giving_up_window_then_lanes() {
         assert!(plan.window_rows() >= 2000);
         assert!(plan.lanes() >= limit_mib / 16, "{limit_mib}: {} lanes", plan.lanes());
     }
-    // Row groups that cannot fit leave one lane, which still works.
-    let options = PlanOptions { working_set_bytes_max: 1 << 20, ..Default::default() };
-    assert_eq!(Plan::new(dataset(&[&groups]), &options).unwrap().lanes(), 1);
+}
+
+#[test]
+fn row_groups_that_cannot_fit_are_read_in_parts() {
+    // Three row groups of 300 MB under the default bound of 512 MiB.
+    let data = dataset(&[&[3_000_000, 0], &[3_000_000, 3_000_000]]);
+    let plan = Plan::new(data.clone(), &PlanOptions::default()).unwrap();
+    assert!(plan.has_parts());
+    assert!(plan.working_set_bytes() <= 512 << 20, "{} bytes", plan.working_set_bytes());
+    assert!(plan.lanes() >= 4, "{} lanes", plan.lanes());
+    assert!(plan.window_rows() >= 2_000, "{} rows", plan.window_rows());
+    // The first batch is no stretch of neighbours: it comes from many places of the dataset.
+    let mut places: Vec<u64> = (0..256).map(|slot| plan.row_at(0, slot).unwrap().0 / 100_000).collect();
+    places.sort_unstable();
+    places.dedup();
+    assert!(places.len() >= 8, "{places:?}");
+    for row in [0, 2_999_999, 3_000_000, 5_123_456, 8_999_999] {
+        let (step, slot) = plan.slot_of(2, row).unwrap();
+        assert_eq!(plan.row_at(step, slot).unwrap(), (row, 2));
+        let address = plan.address_of(row).unwrap();
+        assert_eq!(u64::from(address.row), row % 3_000_000, "{address:?}");
+    }
+    let text = serde_json::to_string(&plan).unwrap();
+    let back: Plan = serde_json::from_str(&text).unwrap();
+    assert_eq!((back.id(), back.row_at(77, 5).unwrap()), (plan.id(), plan.row_at(77, 5).unwrap()));
+    // More memory needs no parts, and is another order.
+    let wide = PlanOptions { working_set_bytes_max: 4 << 30, ..PlanOptions::default() };
+    let wide = Plan::new(data, &wide).unwrap();
+    assert!(!wide.has_parts() && wide.id() != plan.id());
+    assert!(!serde_json::to_string(&wide).unwrap().contains("part_bytes"));
 }
 
 #[test]
