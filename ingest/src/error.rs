@@ -61,6 +61,23 @@ pub enum Error {
         /// Which column, and the way out.
         reason: String,
     },
+    /// The records have no columns in common: most would be dead letters under an inferred schema.
+    #[error(
+        "ingest job {job}: {dead} of the first {records} records of topic {topic} would be dead letters \
+         (the first: {reason}); correct the job's topic, or declare its columns (schema) to land the rest"
+    )]
+    MostlyDead {
+        /// Job.
+        job: String,
+        /// Topic.
+        topic: String,
+        /// Records in the sample.
+        records: usize,
+        /// Those that do not decode.
+        dead: usize,
+        /// Why the first of them does not.
+        reason: String,
+    },
     /// The job was known to the volume with another topic or folder.
     #[error("ingest job {job} of volume {volume} {what}: use another job name, or delete the volume")]
     JobChanged {

@@ -19,7 +19,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
 use crate::config::Job;
-use crate::decode::{Decoder, Outcome, Reject};
+use crate::decode::{Columns, Decoder, Outcome, Reject};
 use crate::error::{Error, Result};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
@@ -34,6 +34,8 @@ use target::{Layout, Target};
 const FILES_OPEN_MAX: usize = 256;
 /// Record bytes that wait for the schema; it is inferred from fewer records beyond it.
 const HELD_BYTES_MAX: usize = 16 << 20;
+/// A sample of fewer records says too little to refuse a topic.
+const SAMPLE_MIN: usize = 10;
 /// Files in one publish.
 const FILES_PUBLISHED_MAX: usize = 1024;
 
@@ -109,7 +111,7 @@ impl Lander {
             progress,
         };
         if let Some(schema) = schema {
-            lander.fix(schema);
+            lander.fix(Arc::new(schema));
         }
         Ok(lander)
     }
@@ -152,8 +154,7 @@ impl Lander {
             || self.time_left() == Some(Duration::ZERO)
     }
 
-    fn fix(&mut self, schema: Schema) {
-        let schema = Arc::new(schema);
+    fn fix(&mut self, schema: Arc<Schema>) {
         let layout = Layout::new(&self.job, schema.clone());
         let decoder = Decoder::new(schema, self.job.unknown, self.job.limits.clone());
         self.layout = Some((layout, decoder));
@@ -223,7 +224,8 @@ impl Lander {
                 rows += 1;
             }
         }
-        let schema = inference.finish();
+        let schema = Arc::new(inference.finish());
+        self.check_sample(&schema)?;
         tracing::info!(job = self.job.name(), columns = schema.fields.len(), rows, "inferred the schema");
         self.fix(schema);
         self.held_rows = 0;
@@ -232,6 +234,36 @@ impl Lander {
             self.land(input)?;
         }
         Ok(())
+    }
+
+    /// Refuses a schema under which most records of the sample would be dead letters: it is not what the
+    /// topic holds, and it would be fixed for life.
+    fn check_sample(&self, schema: &Arc<Schema>) -> Result<()> {
+        let mut decoder = Decoder::new(Arc::clone(schema), self.job.unknown, self.job.limits.clone());
+        let mut columns = Columns::new(schema);
+        let (mut records, mut dead) = (0, 0);
+        let mut why = None;
+        for input in &self.held {
+            let Input::Records(batch) = input else { continue };
+            let batch = self.records(batch)?;
+            for row in 0..batch.len().min(self.job.config.infer_rows - records) {
+                if let Outcome::Rejected(reject) = decoder.decode(batch.value(row), &mut columns) {
+                    dead += 1;
+                    why.get_or_insert(reject.reason);
+                }
+                records += 1;
+            }
+        }
+        match why {
+            Some(reason) if records >= SAMPLE_MIN && 2 * dead > records => Err(Error::MostlyDead {
+                job: self.job.name().to_owned(),
+                topic: self.job.topic().to_owned(),
+                records,
+                dead,
+                reason,
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn records<'a>(&self, batch: &'a RecordBatch) -> Result<Records<'a>> {
@@ -316,7 +348,7 @@ impl Lander {
         }
         let mut schema = Schema::clone(layout.schema());
         schema.fields.extend(new);
-        self.fix(schema);
+        self.fix(Arc::new(schema));
         Ok(())
     }
 

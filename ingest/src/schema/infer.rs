@@ -30,21 +30,44 @@ impl Shape {
         }
     }
 
-    /// Joins two observations of one top-level column. On a contradiction the first one stays:
-    /// later records of the other type become dead letters that name the column.
-    fn join(self, other: Self) -> Self {
+    /// Joins two observations of one top-level column; `None` where no type takes both.
+    fn join(&self, other: &Self) -> Option<Self> {
         match (self, other) {
-            (Self::Null, other) => other,
-            (first, Self::Null) => first,
-            (Self::EmptyList, Self::Known(kind @ Type::List(_))) => Self::Known(kind),
-            (Self::EmptyList, Self::EmptyList) => Self::EmptyList,
-            (Self::EmptyList, Self::Known(_)) => Self::Known(Type::Json),
-            (Self::Known(a), Self::EmptyList) => Self::Known(a),
-            (Self::Known(a), Self::Known(b)) => match widen(&a, &b) {
-                Some(both) => Self::Known(both),
-                None => Self::Known(a),
+            (Self::Null, other) | (other, Self::Null) => Some(other.clone()),
+            (Self::EmptyList, Self::EmptyList) => Some(Self::EmptyList),
+            (Self::EmptyList, Self::Known(kind)) | (Self::Known(kind), Self::EmptyList) => match kind {
+                Type::List(_) => Some(Self::Known(kind.clone())),
+                _ => Some(Self::Known(Type::Json)),
             },
+            (Self::Known(a), Self::Known(b)) => widen(a, b).map(Self::Known),
         }
+    }
+}
+
+/// The shapes of one column that contradict each other, each with the number of its records.
+#[derive(Debug, Default)]
+struct Candidates(Vec<(Shape, u64)>);
+
+impl Candidates {
+    fn add(&mut self, shape: &Shape) {
+        let weight = u64::from(*shape != Shape::Null);
+        let joined = self.0.iter_mut().find_map(|known| Some((known.0.join(shape)?, known)));
+        match joined {
+            None => self.0.push((shape.clone(), weight)),
+            // It takes the values of all.
+            Some((json @ Shape::Known(Type::Json), _)) => {
+                let all = self.0.iter().map(|(_, records)| records).sum::<u64>() + weight;
+                self.0 = vec![(json, all)];
+            }
+            Some((both, known)) => *known = (both, known.1 + weight),
+        }
+    }
+
+    /// The shape of most records, the first one among equals. Records of the other shapes become dead
+    /// letters that name the column.
+    fn into_type(self) -> Option<Type> {
+        let most = self.0.iter().map(|(_, records)| *records).max()?;
+        self.0.into_iter().find(|(_, records)| *records == most)?.0.into_type()
     }
 }
 
@@ -124,7 +147,7 @@ fn infer_nested(scanner: &mut Scanner<'_>, depth: usize) -> Result<Shape, crate:
 #[derive(Debug, Default)]
 pub(crate) struct Inference {
     order: Vec<String>,
-    shapes: HashMap<String, Shape>,
+    columns: HashMap<String, Candidates>,
 }
 
 impl Inference {
@@ -133,14 +156,11 @@ impl Inference {
     pub(crate) fn observe(&mut self, value: &[u8], limits: &Limits) {
         if let Ok(fields) = record_shapes(value, limits) {
             for (name, shape) in fields {
-                match self.shapes.get_mut(&name) {
-                    Some(known) => {
-                        let before = std::mem::replace(known, Shape::Null);
-                        *known = before.join(shape);
-                    }
+                match self.columns.get_mut(&name) {
+                    Some(known) => known.add(&shape),
                     None if self.order.len() < COLUMNS_MAX && check_name(&name).is_ok() => {
                         self.order.push(name.clone());
-                        self.shapes.insert(name, shape);
+                        self.columns.entry(name).or_default().add(&shape);
                     }
                     None => {}
                 }
@@ -153,7 +173,7 @@ impl Inference {
     pub(crate) fn finish(mut self) -> Schema {
         let mut fields = Vec::with_capacity(self.order.len());
         for name in self.order {
-            let kind = self.shapes.remove(&name).and_then(Shape::into_type);
+            let kind = self.columns.remove(&name).and_then(Candidates::into_type);
             if let Some(kind) = kind {
                 fields.push(Field { name, kind, nullable: true });
             }

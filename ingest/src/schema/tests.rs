@@ -130,6 +130,20 @@ fn columns_are_inferred() {
 }
 
 #[test]
+fn a_column_gets_the_type_of_most_records() {
+    for (records, expected) in [
+        (&[r#"{"a":"n/a"}"#, r#"{"a":1}"#, r#"{"a":2.5}"#][..], "float64"),
+        (&[r#"{"a":true}"#, r#"{"a":"x"}"#, r#"{"a":1}"#, r#"{"a":"y"}"#], "utf8"),
+        (&[r#"{"a":null}"#, r#"{"a":null}"#, r#"{"a":"x"}"#, r#"{"a":1}"#, r#"{"a":2}"#], "int64"),
+        (&[r#"{"a":"x"}"#, r#"{"a":1}"#, r#"{"a":{}}"#], "json"),
+        (&[r#"{"a":[1]}"#, r#"{"a":["x"]}"#, r#"{"a":["y"]}"#], "list<utf8>"),
+    ] {
+        let found = infer(records);
+        assert_eq!(found, [("a".to_owned(), expected.to_owned())], "{records:?}");
+    }
+}
+
+#[test]
 fn inference_skips_what_is_no_record_and_keeps_the_order() {
     let found = infer(&["not json", "[1]", r#"{"b":1,"_offset":2,"a":"x"}"#, r#"{"c":null}"#]);
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();

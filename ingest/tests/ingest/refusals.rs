@@ -92,6 +92,32 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
     site.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
+    let site = Site::start().await;
+    site.topic("numbers", 1).await;
+    let number = |id: usize| match id {
+        0 => OutRecord::new("numbers", r#"{"v": "n/a"}"#),
+        id if id % 2 == 0 => OutRecord::new("numbers", format!("{{\"v\": {id}}}")),
+        id => OutRecord::new("numbers", format!("{{\"v\": {id}.5}}")),
+    };
+    site.produce((0..1000).map(number)).await;
+    let report = site.land(&job("numbers")).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters), (999, 1), "the first value alone decides nothing");
+
+    site.topic("noise", 1).await;
+    site.produce((0..100).map(|id| OutRecord::new("noise", format!("line {id}")))).await;
+    let noise = JobConfig { name: "noise".to_owned(), path: "noise".to_owned(), ..job("noise") };
+    let error = site.land(&noise).await.unwrap_err();
+    assert!(matches!(error, Error::MostlyDead { records: 100, dead: 100, .. }), "{error:?}");
+    one_line(&error, &["100 of the first 100 records", "topic noise", "declare its columns"]);
+    assert!(offsets(&site.view()).unwrap().get("noise").is_none(), "nothing was committed");
+    // Declared columns say that dead letters are meant.
+    let declared = JobConfig { schema: Some(declared(&[("v", "int64")])), ..noise };
+    assert_eq!(site.land(&declared).await.unwrap().dead_letters, 100);
+    site.stop().await;
+}
+
 #[test]
 fn bad_settings_are_named() {
     let good = job("events");
