@@ -54,12 +54,15 @@ impl Listener {
                             }
                         };
                         tokio::select! {
-                            Err(error) = ended => tracing::debug!(%error, "a connection broke"),
+                            ended = ended => {
+                                if let Err(error) = ended {
+                                    tracing::debug!(%error, "a connection broke");
+                                }
+                            }
                             client = watch.exceeded(stalled) => {
                                 CONNECTIONS_CUT.with_label_values(&[name]).inc();
                                 tracing::debug!(peer = %peer.address, client, "a connection was cut");
                             }
-                            else => {}
                         }
                     });
                 }
