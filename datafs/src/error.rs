@@ -289,7 +289,7 @@ impl Error {
     }
 
     /// Whether a store in the cloud could not be reached, or refused: nothing is lost by trying again.
-    pub(crate) fn is_store_trouble(&self) -> bool {
+    pub fn is_store_trouble(&self) -> bool {
         match self {
             Self::StoreAway { .. } => true,
             Self::Object(source) => matches!(source.downcast_ref(), Some(ObjectError::Store { .. })),

@@ -30,6 +30,9 @@ impl Bodies {
     }
 }
 
+/// Bodies up to this size are bounded by the connections and their streams alone.
+const SMALL_BYTES: usize = 64 << 10;
+
 /// The bytes of one body, which count until this is dropped.
 #[derive(Debug)]
 pub(crate) struct InBody {
@@ -46,7 +49,10 @@ impl InBody {
         let Shared { bytes: all, bytes_max } = &*self.bodies.0;
         let before = all.fetch_add(bytes, Ordering::Relaxed);
         self.bytes += bytes;
-        if before.saturating_add(bytes) <= *bytes_max {
+        // Small ones, of health checks and control calls among them, never wait for large ones; one alone may have
+        // any size.
+        let is_alone = before.saturating_add(bytes) == self.bytes;
+        if self.bytes <= SMALL_BYTES || is_alone || before.saturating_add(bytes) <= *bytes_max {
             return Ok(());
         }
         let reason = format!(

@@ -327,6 +327,13 @@ async fn perform(
     request: Checked,
 ) -> Result<(Vec<Held>, u64, Times), InferError> {
     let Checked { inputs, outputs, stays, .. } = request;
+    let empty = inputs.iter().position(|input| input.view().elements() == 0);
+    if let Some(place) = empty.filter(|_| !model.pool.takes_nothing()) {
+        let name = model.signature().inputs.get(place).map_or("", |spec| spec.name.as_str());
+        return Err(InferError::invalid(format!(
+            "input {name:?} has no elements; the graph has operators that are not known to take that"
+        )));
+    }
     let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
     // What has no elements runs alone: its rows cannot be told from those of others.

@@ -10,6 +10,7 @@ mod joined;
 mod lease;
 mod line;
 mod mix;
+mod nothing;
 mod options;
 mod outlook;
 mod peak;
@@ -133,7 +134,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
     }
     let of_each = free.len() / devices.each().len();
     let placement = Placement::new(manifest, &config.device, devices, of_each);
-    Ok((Pool::new(free, placement, &manifest.signature, config, rows_max), rows))
+    let pool = Pool::new(free, placement, &manifest.signature, config, rows_max);
+    Ok((pool.taking_nothing(nothing::is_taken_by(bundle.graph())), rows))
 }
 
 /// Whether the rows of a version are independent: as the configuration says, else as the graph proves.
@@ -155,7 +157,8 @@ pub(crate) fn none(manifest: &Manifest, config: &Config) -> Pool {
     config.batching.timeout_us_max = 0;
     let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
-    Pool::new(Vec::new(), placement, &nothing, &config, 0)
+    // The models of the steps decide.
+    Pool::new(Vec::new(), placement, &nothing, &config, 0).taking_nothing(true)
 }
 
 /// Sessions of a version, on each of the devices as many.

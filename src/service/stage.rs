@@ -67,7 +67,14 @@ impl Stage {
             let mut failures = 0_u32;
             loop {
                 let began = Instant::now();
-                let ended = AbortOnDropHandle::new(tokio::spawn(attempt())).await;
+                let mut running = AbortOnDropHandle::new(tokio::spawn(attempt()));
+                let ended = tokio::select! {
+                    ended = &mut running => ended,
+                    () = tokio::time::sleep(WELL_AFTER) => {
+                        failing.set(0);
+                        running.await
+                    }
+                };
                 let error = match ended.map_err(anyhow::Error::from).and_then(|result| result) {
                     Ok(()) => {
                         failing.set(0);

@@ -79,8 +79,7 @@ struct FormerPointer {
     format_version: u32,
     run: String,
     step: u64,
-    #[serde(rename = "finish")]
-    _finish: Option<Finish>,
+    finish: Option<Finish>,
     sha256: String,
     /// Directories, oldest first; the last one is the newest checkpoint.
     kept: Vec<String>,
@@ -258,6 +257,8 @@ impl Checkpoints {
         let bytes = match self.view.read_file(&path) {
             Ok(bytes) => bytes,
             Err(error @ (E::Corrupt { .. } | E::NotFound { .. })) => return damaged(error.to_string()),
+            // Its bytes are missing or cannot be read.
+            Err(error @ E::Object(_)) if !error.is_store_trouble() => return damaged(error.to_string()),
             Err(error) => {
                 return Err(Unread::Failed(Error::volume(format!("read checkpoint {place}"), error)));
             }
@@ -417,6 +418,7 @@ impl Checkpoints {
 
     /// Adds the checkpoints of a run of format 1.
     fn take_over(&self, trail: &mut Trail, former: FormerPointer) {
+        trail.finished |= former.finish.is_some();
         for folder in former.kept {
             let Ok(step) = folder.parse() else { continue };
             if trail.kept.iter().all(|kept| kept.step != step) {

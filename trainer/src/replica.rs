@@ -162,11 +162,23 @@ impl Replica {
         check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
         self.engine.set_weights(&state.weights)?;
         self.optimizer.load_state(state.optimizer)?;
+        self.check_optimizer(state.step.saturating_sub(1))?;
         let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
         self.scale = Scale::new(fraction_bits, contributions(&self.job))?;
         self.ledger = state.ledger;
         self.step = state.step;
         Ok(())
+    }
+
+    /// Fails when what the optimizer remembers of gradients has overflowed.
+    fn check_optimizer(&self, step: u64) -> Result<()> {
+        let Some(index) = self.optimizer.not_finite() else { return Ok(()) };
+        let parameter = self.engine.layout().name_of(index).unwrap_or_default();
+        let reason = format!(
+            "the optimizer's memory of parameter {parameter} overflowed, as its gradient is too large: clean or scale the \
+             labels, or set clip_norm"
+        );
+        Err(Error::Diverged { step, reason })
     }
 
     /// Computes this rank's virtual shards, sums over the ring and applies the step.
@@ -207,6 +219,7 @@ impl Replica {
         let (optimizer, mean) = (&mut self.optimizer, &self.mean);
         self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
         check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
+        self.check_optimizer(self.step)?;
         self.scale = scale;
         self.step += 1;
         self.ledger.add(&total);

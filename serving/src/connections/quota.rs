@@ -34,6 +34,8 @@ pub(crate) struct Quota(Arc<State>);
 #[derive(Debug)]
 struct State {
     unsent: AtomicUsize,
+    /// Those of them that wait for others of their stream.
+    behind: AtomicUsize,
     unsent_max: usize,
     /// Counts pieces of answers that the client has taken, or given up.
     taken: AtomicUsize,
@@ -72,6 +74,7 @@ impl Quota {
         let (sender, cut) = oneshot::channel();
         let state = State {
             unsent: AtomicUsize::new(0),
+            behind: AtomicUsize::new(0),
             unsent_max,
             taken: AtomicUsize::new(0),
             cancelled: Mutex::new(Bucket { left: CANCELLED_PER_SECOND_MAX as f64, at: Instant::now() }),
@@ -86,9 +89,24 @@ impl Quota {
     /// # Errors
     /// [`InferError::Overloaded`].
     pub(crate) fn hold(&self, bytes: usize) -> Result<Held, InferError> {
+        self.hold_as(bytes, false)
+    }
+
+    /// [`Quota::hold`] of an answer that waits for others of its stream, so that the client cannot take it yet.
+    ///
+    /// # Errors
+    /// [`InferError::Overloaded`].
+    pub(crate) fn hold_behind(&self, bytes: usize) -> Result<Held, InferError> {
+        self.hold_as(bytes, true)
+    }
+
+    fn hold_as(&self, bytes: usize, behind: bool) -> Result<Held, InferError> {
         let State { unsent, unsent_max, .. } = &*self.0;
         let before = unsent.fetch_add(bytes, Ordering::Relaxed);
-        let held = Held { quota: self.clone(), bytes };
+        if behind {
+            self.0.behind.fetch_add(bytes, Ordering::Relaxed);
+        }
+        let held = Held { quota: self.clone(), bytes, behind };
         if before == 0 || bytes == 0 || before.saturating_add(bytes) <= *unsent_max {
             return Ok(held);
         }
@@ -112,7 +130,11 @@ impl Watch {
     /// What the client did that ends its connection; pending while it does nothing of the kind.
     pub(super) async fn exceeded(&mut self, patience: Duration) -> &'static str {
         let Watch { quota: Quota(state), cut } = self;
-        let look = || (state.unsent.load(Ordering::Relaxed), state.taken.load(Ordering::Relaxed));
+        let to_take = || {
+            let behind = state.behind.load(Ordering::Relaxed);
+            state.unsent.load(Ordering::Relaxed).saturating_sub(behind)
+        };
+        let look = || (to_take(), state.taken.load(Ordering::Relaxed));
         let mut before = look();
         loop {
             tokio::select! {
@@ -133,17 +155,25 @@ impl Watch {
 pub(crate) struct Held {
     quota: Quota,
     bytes: usize,
+    /// It waits for other answers.
+    behind: bool,
 }
 
 impl Held {
     fn split(&mut self, bytes: usize) -> Held {
         self.bytes -= bytes;
-        Held { quota: self.quota.clone(), bytes }
+        if self.behind {
+            self.quota.0.behind.fetch_sub(bytes, Ordering::Relaxed);
+        }
+        Held { quota: self.quota.clone(), bytes, behind: false }
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
+        if self.behind {
+            self.quota.0.behind.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
         self.quota.0.unsent.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }

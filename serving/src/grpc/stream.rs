@@ -172,7 +172,8 @@ async fn answer(
         Err(error) => Err(error),
     };
     // It may wait for those before it, which the client may not take.
-    let held = answer.as_ref().ok().zip(quota).map(|(response, quota)| quota.hold(response.encoded_len()));
+    let held =
+        answer.as_ref().ok().zip(quota).map(|(response, quota)| quota.hold_behind(response.encoded_len()));
     let (answer, held) = match held.transpose() {
         Ok(held) => (answer, held),
         Err(error) => (Err(error), None),

@@ -349,7 +349,9 @@ impl Repository {
             versions
                 .is_some_and(|versions| versions.ready.values().any(|model| models.fault(model).is_none()))
         };
-        let mut configured = inner.config.load.iter().chain(inner.config.models.keys());
+        // Where callers load models, options of one do not say that it is served.
+        let options = (inner.config.control == Control::Poll).then(|| inner.config.models.keys());
+        let mut configured = inner.config.load.iter().chain(options.into_iter().flatten());
         !inner.ready.load(Ordering::SeqCst)
             && configured.all(answers)
             && !inner.ready.swap(true, Ordering::SeqCst)

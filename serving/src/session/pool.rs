@@ -46,6 +46,8 @@ pub(crate) struct Pool {
     priority_levels: usize,
     priority_default: usize,
     timeout: Option<Duration>,
+    /// Whether tensors without elements may be run.
+    takes_nothing: bool,
     shared: Arc<Shared>,
 }
 
@@ -74,6 +76,7 @@ impl Pool {
             priority_levels: batching.priority_levels,
             priority_default: batching.priority_default,
             timeout: (batching.timeout_us_max > 0).then(|| Duration::from_micros(batching.timeout_us_max)),
+            takes_nothing: false,
             shared: Arc::new(Shared::new(
                 free,
                 signature.outputs.clone(),
@@ -91,6 +94,16 @@ impl Pool {
             peak::end_from_time_to_time(&pool.shared, arenas, row);
         }
         pool
+    }
+
+    /// Says whether tensors without elements may be run.
+    pub(super) fn taking_nothing(self, takes_nothing: bool) -> Pool {
+        Pool { takes_nothing, ..self }
+    }
+
+    /// Whether tensors without elements may be run: ONNX Runtime ends the process on them in some operators.
+    pub(crate) fn takes_nothing(&self) -> bool {
+        self.takes_nothing
     }
 
     /// Where the sessions run.

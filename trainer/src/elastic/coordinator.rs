@@ -21,6 +21,8 @@ use crate::error::{Error, Result};
 use crate::launch::{Place, WorkerCommand, describe_exit};
 use crate::metrics;
 
+/// A worker alone has so many times `exchange_timeout_ms` for a step: it computes all of it by itself.
+const STEP_EXCHANGES: u32 = 10;
 /// How often time-outs are looked at.
 const TICK: Duration = Duration::from_millis(25);
 /// How long a connection may take to introduce itself.
@@ -113,7 +115,7 @@ pub(crate) async fn run(
         start_timeout: config.start_timeout(),
         rendezvous_timeout: config.rendezvous_timeout(),
         stop_timeout: config.stop_timeout(),
-        step_timeout: config.exchange_timeout(),
+        step_timeout: config.exchange_timeout().saturating_mul(STEP_EXCHANGES),
     };
     let mut state = Actor {
         membership: Membership::new(rules, Instant::now()),
@@ -269,6 +271,7 @@ impl Actor<'_> {
             }
             from_worker::Message::Progress(progress) => {
                 self.membership.heard(member, now);
+                self.membership.progressed(progress.step);
                 let before = (self.report.step, self.report.rows);
                 self.report = Report {
                     step: progress.step,

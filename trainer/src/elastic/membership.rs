@@ -119,6 +119,9 @@ pub(crate) struct Membership {
     respawns_spent: u32,
     /// Training time since a respawn was given back.
     trained: Duration,
+    /// The furthest step that a member told of, and that step when a respawn was given back last.
+    furthest: u64,
+    refilled_at: u64,
     lost: u32,
     last_loss: String,
     /// The exit code of the error that the last lost member told.
@@ -146,6 +149,8 @@ impl Membership {
             respawns: 0,
             respawns_spent: 0,
             trained: Duration::ZERO,
+            furthest: 0,
+            refilled_at: 0,
             lost: 0,
             last_loss: "never started".to_owned(),
             last_exit_code: 1,
@@ -226,12 +231,18 @@ impl Membership {
         }
     }
 
+    /// The job has come to a step.
+    pub(crate) fn progressed(&mut self, step: u64) {
+        self.furthest = self.furthest.max(step);
+    }
+
     /// A member stands at the barrier with the state after `step` steps.
     pub(crate) fn arrived(&mut self, id: MemberId, step: u64, reason: Reason, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.heard = now;
         member.arrived = Some(step);
         member.finished = None;
+        self.furthest = self.furthest.max(step);
         if self.in_epoch.contains(&id) {
             self.closing.get_or_insert(now);
             if reason == Reason::Broken {
@@ -258,6 +269,10 @@ impl Membership {
 
     /// A member met an error that may be its own: another process takes its place.
     pub(crate) fn failed_alone(&mut self, id: MemberId, message: &str, exit_code: u8, now: Instant) {
+        // While the job stops, no other process takes the place of the last one: its error is the job's.
+        if self.stopping.is_some() && self.members.len() == 1 {
+            return self.failed(id, message.to_owned(), exit_code);
+        }
         if self.members.contains_key(&id) {
             self.lost(id, message, now);
             self.last_exit_code = exit_code;
@@ -409,10 +424,11 @@ impl Membership {
             return;
         }
         self.trained += passed;
-        if self.trained < RESPAWN_REFILL {
+        // Time alone gives nothing back: a job that repeats the same steps has to end.
+        if self.trained < RESPAWN_REFILL || self.furthest <= self.refilled_at {
             return;
         }
-        self.trained = Duration::ZERO;
+        (self.trained, self.refilled_at) = (Duration::ZERO, self.furthest);
         self.respawns_spent = self.respawns_spent.saturating_sub(1);
         if let Some(slot) = self.slots.iter().position(|slot| matches!(slot, Slot::GivenUp)) {
             self.respawn(slot, now);

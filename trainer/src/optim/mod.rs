@@ -152,6 +152,15 @@ impl Optimizer {
     }
 }
 
+impl Optimizer {
+    /// The first element whose memory is infinite or NaN: steps then change nothing, or everything.
+    pub(crate) fn not_finite(&self) -> Option<usize> {
+        let is_finite = |slot: &[f32]| slot.iter().fold(true, |finite, value| finite & value.is_finite());
+        let of_slot = |slot: &Vec<f32>| slot.iter().position(|value| !value.is_finite());
+        self.slots.iter().filter(|slot| !is_finite(slot)).find_map(of_slot)
+    }
+}
+
 fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
     match config {
         OptimizerConfig::Sgd(c) if c.momentum == 0.0 => &[],

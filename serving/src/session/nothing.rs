@@ -1,0 +1,67 @@
+//! Tensors without elements: which graphs may get them.
+//!
+//! ONNX Runtime ends the process on them in some operators (LSTM, GRU, `Unique`, attention). So they reach graphs alone
+//! that are made of operators known to take them.
+
+use millrace_bundle::onnx::ModelProto;
+
+/// ONNX's own operators that were tried without elements along each axis.
+const OPERATORS: [&str; 48] = [
+    "Abs",
+    "Add",
+    "And",
+    "AveragePool",
+    "BatchNormalization",
+    "Cast",
+    "Ceil",
+    "Clip",
+    "Concat",
+    "Constant",
+    "Conv",
+    "Div",
+    "Dropout",
+    "Elu",
+    "Equal",
+    "Erf",
+    "Exp",
+    "Flatten",
+    "Floor",
+    "Gather",
+    "Gemm",
+    "GlobalAveragePool",
+    "Greater",
+    "Identity",
+    "LayerNormalization",
+    "LeakyRelu",
+    "Less",
+    "Log",
+    "LogSoftmax",
+    "MatMul",
+    "MaxPool",
+    "Mul",
+    "Neg",
+    "Not",
+    "Or",
+    "Pow",
+    "ReduceMean",
+    "ReduceSum",
+    "Relu",
+    "Reshape",
+    "Shape",
+    "Sigmoid",
+    "Softmax",
+    "Sqrt",
+    "Sub",
+    "Tanh",
+    "Transpose",
+    "Unsqueeze",
+];
+
+/// Whether a graph may get tensors without elements.
+pub(super) fn is_taken_by(model: &ModelProto) -> bool {
+    let known = |node: &millrace_bundle::onnx::NodeProto| {
+        matches!(node.domain(), "" | "ai.onnx") && OPERATORS.contains(&node.op_type())
+    };
+    // A function of the model may have the name of an operator.
+    model.functions.is_empty() && model.graph.as_ref().is_some_and(|graph| graph.node.iter().all(known))
+}
