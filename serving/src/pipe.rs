@@ -6,6 +6,8 @@
 //! just killed) can still come twice. Every prediction names its source (`source: {topic, partition,
 //! offset}` in the value, `millrace-source` in the headers), by which a consumer can drop doubles. Records
 //! that cannot be predicted go to the dead-letter topic with the reason; nothing is dropped.
+//!
+//! A pipe is identified by its name, model, input and output: each has positions and answers of its own.
 
 mod answer;
 mod answered;
@@ -13,7 +15,7 @@ mod output;
 mod progress;
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use millrace_datafs::View;
 use millrace_streams::KafkaConfig;
@@ -24,7 +26,7 @@ use crate::config::PipeConfig;
 use crate::error::{Error, Result, chain, quote};
 use crate::infer::Inference;
 use answer::Pipe;
-use answered::Answered;
+use answered::{Answered, Tail};
 use output::Writer;
 use progress::Progress;
 
@@ -33,8 +35,6 @@ const CHUNK_ROWS_MAX: usize = 4096;
 const CHUNK_BYTES_MAX: usize = 8 << 20;
 /// How long to wait for records before looking around.
 const POLL: Duration = Duration::from_millis(250);
-/// How long a pipe that is to catch up waits for offsets that never come (deleted or control records).
-const IDLE_MAX: Duration = Duration::from_secs(10);
 /// How long a pipe that runs for ever waits before it starts over after brokers or volume failed.
 const RESTART_AFTER: Duration = Duration::from_secs(1);
 
@@ -45,7 +45,7 @@ pub struct Deps {
     pub kafka: KafkaConfig,
     /// The models.
     pub inference: Inference,
-    /// Live volume whose keys `pipe/<name>/<topic>/<partition>` hold the next offset.
+    /// Live volume whose keys below `pipe/<name>/` hold the next offsets.
     pub progress: View,
 }
 
@@ -113,29 +113,30 @@ async fn run_once(
     let marks = topic::watermarks(&deps.kafka, &config.input).await?;
     let partitions = i32::try_from(marks.len()).unwrap_or(1).max(1);
     topic::create_topic(&deps.kafka, &config.output, partitions).await?;
-    let mut progress =
-        Progress::read(deps.progress.clone(), &config.name, &config.input, marks.keys()).await?;
-    let start: Vec<(String, i32, i64)> = marks
-        .keys()
-        .map(|partition| (config.input.clone(), *partition, progress.next(*partition).unwrap_or(EARLIEST)))
-        .collect();
-    let mut consumer = Consumer::assign(&deps.kafka, &start).await?;
     let writer = Writer {
         producer: Producer::connect(&deps.kafka).await?,
         output_partitions: topic::watermarks(&deps.kafka, &config.output).await?.len(),
         kafka: deps.kafka.clone(),
         config,
     };
-    let answered = Answered::read(&writer, &progress).await?;
+    let tail = Tail::read(&writer).await?;
+    let adopt = tail.allows_adoption(config);
+    let mut progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
+    let answered = Answered::new(tail, config, &progress);
+    let start: Vec<(String, i32, i64)> = marks
+        .keys()
+        .map(|partition| (config.input.clone(), *partition, progress.next(*partition).unwrap_or(EARLIEST)))
+        .collect();
+    let mut consumer = Consumer::assign(&deps.kafka, &start).await?;
     let mut pipe =
         Pipe { config, inference: &deps.inference, writer, answered, mapping: None, until, report, cancel };
     tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
-    let mut last_record = Instant::now();
+    let mut at = consumer.positions().clone();
     loop {
         for ((_, partition), offset) in consumer.positions() {
             pipe.report.offsets.insert(*partition, *offset);
         }
-        if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets, last_record, config) {
+        if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets) {
             break;
         }
         let rows_max = config.batch_rows_max.max(CHUNK_ROWS_MAX);
@@ -146,15 +147,21 @@ async fn run_once(
                 tracing::warn!(pipe = config.name, %error, "the pipe waits for the brokers");
                 continue;
             }
+            Some(Err(millrace_streams::Error::Undecodable { partition, first, next, reason, .. })) => {
+                pipe.undecodable(partition, (first, next), &reason).await?;
+                None
+            }
             Some(batch) => batch?,
         };
-        let Some(batch) = batch else { continue };
-        last_record = Instant::now();
-        if !pipe.answer(&Records::new(&batch)?).await? {
+        if let Some(batch) = batch
+            && !pipe.answer(&Records::new(&batch)?).await?
+        {
             break;
         }
-        let positions = consumer.positions().iter().map(|((_, p), offset)| (*p, *offset)).collect();
-        progress.commit(positions).await?;
+        if *consumer.positions() != at {
+            at.clone_from(consumer.positions());
+            progress.commit(at.iter().map(|((_, p), offset)| (*p, *offset)).collect()).await?;
+        }
     }
     Ok(())
 }
@@ -182,21 +189,9 @@ fn check(config: &PipeConfig) -> Result<()> {
     Ok(())
 }
 
-fn caught_up(
-    marks: &BTreeMap<i32, (i64, i64)>,
-    offsets: &BTreeMap<i32, i64>,
-    last_record: Instant,
-    config: &PipeConfig,
-) -> bool {
-    let behind = |(partition, (low, high)): (&i32, &(i64, i64))| {
-        high > low && offsets.get(partition).is_none_or(|offset| offset < high)
-    };
-    if !marks.iter().any(behind) {
-        return true;
-    }
-    let idle = last_record.elapsed() > IDLE_MAX;
-    if idle {
-        tracing::warn!(pipe = config.name, "no record came for a while, the pipe ends");
-    }
-    idle
+/// Whether the positions, past offsets without records, reached the ends that were seen at the start.
+fn caught_up(marks: &BTreeMap<i32, (i64, i64)>, offsets: &BTreeMap<i32, i64>) -> bool {
+    marks.iter().all(|(partition, (low, high))| {
+        high <= low || offsets.get(partition).is_some_and(|offset| offset >= high)
+    })
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use millrace_streams::topic::{OutRecord, Records};
+use millrace_streams::topic::{self, OutRecord, Records};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
@@ -110,6 +110,29 @@ impl Pipe<'_> {
         PIPE_RECORDS.with_label_values(&[name, "predicted"]).inc_by(predicted);
         PIPE_RECORDS.with_label_values(&[name, "dead_letter"]).inc_by(dead_letters);
         Ok(true)
+    }
+
+    /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`.
+    pub(super) async fn undecodable(
+        &mut self,
+        partition: i32,
+        (first, next): (i64, i64),
+        reason: &str,
+    ) -> Result<()> {
+        if self.answered.take(partition, first) {
+            return Ok(());
+        }
+        let batch = topic::blank_record(&self.config.input, partition, first)?;
+        let last = next - 1;
+        let reason = format!("the batch with offsets {first} to {last} cannot be decoded: {reason}");
+        tracing::warn!(pipe = self.config.name, partition, first, last, "a batch becomes a dead letter");
+        let letter = self.writer.dead_letter(&Records::new(&batch)?, 0, &reason);
+        self.writer.ensure_dead_letter_topic().await?;
+        self.writer.producer.send_all([letter]).await?;
+        self.report.records += 1;
+        self.report.dead_letters += 1;
+        PIPE_RECORDS.with_label_values(&[self.config.name.as_str(), "dead_letter"]).inc();
+        Ok(())
     }
 
     fn read(&self, mapping: &Mapping, value: Option<&[u8]>) -> Result<(Row, Map<String, Value>), InferError> {

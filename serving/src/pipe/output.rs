@@ -13,9 +13,16 @@ use crate::repository::Model;
 /// Header with `topic/partition/offset` of the record that was answered.
 pub(super) const SOURCE_HEADER: &str = "millrace-source";
 /// Header with `name/version` of the model that answered.
-const MODEL_HEADER: &str = "millrace-model";
+pub(super) const MODEL_HEADER: &str = "millrace-model";
+/// Header with [`identity`] of the pipe that answered.
+pub(super) const PIPE_HEADER: &str = "millrace-pipe";
 /// Header with the reason why a record is a dead letter.
 const REASON_HEADER: &str = "millrace-reason";
+
+/// What tells a pipe apart from others that read the same topic: `name/model/output`.
+pub(super) fn identity(config: &PipeConfig) -> String {
+    format!("{}/{}/{}", config.name, config.model, config.output)
+}
 
 /// Writes both kinds of records.
 pub(super) struct Writer<'a> {
@@ -60,6 +67,7 @@ impl Writer<'_> {
         }
         let mut record = OutRecord::new(self.config.output.clone(), value.to_string())
             .header(SOURCE_HEADER, source(records, index))
+            .header(PIPE_HEADER, identity(self.config))
             .header(MODEL_HEADER, format!("{}/{}", model.name(), model.version()));
         record.timestamp_ms = records.timestamp_ms(index);
         record.key = records.key(index).map(Bytes::copy_from_slice);
@@ -84,7 +92,10 @@ impl Writer<'_> {
         for (name, value) in records.headers(index) {
             record.headers.push((name.to_owned(), value.map(Bytes::copy_from_slice)));
         }
-        record.header(SOURCE_HEADER, source(records, index)).header(REASON_HEADER, reason)
+        record
+            .header(SOURCE_HEADER, source(records, index))
+            .header(PIPE_HEADER, identity(self.config))
+            .header(REASON_HEADER, reason)
     }
 }
 

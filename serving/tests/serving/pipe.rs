@@ -43,8 +43,10 @@ async fn world_of(model: &str, onnx: Vec<u8>) -> World {
     })
     .await
     .unwrap();
-    let bundle = Bundle::new(model, 4, onnx, Lineage::default(), Default::default()).unwrap();
-    bundle.write(view.object_store().as_ref(), "models").await.unwrap();
+    for (name, version, onnx) in [(model, 4, onnx), ("other", 1, mlp())] {
+        let bundle = Bundle::new(name, version, onnx, Lineage::default(), Default::default()).unwrap();
+        bundle.write(view.object_store().as_ref(), "models").await.unwrap();
+    }
     let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
     let deps = Deps { kafka: kafka.clone(), inference: Inference::new(repository), progress: view };
     World { _home: home, kafka, deps, broker }
@@ -105,9 +107,12 @@ async fn read(kafka: &KafkaConfig, topic: &str) -> Vec<Seen> {
 }
 
 async fn catch_up(world: &World) -> PipeReport {
+    catch_up_as(world, &pipe()).await
+}
+
+async fn catch_up_as(world: &World, config: &PipeConfig) -> PipeReport {
     let cancel = CancellationToken::new();
-    let config = pipe();
-    let running = run(&config, world.deps.clone(), Until::CaughtUp, cancel);
+    let running = run(config, world.deps.clone(), Until::CaughtUp, cancel);
     tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap()
 }
 
@@ -217,7 +222,7 @@ async fn answers_that_were_not_committed_are_not_given_again() {
     let (answers, dead) = (read(&world.kafka, "out").await.len(), read(&world.kafka, "out-dead").await.len());
     assert_eq!((answers, dead), (60, 1));
     for (partition, next) in [(0, "7"), (1, "0")] {
-        let (view, key) = (world.deps.progress.clone(), format!("pipe/p/in/{partition}"));
+        let (view, key) = (world.deps.progress.clone(), format!("pipe/p/in/out/mlp/{partition}"));
         let old = Publish::new().put_key(&key, next.as_bytes().to_vec());
         tokio::task::spawn_blocking(move || view.publish(old)).await.unwrap().unwrap();
     }
@@ -231,12 +236,70 @@ async fn answers_that_were_not_committed_are_not_given_again() {
     world.broker.stop().await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_pipe_to_the_same_output_answers_every_record_too() {
+    let world = world().await;
+    topic::create_topic(&world.kafka, "in", 2).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    producer.send_all((0..60).map(record)).await.unwrap();
+    assert_eq!(catch_up(&world).await.predicted, 60);
+    let second = PipeConfig { name: "q".into(), ..pipe() };
+    assert_eq!(catch_up_as(&world, &second).await.predicted, 60, "another name");
+    let other = PipeConfig { model: "other".into(), ..pipe() };
+    assert_eq!(catch_up_as(&world, &other).await.predicted, 60, "another model under the same name");
+    let elsewhere = PipeConfig { output: "out2".into(), ..pipe() };
+    assert_eq!(catch_up_as(&world, &elsewhere).await.predicted, 60, "another output under the same name");
+    assert_eq!(read(&world.kafka, "out").await.len(), 180);
+    for config in [&pipe(), &second, &other, &elsewhere] {
+        assert_eq!(catch_up_as(&world, config).await.records, 0);
+    }
+    world.broker.stop().await.unwrap();
+}
+
+/// Positions by name and input and answers without the pipe's identity, as an earlier release left them.
+async fn earlier_release(world: &World, model: &str) {
+    topic::create_topic(&world.kafka, "in", 2).await.unwrap();
+    topic::create_topic(&world.kafka, "out", 2).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    producer.send_all((0..60).map(record)).await.unwrap();
+    // Offsets 10 and 11 were answered and not committed.
+    let answer = |offset: usize| {
+        OutRecord::new("out", json!({ "id": 2 * offset }).to_string())
+            .header("millrace-source", format!("in/0/{offset}"))
+            .header("millrace-model", format!("{model}/1"))
+    };
+    producer.send_all((10..12).map(answer)).await.unwrap();
+    let (view, old) = (world.deps.progress.clone(), Publish::new().put_key("pipe/p/in/0", b"10".to_vec()));
+    tokio::task::spawn_blocking(move || view.publish(old)).await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn positions_of_an_earlier_release_are_taken_over() {
+    let world = world().await;
+    earlier_release(&world, "mlp").await;
+    assert_eq!(catch_up(&world).await.predicted, 60 - 12);
+    assert_eq!(catch_up(&world).await.records, 0);
+    let other = PipeConfig { model: "other".into(), ..pipe() };
+    assert_eq!(catch_up_as(&world, &other).await.predicted, 60, "they belong to one pipe");
+    world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn positions_that_belong_to_another_model_are_not_taken_over() {
+    let world = world().await;
+    earlier_release(&world, "other").await;
+    assert_eq!(catch_up(&world).await.predicted, 60);
+    let other = PipeConfig { model: "other".into(), ..pipe() };
+    assert_eq!(catch_up_as(&world, &other).await.predicted, 60 - 12);
+    world.broker.stop().await.unwrap();
+}
+
 /// Waits until the pipe's progress on partition 0 is as wanted.
 async fn committed(view: &View, wanted: impl Fn(Option<&[u8]>) -> bool) {
     let reached = async {
         loop {
             let view = view.clone();
-            let read = move || view.key_get("pipe/p/in/0").unwrap();
+            let read = move || view.key_get("pipe/p/in/out/mlp/0").unwrap();
             if wanted(tokio::task::spawn_blocking(read).await.unwrap().as_deref()) {
                 break;
             }
@@ -271,7 +334,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     committed(&view, |next| next.is_some()).await;
     let rival = view.clone();
     tokio::task::spawn_blocking(move || {
-        rival.publish(Publish::new().put_key("pipe/p/in/0", b"0".to_vec())).unwrap();
+        rival.publish(Publish::new().put_key("pipe/p/in/out/mlp/0", b"0".to_vec())).unwrap();
     })
     .await
     .unwrap();

@@ -200,25 +200,26 @@ fn training_time_gives_respawns_back() {
     let mut launch = 2;
     let mut member = members[1];
     // One death a minute, more than the limit of 3 respawns in all.
-    for _ in 0..6 {
+    for step in (7..19).step_by(2) {
         job.membership.exited(1, launch, "was killed by signal 9", job.now);
-        assert!(!formed(&job.arrive(members[0], 7, Reason::Broken)).is_empty());
+        assert!(!formed(&job.arrive(members[0], step, Reason::Broken)).is_empty());
         let actions = job.pass(Duration::from_secs(1), &[members[0]]);
         launch = spawned(&actions)[0].1;
         member = job.join(1, launch);
-        job.arrive(member, 7, Reason::Fresh);
-        assert!(!formed(&job.arrive(members[0], 8, Reason::Left)).is_empty());
+        job.arrive(member, step, Reason::Fresh);
+        assert!(!formed(&job.arrive(members[0], step + 1, Reason::Left)).is_empty());
         job.pass(Duration::from_secs(60), &[members[0], member]);
     }
-    // Four deaths at once: the place is given up, and filled again after some training.
+    // Four deaths at once: the place is given up, and filled again after some training that comes further.
     for _ in 0..4 {
         job.membership.exited(1, launch, "was killed by signal 9", job.now);
-        job.arrive(members[0], 9, Reason::Broken);
+        job.arrive(members[0], 18, Reason::Broken);
         let actions = job.pass(Duration::from_secs(2), &[members[0]]);
         let Some(next) = spawned(&actions).first().copied() else { break };
         launch = next.1;
     }
-    assert!(spawned(&job.pass(Duration::from_secs(15), &[members[0]])).is_empty());
+    assert!(spawned(&job.pass(Duration::from_secs(120), &[members[0]])).is_empty());
+    job.membership.progressed(100);
     assert_eq!(spawned(&job.pass(Duration::from_secs(30), &[members[0]])).len(), 1);
     assert!(member > 0);
 }
