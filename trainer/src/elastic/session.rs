@@ -25,8 +25,9 @@ use crate::launch::Place;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long the training thread may take to notice that the coordinator is gone.
 const VANISH_GRACE: Duration = Duration::from_secs(2);
-/// Largest message taken from the coordinator.
-const MESSAGE_BYTES_MAX: usize = 16 << 20;
+/// Largest message taken from the coordinator, which launched this process: a plan names every file and
+/// row group of its dataset.
+const MESSAGE_BYTES_MAX: usize = 2 << 30;
 /// The exit code of a worker without a coordinator.
 const EXIT_COORDINATOR_LOST: i32 = 3;
 
@@ -381,9 +382,11 @@ fn decode(formed: proto::Formed) -> Result<Formed, String> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use tokio_stream::wrappers::TcpListenerStream;
+    use tonic::{Request, Response, Status, Streaming};
 
-    use super::StepClock;
+    use super::super::proto::coordinator_server::{Coordinator, CoordinatorServer};
+    use super::*;
 
     #[test]
     fn a_step_that_goes_on_takes_time_and_a_stopped_process_does_not() {
@@ -395,5 +398,39 @@ mod tests {
         assert_eq!([tick(1, 500), tick(1, 500), tick(1, 500)], [0, 500, 1_000]);
         assert_eq!([tick(1, 60_000), tick(1, 500)], [2_000, 2_500]);
         assert_eq!([tick(3, 500), tick(4, 500), tick(4, 500)], [0, 0, 0]);
+    }
+
+    /// A coordinator that welcomes a worker with an assignment of that many bytes.
+    struct Welcoming(usize);
+
+    #[tonic::async_trait]
+    impl Coordinator for Welcoming {
+        type SessionStream = tokio_stream::Once<Result<proto::ToWorker, Status>>;
+
+        async fn session(
+            &self,
+            _: Request<Streaming<proto::FromWorker>>,
+        ) -> Result<Response<Self::SessionStream>, Status> {
+            let welcome = proto::Welcome { member: 0, assignment: "x".repeat(self.0) };
+            let message = Some(to_worker::Message::Welcome(welcome));
+            Ok(Response::new(tokio_stream::once(Ok(proto::ToWorker { message }))))
+        }
+    }
+
+    #[test]
+    fn a_plan_beyond_16_mib_reaches_its_worker() {
+        const BYTES: usize = 40 << 20;
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a port");
+        let coordinator = listener.local_addr().expect("an address").to_string();
+        runtime.spawn(
+            tonic::transport::Server::builder()
+                .add_service(CoordinatorServer::new(Welcoming(BYTES)))
+                .serve_with_incoming(TcpListenerStream::new(listener)),
+        );
+        let place = Place { coordinator, token: String::new(), slot: 0, launch: 1 };
+        let ring = SocketAddr::from(([127, 0, 0, 1], 1));
+        let (_, assignment) = Session::connect(runtime.handle(), &place, ring).expect("a welcome");
+        assert_eq!(assignment.len(), BYTES);
     }
 }
