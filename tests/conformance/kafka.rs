@@ -1,8 +1,11 @@
 //! The same commands on Apache Kafka instead of the embedded broker.
 
 use std::net::TcpListener;
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
 use crate::clients::python;
 use crate::support::{Home, program, project, until};
@@ -11,25 +14,61 @@ use crate::support::{Home, program, project, until};
 struct Kafka {
     child: Child,
     bootstrap: String,
+    /// The listener with TLS.
+    tls: String,
+    /// The listener with TLS and SCRAM.
+    scram: String,
+    /// The certificate that signed the broker's.
+    authority: PathBuf,
+}
+
+/// What a SCRAM listener needs to know of its users: they are in Kafka's metadata.
+const LOGIN: &str = "org.apache.kafka.common.security.scram.ScramLoginModule required;";
+const PASSWORD: &str = "grist-and-flour";
+
+/// An authority, and what Kafka reads as its key and certificate.
+fn write_certificates(authority: &Path, server: &Path) {
+    let mut params = CertificateParams::new(Vec::<String>::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.distinguished_name.push(DnType::CommonName, "authority");
+    let key = KeyPair::generate().unwrap();
+    let signed = params.self_signed(&key).unwrap();
+    let issuer = Issuer::from_params(&params, &key);
+    let mut broker = CertificateParams::new(vec!["127.0.0.1".into(), "localhost".into()]).unwrap();
+    broker.distinguished_name.push(DnType::CommonName, "broker");
+    let broker_key = KeyPair::generate().unwrap();
+    let certificate = broker.signed_by(&broker_key, &issuer).unwrap();
+    std::fs::write(authority, signed.pem()).unwrap();
+    std::fs::write(server, broker_key.serialize_pem() + &certificate.pem() + &signed.pem()).unwrap();
 }
 
 impl Kafka {
     fn start(dir: &Path) -> Kafka {
-        // Both ports are held until both are known.
-        let held: Vec<_> = (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+        // All ports are held until all are known.
+        let held: Vec<_> = (0..4).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         let ports: Vec<u16> = held.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
         drop(held);
-        let bootstrap = format!("127.0.0.1:{}", ports[0]);
+        let [bootstrap, tls, scram] = [0, 2, 3].map(|at| format!("127.0.0.1:{}", ports[at]));
+        let authority = dir.join("authority.pem");
+        let server = dir.join("server.pem");
+        write_certificates(&authority, &server);
         let properties = dir.join("server.properties");
         std::fs::write(
             &properties,
             format!(
                 "process.roles=broker,controller\nnode.id=1\ncontroller.quorum.voters=1@127.0.0.1:{c}\n\
-                 listeners=PLAINTEXT://{bootstrap},CONTROLLER://127.0.0.1:{c}\n\
-                 controller.listener.names=CONTROLLER\nlog.dirs={}\n\
+                 listeners=PLAINTEXT://{bootstrap},SSL://{tls},SASL_SSL://{scram},CONTROLLER://127.0.0.1:{c}\n\
+                 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,SSL:SSL,SASL_SSL:SASL_SSL,CONTROLLER:PLAINTEXT\n\
+                 inter.broker.listener.name=PLAINTEXT\n\
+                 ssl.keystore.type=PEM\nssl.keystore.location={server}\n\
+                 sasl.enabled.mechanisms=SCRAM-SHA-256,SCRAM-SHA-512\n\
+                 listener.name.sasl_ssl.scram-sha-256.sasl.jaas.config={LOGIN}\n\
+                 listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config={LOGIN}\n\
+                 controller.listener.names=CONTROLLER\nlog.dirs={logs}\n\
                  offsets.topic.replication.factor=1\ntransaction.state.log.replication.factor=1\n\
                  transaction.state.log.min.isr=1\ngroup.initial.rebalance.delay.ms=0\n",
-                dir.join("logs").display(),
+                logs = dir.join("logs").display(),
+                server = server.display(),
                 c = ports[1],
             ),
         )
@@ -40,7 +79,15 @@ impl Kafka {
             command
         };
         let id = program(java("kafka.tools.StorageTool").arg("random-uuid"));
-        program(java("kafka.tools.StorageTool").args(["format", "-t", id.trim(), "-c"]).arg(&properties));
+        let users = ["SCRAM-SHA-256", "SCRAM-SHA-512"]
+            .map(|kind| format!("{kind}=[name=miller,password={PASSWORD}]"));
+        let users = users.iter().flat_map(|user| ["--add-scram", user]);
+        program(
+            java("kafka.tools.StorageTool")
+                .args(["format", "-t", id.trim(), "-c"])
+                .arg(&properties)
+                .args(users),
+        );
         let log = std::fs::File::create(dir.join("kafka.log")).unwrap();
         let child = java("kafka.Kafka")
             .arg(&properties)
@@ -49,7 +96,7 @@ impl Kafka {
             .stderr(log)
             .spawn()
             .unwrap();
-        let kafka = Kafka { child, bootstrap };
+        let kafka = Kafka { child, bootstrap, tls, scram, authority };
         until("Apache Kafka answers", || {
             let listed =
                 Command::new("kcat").args(["-b", &kafka.bootstrap, "-L", "-m", "2"]).output().unwrap();
@@ -98,4 +145,88 @@ fn the_commands_work_on_apache_kafka() {
     assert_eq!(report["report"]["landed"], 100, "{report}");
     assert_eq!(report["report"]["dead_letters"], 0, "{report}");
     assert_eq!(on_kafka(&["feed", "digits:/transactional", "--dry"])["rows"], 100);
+}
+
+/// Retention may remove all records of a transaction together with its marker: what was landed stays known as
+/// landed.
+#[test]
+#[ignore = "needs Apache Kafka: run make conformance"]
+fn transactions_land_through_retention() {
+    let home = Home::new();
+    let kafka = Kafka::start(home.dir.path());
+    let run = |args: &[&str]| {
+        let text = program(
+            home.command()
+                .env("MILLRACE_STREAMS__BOOTSTRAP_SERVERS", &kafka.bootstrap)
+                .arg("--json")
+                .args(args),
+        );
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()
+    };
+    let ingest = ["ingest", "--topic", "transactional", "--volume", "digits"];
+    let mut landed = 0;
+    for round in 0..3 {
+        program(python("transactions.py").arg(&kafka.bootstrap).arg("transactional"));
+        let report = run(&ingest);
+        assert_eq!(report["report"]["landed"], 100, "round {round}: {report}");
+        landed += 100;
+        // 200 records and two markers: the offset lies behind the last marker.
+        assert_eq!(report["report"]["offsets"]["0"], 202 * (round + 1), "round {round}: {report}");
+        let said = program(python("delete_records.py").arg(&kafka.bootstrap).arg("transactional"));
+        assert!(said.contains("deleted all"), "{said}");
+        let again = run(&ingest);
+        assert_eq!(again["report"]["records"], 0, "round {round}: {again}");
+    }
+    assert_eq!(run(&["feed", "digits:/transactional", "--dry"])["rows"], landed);
+}
+
+#[test]
+#[ignore = "needs Apache Kafka: run make conformance"]
+fn tls_scram_and_zstd_work_on_apache_kafka() {
+    let home = Home::new();
+    let kafka = Kafka::start(home.dir.path());
+    let records = project().join("examples/digits/digits.jsonl");
+    let records = records.to_str().unwrap();
+    let authority = kafka.authority.to_str().unwrap();
+    let settings = |servers: &str, properties: &[(&str, &str)]| {
+        let lines: String =
+            properties.iter().map(|(key, value)| format!("\"{key}\" = \"{value}\"\n")).collect();
+        let text = format!("[streams]\nbootstrap_servers = \"{servers}\"\n[streams.properties]\n{lines}");
+        home.file("millrace.toml", text);
+    };
+    let tls = [("security.protocol", "ssl"), ("ssl.ca.location", authority), ("compression.type", "zstd")];
+    let scram = |mechanism, password| {
+        [
+            ("security.protocol", "sasl_ssl"),
+            ("ssl.ca.location", authority),
+            ("sasl.mechanism", mechanism),
+            ("sasl.username", "miller"),
+            ("sasl.password", password),
+            ("compression.type", "zstd"),
+        ]
+    };
+    for (topic, servers, properties) in [
+        ("by-tls", &kafka.tls, &tls[..]),
+        ("by-scram-256", &kafka.scram, &scram("SCRAM-SHA-256", PASSWORD)),
+        ("by-scram-512", &kafka.scram, &scram("SCRAM-SHA-512", PASSWORD)),
+    ] {
+        settings(servers, properties);
+        assert_eq!(home.json(["produce", topic, records])["produced"], 1437, "{topic}");
+        let report = home.json(["ingest", "--topic", topic, "--volume", "digits"]);
+        assert_eq!(report["report"]["landed"], 1437, "{topic}: {report}");
+        // The attributes of the first batch name its codec: 4 is zstd.
+        let log = home.dir.path().join(format!("logs/{topic}-0/00000000000000000000.log"));
+        let mut attributes = [0; 2];
+        std::fs::File::open(log).unwrap().read_exact_at(&mut attributes, 21).unwrap();
+        assert_eq!(i16::from_be_bytes(attributes) & 7, 4, "{topic} is not zstd");
+    }
+
+    settings(&kafka.scram, &scram("SCRAM-SHA-256", "not-the-password"));
+    let (_, line) = home.fails(["ingest", "--topic", "by-scram-256", "--volume", "digits"]);
+    assert!(line.contains("uthentication"), "{line}");
+    assert!(!line.contains("not-the-password"), "{line}");
+    // Without the authority the broker's certificate is not trusted.
+    settings(&kafka.tls, &[("security.protocol", "ssl")]);
+    let (_, line) = home.fails(["ingest", "--topic", "by-tls", "--volume", "digits"]);
+    assert!(line.contains("certificate"), "{line}");
 }

@@ -7,4 +7,5 @@ mod support;
 mod browser;
 mod clients;
 mod kafka;
+mod parquet;
 mod posix;
