@@ -246,7 +246,12 @@ where
 }
 
 fn refused<B>(quota: &Quota, error: InferError, is_grpc: bool) -> http::Response<Answer<B>> {
-    let answer = |left| Answer { body: None, left, held: Held { quota: quota.clone(), bytes: 0 }, is_grpc };
+    let answer = |left| Answer {
+        body: None,
+        left,
+        held: Held { quota: quota.clone(), bytes: 0, behind: false },
+        is_grpc,
+    };
     if is_grpc {
         return Status::from(error).into_http::<()>().map(|()| answer(Bytes::new()));
     }

@@ -86,7 +86,6 @@ async fn the_log_is_switched_by_calls() {
         (r#"{"log_error": false, "log_format": "ISO8601"}"#, "ISO8601"),
         (r#"{"log_error": false, "log_verbose_level": -1}"#, "log_verbose_level"),
         (r#"{"log_error": false, "log_verbose_level": 1.5}"#, "log_verbose_level"),
-        (r#"{"log_error": null}"#, "log_error"),
         (r#"{"log_colour": true}"#, "log_colour"),
         ("[1]", "not what this call takes"),
     ] {

@@ -235,7 +235,7 @@ pub(crate) fn cases() -> Vec<Case> {
         row("null for fields that may be absent", nulls(), 200, "logits"),
         row("null for parameters", top("parameters", json!({ "priority": null, "timeout": null, "sequence_id": null, "binary_data_output": null })), 200, "logits"),
         row("null for a field that must be there", input("name", json!([null])), 400, "invalid type"),
-        row("infinity in words", data("[1,2,3,Infinity]"), 400, "expected value"),
+        row("infinity in words", data("[1,2,3,Infinity]"), 400, r#"input "input" has Infinity"#),
         row("a hexadecimal number", data("[1,2,3,0x4]"), 400, "expected `,` or `]`"),
         row("a number with a zero before", data("[1,2,3,04]"), 400, "invalid number"),
         row("beyond FP32", data("[1,2,3,1e300]"), 400, "does not fit FP32"),

@@ -7,7 +7,7 @@ use prost::Message;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
 
-use crate::malformed::{as_rest, good};
+use crate::malformed::{as_rest, typed};
 use crate::support::*;
 
 const PREFLIGHT: [(&str, &str); 2] = [
@@ -20,7 +20,8 @@ async fn pages_of_listed_origins_may_call() {
     let mut config = config();
     config.cors_origins = vec!["https://example.org".into(), "http://localhost:3000".into()];
     let server = Server::start(config, &[]).await;
-    let request = as_rest(&good());
+    let request =
+        as_rest(&typed(pb::InferTensorContents { fp32_contents: vec![0.5; FEATURES], ..Default::default() }));
     for (origin, allowed) in
         [("https://example.org", true), ("http://localhost:3000", true), ("https://example.com", false)]
     {
@@ -117,7 +118,8 @@ async fn own_page_and_programs_call_a_loopback_server() {
     let server = unloadable(|_| ()).await;
     let port = server.serving.addresses().http.port();
     let own = format!("http://127.0.0.1:{port}");
-    let request = as_rest(&good());
+    let request =
+        as_rest(&typed(pb::InferTensorContents { fp32_contents: vec![0.5; FEATURES], ..Default::default() }));
     let json = ("content-type", "application/json");
     let programs: [&[(&str, &str)]; 6] = [
         &[],

@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use tonic::codegen::http;
 
 use crate::compressed::{bare_call, frame, packed};
-use crate::malformed::{as_rest, good};
+use crate::malformed::{as_rest, good, typed};
 use crate::support::*;
 
 /// What hangs is a failure; nothing here measures.
@@ -223,7 +223,8 @@ async fn bodies_that_are_being_received_have_a_common_bound() {
         bare_call(&mut channel, "ModelInfer", Some("gzip"), frame(1, &packed("gzip", &half[5..]))).await.0,
         8
     );
-    let small = as_rest(&good());
+    let small =
+        as_rest(&typed(pb::InferTensorContents { fp32_contents: vec![0.5; FEATURES], ..Default::default() }));
     assert_eq!(server.http("POST", &small.path, &[], &small.body).await.status, 200, "small ones fit");
     drop(held);
     let again = async { while bare_call(&mut channel, "ModelInfer", None, half.clone()).await.0 != 0 {} };
@@ -285,21 +286,5 @@ async fn calls_that_run_out_of_time_do_not_end_the_others() {
     stream.write_all(&http2_frame(0, 1, 1, &body)).await.unwrap();
     let answer = tokio::time::timeout(HANGING, until(&mut stream, 0, 1)).await.unwrap();
     assert!(answer.windows(4).any(|name| name == b"echo"), "{answer:?}");
-    server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_flood_of_cancelled_calls_ends_its_connection() {
-    let server = Server::start(config(), &[]).await;
-    let mut stream = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
-    stream.write_all(&[PREFACE, &http2_frame(4, 0, 0, &[])].concat()).await.unwrap();
-    let flood = async {
-        let mut first = 1;
-        while stream.write_all(&cancelled(1_000, first)).await.is_ok() {
-            first += 2_000;
-        }
-    };
-    tokio::time::timeout(HANGING, flood).await.expect("the connection stays");
-    server.client().await.infer_message(good()).await.unwrap();
     server.stop().await;
 }
