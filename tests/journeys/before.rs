@@ -97,7 +97,7 @@ fn a_training_of_an_earlier_program_goes_on_from_its_checkpoint_and_its_model_is
     let done = |epochs: u64| {
         let text = std::fs::read_to_string(&job).unwrap();
         let text = text.replace("epochs_max = 500", &format!("epochs_max = {epochs}"));
-        home.file("done.toml", &text.replace("\"steps\"", "\"done\""))
+        home.file("done.toml", text.replace("\"steps\"", "\"done\""))
     };
     let again = json(&home, &["train", done(2).to_str().unwrap()]);
     assert_eq!((&again["already_published"], &again["version"]), (&true.into(), &1.into()), "{again}");

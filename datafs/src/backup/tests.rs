@@ -19,7 +19,10 @@ fn a_restore_whose_hold_was_lost_changes_nothing() {
     let lose = |_| {
         let shared = Shared::open(&other, &config).unwrap();
         let mut holds = Vec::new();
-        let keep = |key: &[u8], _: &[u8]| Ok(holds.push(key.to_vec()));
+        let keep = |key: &[u8], _: &[u8]| {
+            holds.push(key.to_vec());
+            Ok(())
+        };
         shared.each(&keys::holds(), keep).unwrap();
         let forget =
             |txn: &mut dyn crate::meta::engine::WriteTxn| holds.iter().try_for_each(|key| txn.delete(key));

@@ -13,6 +13,11 @@ const ROUNDS: usize = 150;
 const SHORT: usize = 1_000;
 const LONG: usize = 100_000;
 
+/// Uses an open file, and tells how much of it there was.
+type Use<'a> = &'a dyn Fn(&File) -> usize;
+/// Changes what has a path.
+type Change<'a> = &'a dyn Fn(&Path);
+
 /// The places of two mounts of one volume.
 fn two(scene: &Scene) -> [PathBuf; 2] {
     [0, 1].map(|mount| scene.servers[mount].at.clone())
@@ -77,7 +82,7 @@ fn mapped_last(file: &File) -> u8 {
 fn an_open_knows_the_size_that_was_closed() {
     let Some(scene) = Scene::mounted() else { return };
     let [writer, reader] = two(&scene);
-    let uses: [(&str, &dyn Fn(&File) -> usize); 5] = [
+    let uses: [(&str, Use<'_>); 5] = [
         ("copy_file_range", &|file| copied(by_copy, file, &reader)),
         ("sendfile", &|file| copied(by_sendfile, file, &reader)),
         ("lseek", &|mut file| file.seek(SeekFrom::End(0)).unwrap() as usize),
@@ -112,7 +117,7 @@ fn an_open_knows_the_size_that_was_closed() {
 fn a_change_by_name_reaches_what_has_the_name() {
     let Some(scene) = Scene::mounted() else { return };
     let [here, there] = two(&scene);
-    let changes: [(&str, &dyn Fn(&Path)); 3] = [
+    let changes: [(&str, Change<'_>); 3] = [
         ("truncate", &|path| OpenOptions::new().write(true).open(path).unwrap().set_len(10).unwrap()),
         ("truncate by path", &|path| nix::unistd::truncate(path, 10).unwrap()),
         ("chmod", &|path| fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap()),
@@ -124,7 +129,9 @@ fn a_change_by_name_reaches_what_has_the_name() {
             fs::write(here.join(&y), [8; 2_000]).unwrap();
             fs::set_permissions(here.join(&y), fs::Permissions::from_mode(0o600)).unwrap();
             for mount in [&here, &there] {
-                [&x, &y].into_iter().for_each(|name| drop(fs::metadata(mount.join(name)).unwrap()));
+                for name in [&x, &y] {
+                    fs::metadata(mount.join(name)).unwrap();
+                }
             }
             fs::rename(there.join(&y), there.join(&z)).unwrap();
             fs::rename(there.join(&x), there.join(&y)).unwrap();

@@ -34,7 +34,7 @@ impl Queue {
                 "default_priority_level is {default}, allowed are 1 to priority_levels, which is {levels}"
             ));
         }
-        let policy = batching.default_queue_policy.clone().unwrap_or_default();
+        let policy = batching.default_queue_policy.unwrap_or_default();
         if policy.timeout_action() == TimeoutAction::Delay && policy.default_timeout_microseconds > 0 {
             return Err(
                 "timeout_action DELAY is not supported: a request whose time is over is refused here, so let it be REJECT".into(),
