@@ -3,12 +3,12 @@
 //! Requests run together as one batch. That gives each request the answer that it would have alone only where every
 //! node keeps the rows apart. A trial on some rows cannot show it: a maximum over the batch is no different while no
 //! row is larger than the others. So each value of the graph is followed from the inputs, by rules for the operators
-//! that are known ([`table`]): it is the same whatever runs together, or depends on the number of rows alone, or is
+//! that are known (`table`): it is the same whatever runs together, or depends on the number of rows alone, or is
 //! made of rows along one axis. What no rule covers is taken to mix rows. A wrong "independent" gives wrong answers; a
 //! wrong "dependent" costs speed alone.
 //!
 //! Rows are followed as: the value in a run of several requests is what runs of each give, one after the other along
-//! the axis. Extents are products of known numbers, the number of rows, and symbols ([`extent`]), so that shapes which
+//! the axis. Extents are products of known numbers, the number of rows, and symbols (`extent`), so that shapes which
 //! graphs compute can be followed, too.
 
 mod attention;

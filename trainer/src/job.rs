@@ -268,7 +268,7 @@ impl JobFile {
         self.output.name.as_ref().unwrap_or(&self.name)
     }
 
-    /// SHA-256, in hex, of what the job computes: [`Computation`], the first model's digest
+    /// SHA-256, in hex, of what the job computes: `Computation`, the first model's digest
     /// `model_sha256`, and the identity of the rows and their order, `data`.
     ///
     /// The budget (`epochs_max`, `loss_target`), the workers, the checkpoints, the job's name and its

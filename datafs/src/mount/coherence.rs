@@ -90,7 +90,7 @@ struct Queue {
     news: VecDeque<News>,
     /// To be said again, oldest first.
     again: VecDeque<(Instant, News)>,
-    /// Put off so many times, oldest first: see [`Coherence::puts_off`].
+    /// Put off so many times, oldest first: see [`Coherence::say_or_put_off`].
     later: VecDeque<(Instant, u32, News)>,
     anything: bool,
     stopped: bool,
