@@ -65,3 +65,32 @@ pub(super) fn is_taken_by(model: &ModelProto) -> bool {
     // A function of the model may have the name of an operator.
     model.functions.is_empty() && model.graph.as_ref().is_some_and(|graph| graph.node.iter().all(known))
 }
+
+#[cfg(test)]
+mod tests {
+    use millrace_bundle::onnx::{FunctionProto, GraphProto, NodeProto};
+
+    use super::*;
+
+    fn graph(domain: &str, operators: &[&str]) -> ModelProto {
+        let node = |operator: &&str| NodeProto {
+            domain: Some(domain.to_owned()),
+            op_type: Some((*operator).to_owned()),
+            ..Default::default()
+        };
+        let node = operators.iter().map(node).collect();
+        ModelProto { graph: Some(GraphProto { node, ..Default::default() }), ..Default::default() }
+    }
+
+    #[test]
+    fn operators_that_are_not_known_get_none() {
+        let mut known = graph("", &["MatMul", "Add", "Relu"]);
+        assert!(is_taken_by(&known));
+        for unknown in ["LSTM", "GRU", "Unique", "Loop"] {
+            assert!(!is_taken_by(&graph("", &["Add", unknown])), "{unknown}");
+        }
+        assert!(!is_taken_by(&graph("com.microsoft", &["Add"])));
+        known.functions.push(FunctionProto::default());
+        assert!(!is_taken_by(&known) && !is_taken_by(&ModelProto::default()));
+    }
+}

@@ -374,3 +374,13 @@ fn the_most_advanced_member_hands_over() {
     assert_eq!(source(&peers(&[4, 3, 0])), Some(0));
     assert_eq!(source(&peers(&[9])), None);
 }
+
+#[test]
+fn an_error_of_the_last_member_while_the_job_stops_is_the_jobs() {
+    let (mut job, members) = Job::running(1);
+    job.membership.stop(job.now);
+    job.membership.failed_alone(members[0], "cannot write the checkpoint", 7, job.now);
+    let actions = job.membership.take_actions();
+    let failed = Verdict::Failed { message: "cannot write the checkpoint".into(), exit_code: 7 };
+    assert!(actions.contains(&Action::End(failed)), "{actions:?}");
+}

@@ -135,3 +135,13 @@ fn settings_are_read_strictly_and_checked() {
     let bad = AdamWConfig { learning_rate: f64::NAN, ..AdamWConfig::default() };
     assert!(Optimizer::new(&OptimizerConfig::AdamW(bad), 1).is_err());
 }
+
+#[test]
+fn a_gradient_that_overflows_the_memory_is_noticed() {
+    let mut optimizer = Optimizer::new(&OptimizerConfig::AdamW(AdamWConfig::default()), 3).unwrap();
+    let mut weights = [1.0; 3];
+    optimizer.apply(&mut weights, &[1.0, 2.0, 3.0]).unwrap();
+    assert_eq!(optimizer.not_finite(), None);
+    optimizer.apply(&mut weights, &[1.0, 1e30, 3.0]).unwrap();
+    assert_eq!(optimizer.not_finite(), Some(1), "{weights:?}");
+}
