@@ -229,7 +229,7 @@ fn serve_on(
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     for name in HEALTH_NAMES {
-        // Nobody else has the reporter yet, so it does not wait.
+        // No other task has the reporter yet, so it does not wait.
         let _ = health.set_service_status(name, ServingStatus::NotServing).now_or_never();
     }
     // Closes the inference listeners once running requests are done; the metrics stay until the end.

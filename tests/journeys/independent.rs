@@ -1,4 +1,4 @@
-//! Whether rows are independent: told when a model is made, and kept to by those who send records.
+//! The verdict on the rows of a model: told when the model is made, and kept by the commands that send records.
 
 use std::path::{Path, PathBuf};
 

@@ -355,7 +355,7 @@ impl Adapter {
 
     /// Has the kernel walk a path again that leads to the same or to something else.
     pub(super) fn walk_again(&self, thread: u32, node: Node) -> Errno {
-        // Whoever comes back is served.
+        // A thread that comes back is served.
         self.coherence.retries.refuse(thread, Refused::Node, node);
         self.coherence.wake();
         outcome::refusal(Errno::ESTALE)

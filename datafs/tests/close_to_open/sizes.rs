@@ -1,4 +1,4 @@
-//! What the kernel does with a file without asking the mount: it bounds copies, mappings and seeks by the size that
+//! Uses of a file in which the kernel does not ask the mount: it bounds copies, mappings and seeks by the size that
 //! it knows, and takes a name for what it led to.
 
 use std::fs::{self, File, OpenOptions};

@@ -106,7 +106,7 @@ pub(super) fn gemm(call: &Call<'_>) -> Outcome {
     Ok(vec![sum])
 }
 
-/// A matrix with its axes the other way round.
+/// A matrix with its axes exchanged.
 fn turn(value: &Value, turned: bool) -> Result<Value, String> {
     if value.rank()? != 2 {
         return Err("its inputs are not matrices".into());

@@ -1,4 +1,4 @@
-//! Models whose rows depend on each other run one request at a time, whoever made them, unless their configuration asks
+//! Models whose rows depend on each other run one request at a time, whatever made them, unless their configuration asks
 //! for more.
 
 use millrace_bundle::onnx::*;
