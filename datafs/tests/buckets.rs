@@ -69,8 +69,7 @@ fn mount_at(datafs: &Datafs, at: &Path) -> Mount {
 #[test]
 fn trees_go_through_a_bucket_that_goes_away_to_another_mount() {
     if let Err(reason) = mount::can_mount() {
-        eprintln!("skipped: {reason}");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
     }
     let (mut server, dir) = (S3Server::start(), tempfile::tempdir().unwrap());
     let (home, tree) = (dir.path().join("home"), dir.path().join("tree"));
@@ -115,8 +114,7 @@ fn trees_go_through_a_bucket_that_goes_away_to_another_mount() {
 #[test]
 fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     if let Err(reason) = mount::can_mount() {
-        eprintln!("skipped: {reason}");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
     }
     let Some(disk) = SmallDisk::new(1) else { return };
     let (server, dir) = (S3Server::start(), tempfile::tempdir().unwrap());

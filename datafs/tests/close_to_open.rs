@@ -55,7 +55,7 @@ impl Scene {
     /// permitted.
     fn mounted() -> Option<Scene> {
         if let Err(reason) = mount::can_mount() {
-            eprintln!("skipped: {reason}");
+            millrace_testing::skip(millrace_testing::Need::Fuse, reason);
             return None;
         }
         let mut scene = Scene::new();

@@ -343,5 +343,5 @@ fn others_get_the_locks_of_a_dead_process_or_mount_through_three_mounts_on_postg
 
 /// `None`, and the reason on standard error, where mounting is not permitted.
 fn mountable() -> Option<()> {
-    mount::can_mount().inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+    mount::can_mount().inspect_err(|reason| millrace_testing::skip(millrace_testing::Need::Fuse, reason)).ok()
 }

@@ -42,7 +42,7 @@ impl Home {
     /// `None`, and the reason on standard error, where mounting is not permitted.
     fn new() -> Option<Home> {
         if let Err(reason) = mount::can_mount() {
-            eprintln!("skipped: {reason}");
+            millrace_testing::skip(millrace_testing::Need::Fuse, reason);
             return None;
         }
         let dir = tempfile::tempdir().unwrap();

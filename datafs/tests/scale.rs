@@ -153,7 +153,7 @@ struct Measured {
 /// where mounting is not permitted.
 fn measure(folders: u64, files: u64) -> Option<Measured> {
     if let Err(reason) = mount::can_mount() {
-        eprintln!("skipped: {reason}");
+        millrace_testing::skip(millrace_testing::Need::Fuse, reason);
         return None;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -60,7 +60,10 @@ impl SmallDisk {
         match mounted {
             Ok(()) => Some(SmallDisk(dir)),
             Err(error) => {
-                eprintln!("skipped: a tmpfs cannot be mounted here: {error}");
+                millrace_testing::skip(
+                    millrace_testing::Need::Disk,
+                    format_args!("a tmpfs cannot be mounted: {error}"),
+                );
                 None
             }
         }
@@ -91,7 +94,7 @@ impl SmallBlocks {
         if made && run("mount", &["-o".as_ref(), "loop".as_ref(), image.as_os_str(), at.as_os_str()]) {
             return Some(SmallBlocks(dir));
         }
-        eprintln!("skipped: an ext4 in a file cannot be made here");
+        millrace_testing::skip(millrace_testing::Need::Disk, "an ext4 image cannot be mounted");
         None
     }
 

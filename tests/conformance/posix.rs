@@ -51,7 +51,7 @@ fn tool(name: &str) -> Command {
 fn is_root() -> bool {
     let root = nix::unistd::geteuid().is_root();
     if !root {
-        eprintln!("skipped: this needs root");
+        millrace_testing::skip(millrace_testing::Need::Root, "this needs root");
     }
     root
 }

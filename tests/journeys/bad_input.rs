@@ -139,8 +139,10 @@ fn names_that_do_not_exist_are_named() {
 #[test]
 fn no_permission_to_mount_is_explained() {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can become a user without the right to mount");
-        return;
+        return millrace_testing::skip(
+            millrace_testing::Need::Root,
+            "only root can become a user without the right to mount",
+        );
     }
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
@@ -284,8 +286,7 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
 #[test]
 fn a_full_disk_lands_nothing_half() {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can mount the small disk");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount the small disk");
     }
     let home = Home::new();
     let disk = home.dir.path().join("disk");

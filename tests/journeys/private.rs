@@ -101,8 +101,7 @@ fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
         return;
     }
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can become another user");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can become another user");
     }
     let home = Home::new();
     fs::set_permissions(home.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();

@@ -158,8 +158,7 @@ impl Drop for Tmpfs<'_> {
 #[test]
 fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: mounting a tmpfs takes root");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount a tmpfs");
     }
     let home = Home::new();
     let root = home.path();

@@ -238,7 +238,7 @@ pub fn fuse_permitted() -> bool {
     match millrace_datafs::mount::can_mount() {
         Ok(()) => true,
         Err(reason) => {
-            eprintln!("skipped: FUSE mounts are not permitted here ({reason})");
+            millrace_testing::skip(millrace_testing::Need::Fuse, reason);
             false
         }
     }

@@ -41,7 +41,12 @@ mod tests {
         match leaves_out(dir.path()) {
             Ok(true) => {}
             // Of the file systems that can, none refuses it to the owner.
-            other => return eprintln!("skipped, the file system cannot: {other:?}"),
+            other => {
+                return millrace_testing::skip(
+                    millrace_testing::Need::Filesystem,
+                    format_args!("the file system keeps no such flag: {other:?}"),
+                );
+            }
         }
         let folder = dir.path().join("00");
         std::fs::create_dir(&folder).unwrap();

@@ -136,7 +136,7 @@ type Change<'a> = &'a dyn Fn(&File);
 #[test]
 fn a_mode_alone_shows_that_a_change_has_taken_the_privileges_of_a_program() {
     if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: only root can become another user");
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can become another user");
     }
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");

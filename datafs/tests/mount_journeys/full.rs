@@ -21,7 +21,7 @@ type Attempt<'a> = &'a dyn Fn(usize) -> io::Result<()>;
 #[test]
 fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space() {
     if let Err(reason) = mount::can_mount() {
-        return eprintln!("skipped: {reason}");
+        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
     }
     let Some(disk) = SmallDisk::new(12) else { return };
     let home = disk.0.path().join("home");

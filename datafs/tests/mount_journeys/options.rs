@@ -75,7 +75,7 @@ fn runs_as(program: &Path) -> std::io::Result<String> {
 #[test]
 fn programs_and_devices_have_the_power_that_the_mount_gives_them() {
     if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: only root mounts with suid and dev");
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root mounts with suid and dev");
     }
     let Some(home) = Home::new() else { return };
     let default = mount_with(&home, "data", "default", MountOptions::default());

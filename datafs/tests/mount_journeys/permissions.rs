@@ -19,7 +19,7 @@ const OTHER: u32 = 1_002;
 /// Two mounts of one volume with a folder that every user may write. Needs root, to become other users.
 fn two_mounts(mode: u32, test: impl FnOnce(&Path, &Path)) {
     if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: only root can become another user");
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can become another user");
     }
     let Some(home) = Home::new() else { return };
     let (one, two) = (home.mount("data"), mount_of(&home.again(), "data", &home.at("other")));

@@ -39,7 +39,7 @@ impl Both {
     fn new() -> Option<Both> {
         let home = Home::new()?;
         if !nix::unistd::geteuid().is_root() {
-            eprintln!("skipped: only root can become another user");
+            millrace_testing::skip(millrace_testing::Need::Root, "only root can become another user");
             return None;
         }
         open_up(home.dir.path(), 0o755);
@@ -479,7 +479,10 @@ fn an_overlay_lies_above_a_mount() {
     let Some(both) = Both::new() else { return };
     let stacked = nix::sys::statfs::statfs(both.home.dir.path()).unwrap().filesystem_type();
     if stacked == nix::sys::statfs::OVERLAYFS_SUPER_MAGIC {
-        return eprintln!("skipped: the folder for temporary files is on an overlay itself");
+        return millrace_testing::skip(
+            millrace_testing::Need::Filesystem,
+            "the folder for temporary files is an overlay",
+        );
     }
     let large = super::pattern(3_000_000, 4);
     for dir in [&both.local, both.mount.path()] {

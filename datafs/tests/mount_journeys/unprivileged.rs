@@ -70,10 +70,10 @@ fn user() {
 #[test]
 fn who_has_no_privilege_is_told_that_the_daemon_reads() {
     if let Err(reason) = mount::can_mount() {
-        return eprintln!("skipped: {reason}");
+        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
     }
     if let Some(obstacle) = obstacle(&std::env::current_exe().unwrap()) {
-        return eprintln!("skipped: {obstacle}");
+        return millrace_testing::skip(millrace_testing::Need::Filesystem, obstacle);
     }
     let dir = tempfile::tempdir().unwrap();
     nix::unistd::chown(dir.path(), Some(NOBODY.into()), Some(NOBODY.into())).unwrap();

@@ -176,7 +176,7 @@ impl Disk {
         fs::create_dir(&disk).unwrap();
         let flags = nix::mount::MsFlags::empty();
         nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m"))
-            .inspect_err(|error| eprintln!("skipped: no small disk can be made ({error})"))
+            .inspect_err(|error| millrace_testing::skip(millrace_testing::Need::Disk, error))
             .ok()?;
         Some(Disk(disk))
     }

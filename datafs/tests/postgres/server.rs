@@ -12,8 +12,6 @@ use std::time::{Duration, Instant};
 
 /// The user that servers run as when the tests run as root, which `initdb` refuses.
 const NOBODY: u32 = 65_534;
-/// Set by those who want a missing server to be a failure.
-const REQUIRED: &str = "MILLRACE_REQUIRE_POSTGRES";
 /// The port of a server that listens on its unix socket only.
 const PORT: u16 = 5_432;
 /// Ports that are tried when others take them.
@@ -72,8 +70,10 @@ impl Server {
 
     fn make(settings: &'static [&'static str]) -> Option<Server> {
         let Some(programs) = programs() else {
-            assert!(std::env::var_os(REQUIRED).is_none(), "PostgreSQL is not installed");
-            eprintln!("skipped: PostgreSQL (initdb, postgres) is neither in /usr/lib/postgresql nor in PATH");
+            millrace_testing::skip(
+                millrace_testing::Need::Postgres,
+                "PostgreSQL (initdb, postgres) is neither in /usr/lib/postgresql nor in PATH",
+            );
             return None;
         };
         let folder = tempfile::Builder::new().prefix("millrace-pg").tempdir().unwrap();

@@ -52,8 +52,7 @@ fn connections_are_as_safe_as_the_url_says() {
     let port = server.port();
     let folder = server.folder();
     if !make_certificates(folder) {
-        eprintln!("skipped: openssl is not installed");
-        return;
+        return millrace_testing::skip(millrace_testing::Need::Openssl, "openssl is not installed");
     }
     server.give(&folder.join("server.key"), 0o600);
     server.give(&folder.join("server.crt"), 0o644);

@@ -175,11 +175,11 @@ impl Tmpfs {
             Ok(output) if output.status.success() => Some(Self(dir)),
             Ok(output) => {
                 let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-                eprintln!("skipped: a small tmpfs cannot be mounted ({why})");
+                millrace_testing::skip(millrace_testing::Need::Disk, why);
                 None
             }
             Err(error) => {
-                eprintln!("skipped: a small tmpfs cannot be mounted ({error})");
+                millrace_testing::skip(millrace_testing::Need::Disk, error);
                 None
             }
         }

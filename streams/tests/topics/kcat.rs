@@ -38,8 +38,7 @@ async fn kcat_produces_consumes_and_lists() {
         let topic = format!("t-{codec}");
         let Some(_) = run(&lines, &["-P", "-t", &topic, "-K:", "-z", codec, "-X", "enable.idempotence=true"])
         else {
-            eprintln!("skipped: kcat is not installed");
-            return;
+            return millrace_testing::skip(millrace_testing::Need::Kcat, "kcat is not installed");
         };
         let back = run("", &["-C", "-t", &topic, "-K:", "-o", "beginning", "-e", "-q"]).unwrap();
         assert_eq!(back, lines, "{codec}");

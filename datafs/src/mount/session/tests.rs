@@ -18,10 +18,10 @@ fn is_mount_point(at: &Path) -> bool {
 #[test]
 fn changes_that_are_not_known_take_no_mount_point_away() {
     if let Err(reason) = point::can_mount() {
-        return eprintln!("skipped: {reason}");
+        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
     }
     if !nix::unistd::geteuid().is_root() {
-        return eprintln!("skipped: only root may mount a tmpfs");
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root may mount a tmpfs");
     }
     let (home, _datafs, view) = setup();
     for folder in ["over", "folder"] {
