@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod before;
+mod examples;
 mod habits;
 mod images;
 mod imported;
