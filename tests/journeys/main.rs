@@ -1,7 +1,7 @@
 //! What users do, through the built program alone.
 #![allow(clippy::unwrap_used, clippy::print_stderr, missing_docs)]
 
-#[path = "../support/mod.rs"]
+#[path = "../support.rs"]
 mod support;
 
 mod bad_input;

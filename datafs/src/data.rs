@@ -48,7 +48,7 @@ mod remote_open;
 mod retry;
 mod runtime;
 #[cfg(test)]
-#[path = "../../tests/support/s3_server.rs"]
+#[path = "../tests/support/s3_server.rs"]
 pub(crate) mod s3_server;
 #[cfg(test)]
 mod s3_tests;
