@@ -102,8 +102,9 @@ impl Loaded {
     }
 }
 
-/// Variables that the command line reads itself and that are no configuration keys.
-const RESERVED: [&str; 3] = ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG"];
+/// Variables that the command line or the tests read themselves and that are no configuration keys.
+const RESERVED: [&str; 5] =
+    ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG", "MILLRACE_REQUIRE", "MILLRACE_SKIPPED"];
 /// What a training coordinator tells its workers; no configuration keys either.
 const WORKER: [&str; 4] = [launch::ENV_COORDINATOR, launch::ENV_TOKEN, launch::ENV_SLOT, launch::ENV_LAUNCH];
 
