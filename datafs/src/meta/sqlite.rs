@@ -4,7 +4,8 @@
 //! so that a transaction never fails half-way for a lock. Relaxed commits run with
 //! `synchronous = NORMAL`: they are in the write-ahead log, which is not synced (a power failure may
 //! take the newest back, in order; the file stays whole). Durable commits run with `FULL`: the log is
-//! synced, with everything before it.
+//! synced, with everything before it. A commit that makes the file longer takes the space for that first, see
+//! `file_space.rs`.
 
 use std::cell::Cell;
 use std::fmt;
@@ -21,6 +22,7 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, pa
 
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::file_space::FileSpace;
 use super::keys;
 use super::reserve::allocate_open;
 use crate::error::{Error, Result};
@@ -42,6 +44,8 @@ const SHARED_REGION_BYTES: u64 = 32 << 10;
 const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 /// With less free space only the first region is allocated.
 const SHARED_ROOM_BYTES: u64 = 16 << 20;
+/// With more free space the file takes some ahead of the commits that need it.
+const AHEAD_ROOM_BYTES: u64 = 128 << 20;
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -68,6 +72,9 @@ pub(crate) struct Sqlite {
     handle: File,
     /// Another file was put in its place: the log belongs to neither any more.
     replaced: AtomicBool,
+    page_bytes: u64,
+    /// After the connections: closing the file would end their locks.
+    space: FileSpace,
 }
 
 impl Drop for Sqlite {
@@ -104,7 +111,8 @@ impl Sqlite {
             Ok(((found.dev(), found.ino()), handle))
         };
         let (file, handle) = look().map_err(|e| Error::io("look at metadata file", path, e))?;
-        let engine = Sqlite {
+        let space = FileSpace::open(path, &handle, file);
+        let mut engine = Sqlite {
             path: path.to_owned(),
             lock_wait,
             writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
@@ -115,8 +123,11 @@ impl Sqlite {
             file,
             handle,
             replaced: AtomicBool::new(false),
+            page_bytes: 0,
+            space,
         };
         engine.prepare()?;
+        engine.page_bytes = engine.read_page_bytes()?;
         engine.allocate_shared_memory()?;
         Ok(engine)
     }
@@ -175,6 +186,11 @@ impl Sqlite {
         self.check_format(connection)
     }
 
+    fn read_page_bytes(&self) -> Result<u64> {
+        let writer = self.writer.lock();
+        self.locked(|| pragma(&writer.connection, "PRAGMA page_size"))
+    }
+
     fn check_format(&self, connection: &Connection) -> Result<()> {
         let value: Option<Vec<u8>> = self.locked(|| {
             connection
@@ -211,18 +227,30 @@ impl Sqlite {
 
     /// Copies the log back into the file, as far as nobody reads what was there before.
     pub(crate) fn checkpoint(&self) -> Result<()> {
+        self.copy_log("PRAGMA wal_checkpoint(PASSIVE)")
+    }
+
+    /// [`Sqlite::checkpoint`], after which the log takes no space. While somebody reads from it, or writes, as much is
+    /// copied as they allow and the log stays as long as it is; nobody is waited for.
+    pub(crate) fn empty_log(&self) -> Result<()> {
+        self.copy_log("PRAGMA wal_checkpoint(TRUNCATE)")
+    }
+
+    fn copy_log(&self, how: &str) -> Result<()> {
         if self.replaced.load(Ordering::Acquire) {
             return Ok(());
         }
+        let start = Instant::now();
         let mut copier = self.copier.lock();
         let connection = match &*copier {
             Some(connection) => connection,
-            None => copier.insert(connect(&self.path, self.lock_wait)?),
+            None => {
+                let connection = connect(&self.path, self.lock_wait)?;
+                connection.busy_timeout(Duration::ZERO).map_err(|error| self.translate(error, start))?;
+                copier.insert(connection)
+            }
         };
-        let start = Instant::now();
-        connection
-            .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()))
-            .map_err(|error| self.translate(error, start))
+        connection.query_row(how, [], |_| Ok(())).map_err(|error| self.translate(error, start))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -247,6 +275,11 @@ impl Sqlite {
     pub(crate) fn free_bytes(&self) -> Option<u64> {
         let stat = nix::sys::statvfs::statvfs(&self.path).ok()?;
         Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
+    }
+
+    /// Gives the file the blocks of so many bytes.
+    fn allocate(&self, bytes: u64) -> Result<()> {
+        self.space.ensure(bytes, || self.free_bytes().is_some_and(|free| free >= AHEAD_ROOM_BYTES))
     }
 
     /// How long a write waits for other processes.
@@ -423,9 +456,18 @@ impl Engine for Sqlite {
         let open = OpenTxn { connection };
         body(&mut Txn { engine: self, connection, start: Instant::now() })?;
         let start = Instant::now();
+        let pages = pragma(connection, "PRAGMA page_count").map_err(|error| self.translate(error, start))?;
+        let bytes = pages.saturating_mul(self.page_bytes);
+        self.allocate(bytes)?;
         let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
         self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
+        // Whoever copied the log back meanwhile has cut the file behind the pages of the commit before.
+        if committed.is_ok()
+            && let Err(error) = self.allocate(bytes)
+        {
+            tracing::debug!(%error, "the space of a commit was given back and is taken; the next commit tries again");
+        }
         committed
     }
 
@@ -539,6 +581,12 @@ fn get(connection: &Connection, key: &[u8]) -> rusqlite::Result<Option<Vec<u8>>>
         .prepare_cached("SELECT v FROM kv WHERE k = ?1")?
         .query_row(params![key], |row| row.get(0))
         .optional()
+}
+
+/// The number that a pragma tells.
+fn pragma(connection: &Connection, sql: &str) -> rusqlite::Result<u64> {
+    let value: i64 = connection.prepare_cached(sql)?.query_row([], |row| row.get(0))?;
+    Ok(u64::try_from(value).unwrap_or(0))
 }
 
 fn execute(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
