@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod before;
+mod full_disk;
 mod habits;
 mod images;
 mod imported;

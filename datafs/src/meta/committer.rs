@@ -147,10 +147,10 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
-            // Another process may have set the reserve aside again since.
-            Err(Error::NoSpace { .. }) if frozen.makes_room && (shared.reserve.release() || !relieved) => {
+            // The file has the space for what is in the log, which begins anew with that. Another process may have set
+            // the reserve aside again since.
+            Err(Error::NoSpace { .. }) if (frozen.makes_room && shared.reserve.release()) || !relieved => {
                 relieved = true;
-                // The file has the space for what is in the log, which begins anew with that.
                 checkpoint::empty(shared);
                 continue;
             }
