@@ -269,6 +269,9 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
                 None => txn.delete(key)?,
             }
         }
+        if frozen.makes_room {
+            txn.makes_room();
+        }
         failpoint::hit("group-written");
         txn.put(keys::BATCH, &frozen.number.to_be_bytes())
     });

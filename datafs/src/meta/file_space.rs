@@ -3,7 +3,9 @@
 //! A commit writes its pages to the log; the file gets them when the log is copied back. On a disk that is full by
 //! then, the log could neither be copied back nor begin anew, and every change appends to the log, a removal as well.
 //! So a commit first gives the file the blocks of all its pages ([`FileSpace::ensure`]), and one that does not get them
-//! fails. The length of the file stays as it is: SQLite sets it.
+//! fails. It also fails where the file would leave too little of the disk for the log: once the file has taken all of
+//! it, changes could not even use the pages again that removals leave in it. The length of the file stays as it is:
+//! SQLite sets it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,6 +24,7 @@ use crate::error::{Error, Result};
 
 /// Where the disk has room, the file grows in steps of this, so that few commits ask for space.
 const STEP_BYTES: u64 = 1 << 20;
+const AHEAD_ROOM_BYTES: u64 = 128 << 20;
 
 /// Device and inode of a file.
 type FileId = (u64, u64);
@@ -69,11 +72,11 @@ impl FileSpace {
         FileSpace { path: path.to_owned(), id, file, noted: Mutex::default() }
     }
 
-    /// Sees that the first `bytes` have their blocks, and some behind them where `has_room`.
+    /// Sees that the first `bytes` have their blocks. What that takes leaves `room` bytes of the disk free.
     ///
     /// # Errors
     /// [`Error::NoSpace`]. A file system that allocates nothing ahead is no error.
-    pub(super) fn ensure(&self, bytes: u64, has_room: impl FnOnce() -> bool) -> Result<()> {
+    pub(super) fn ensure(&self, bytes: u64, room: u64) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let fail = |error| Error::io("allocate space of", &self.path, error);
         let found = file.metadata().map_err(fail)?;
@@ -81,13 +84,16 @@ impl FileSpace {
         if bytes <= noted.allocated && (found.len(), found.blocks()) == (noted.len, noted.blocks) {
             return Ok(());
         }
-        // What is below the end stays allocated. At first, a file that is not sparse has all of that.
-        let known = match noted.allocated {
-            0 if found.blocks() * 512 >= found.len() => found.len(),
-            0 => 0,
-            _ => noted.len.min(found.len()),
-        };
-        let ahead = if has_room() { bytes.next_multiple_of(STEP_BYTES) } else { bytes };
+        let stored = found.blocks() * 512;
+        let missing = bytes.saturating_sub(stored);
+        let free = free_bytes(&self.path);
+        if missing > 0 && free.is_some_and(|free| free < room.saturating_add(missing)) {
+            return Err(fail(Errno::ENOSPC.into()));
+        }
+        // Below its end a file that is not sparse has them all.
+        let known = if stored >= found.len() { found.len() } else { 0 };
+        let has_room = free.is_some_and(|free| free >= AHEAD_ROOM_BYTES);
+        let ahead = if has_room { bytes.next_multiple_of(STEP_BYTES) } else { bytes };
         let mut allocated = ahead;
         let mut done = allocate(file, known, ahead);
         if ahead > bytes && done.as_ref().is_err_and(|error| no_space(error).is_some()) {
@@ -104,6 +110,12 @@ impl FileSpace {
         *noted = Noted { allocated: allocated.max(known), len: now.len(), blocks: now.blocks() };
         Ok(())
     }
+}
+
+/// Free bytes on the disk of a file, if the system tells.
+pub(super) fn free_bytes(path: &Path) -> Option<u64> {
+    let stat = nix::sys::statvfs::statvfs(path).ok()?;
+    Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
 }
 
 impl Drop for FileSpace {
@@ -152,16 +164,17 @@ mod tests {
         std::fs::write(&path, [7; 5_000]).unwrap();
         let space = space(&path);
         let allocated = || std::fs::metadata(&path).unwrap().blocks() * 512;
-        for (bytes, has_room, least) in
-            [(5_000, false, 5_000), (300_000, false, 300_000), (300_001, true, 1 << 20)]
-        {
-            space.ensure(bytes, || has_room).unwrap();
-            assert!(allocated() >= least, "{bytes}: {} bytes", allocated());
+        for bytes in [5_000, 300_000, 299_000] {
+            space.ensure(bytes, 0).unwrap();
+            assert!(allocated() >= bytes, "{bytes}: {} bytes", allocated());
         }
+        let full = space.ensure(20_000_000, u64::MAX).unwrap_err();
+        assert!(matches!(full, Error::NoSpace { quota: false, .. }), "{full:?}");
+        space.ensure(300_000, u64::MAX).unwrap();
         // What SQLite does when all of the log is copied back.
         File::options().write(true).open(&path).unwrap().set_len(5_000).unwrap();
         assert!(allocated() < 300_000);
-        space.ensure(300_000, || false).unwrap();
+        space.ensure(300_000, 0).unwrap();
         assert!(allocated() >= 300_000);
         assert_eq!(std::fs::read(&path).unwrap(), [7; 5_000]);
     }

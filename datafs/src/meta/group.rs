@@ -422,7 +422,7 @@ impl Group {
     pub(crate) fn restore_reserve(&self) {
         if !self.shared.reserve.restore() {
             checkpoint::empty(&self.shared);
-            self.shared.reserve.restore();
+            self.shared.reserve.take_back();
         }
     }
 

@@ -7,6 +7,8 @@
 //! synced, with everything before it. A commit that makes the file longer takes the space for that first, see
 //! `file_space.rs`.
 
+mod fault;
+
 use std::cell::Cell;
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -18,13 +20,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, params};
+use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
+use self::fault::{is_busy, translate};
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
-use super::file_space::FileSpace;
+use super::file_space::{FileSpace, free_bytes};
 use super::keys;
-use super::reserve::allocate_open;
+use super::reserve::{self, allocate_open};
 use crate::error::{Error, Result};
 use crate::private;
 
@@ -44,8 +47,6 @@ const SHARED_REGION_BYTES: u64 = 32 << 10;
 const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 /// With less free space only the first region is allocated.
 const SHARED_ROOM_BYTES: u64 = 16 << 20;
-/// With more free space the file takes some ahead of the commits that need it.
-const AHEAD_ROOM_BYTES: u64 = 128 << 20;
 /// Page cache of the writer connection and of each reader connection, in KiB.
 const CACHE_KIB: u32 = 16_384;
 
@@ -73,6 +74,8 @@ pub(crate) struct Sqlite {
     /// Another file was put in its place: the log belongs to neither any more.
     replaced: AtomicBool,
     page_bytes: u64,
+    /// What the file leaves of its disk for the log.
+    log_room: u64,
     /// After the connections: closing the file would end their locks.
     space: FileSpace,
 }
@@ -124,6 +127,7 @@ impl Sqlite {
             handle,
             replaced: AtomicBool::new(false),
             page_bytes: 0,
+            log_room: reserve::share_of_disk(path),
             space,
         };
         engine.prepare()?;
@@ -273,13 +277,7 @@ impl Sqlite {
 
     /// Free bytes on the disk of the file, if the system tells.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
-        let stat = nix::sys::statvfs::statvfs(&self.path).ok()?;
-        Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
-    }
-
-    /// Gives the file the blocks of so many bytes.
-    fn allocate(&self, bytes: u64) -> Result<()> {
-        self.space.ensure(bytes, || self.free_bytes().is_some_and(|free| free >= AHEAD_ROOM_BYTES))
+        free_bytes(&self.path)
     }
 
     /// How long a write waits for other processes.
@@ -431,7 +429,12 @@ impl Engine for Sqlite {
         let connection = self.take_reader()?;
         self.locked(|| execute(&connection, "BEGIN"))?;
         let open = OpenTxn { connection: &connection };
-        let result = body(&mut Txn { engine: self, connection: &connection, start: Instant::now() });
+        let result = body(&mut Txn {
+            engine: self,
+            connection: &connection,
+            start: Instant::now(),
+            makes_room: false,
+        });
         drop(open);
         self.return_reader(connection);
         result
@@ -454,17 +457,19 @@ impl Engine for Sqlite {
         let connection = &writer.connection;
         self.locked(|| execute(connection, "BEGIN IMMEDIATE"))?;
         let open = OpenTxn { connection };
-        body(&mut Txn { engine: self, connection, start: Instant::now() })?;
+        let mut txn = Txn { engine: self, connection, start: Instant::now(), makes_room: false };
+        body(&mut txn)?;
+        let room = if txn.makes_room { 0 } else { self.log_room };
         let start = Instant::now();
         let pages = pragma(connection, "PRAGMA page_count").map_err(|error| self.translate(error, start))?;
         let bytes = pages.saturating_mul(self.page_bytes);
-        self.allocate(bytes)?;
+        self.space.ensure(bytes, room)?;
         let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
         self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
         // Whoever copied the log back meanwhile has cut the file behind the pages of the commit before.
         if committed.is_ok()
-            && let Err(error) = self.allocate(bytes)
+            && let Err(error) = self.space.ensure(bytes, 0)
         {
             tracing::debug!(%error, "the space of a commit was given back and is taken; the next commit tries again");
         }
@@ -500,6 +505,8 @@ struct Txn<'a> {
     engine: &'a Sqlite,
     connection: &'a Connection,
     start: Instant,
+    /// It may make the file longer without room for the log.
+    makes_room: bool,
 }
 
 impl Txn<'_> {
@@ -542,6 +549,10 @@ impl WriteTxn for Txn<'_> {
     fn delete(&mut self, key: &[u8]) -> Result<()> {
         let delete = || self.connection.prepare_cached("DELETE FROM kv WHERE k = ?1")?.execute(params![key]);
         delete().map(drop).map_err(|e| self.fail(e))
+    }
+
+    fn makes_room(&mut self) {
+        self.makes_room = true;
     }
 
     fn as_read(&mut self) -> &mut dyn ReadTxn {
@@ -598,45 +609,5 @@ fn roll_back(connection: &Connection) {
         && let Err(error) = execute(connection, "ROLLBACK")
     {
         tracing::warn!(%error, "rolling back a metadata transaction");
-    }
-}
-
-fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(error.sqlite_error_code(), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
-}
-
-/// Whether it was space that a failed call missed, and then whether a quota was used up. SQLite itself tells
-/// that only of a disk that is full while it writes; of others it passes on that they failed, and leaves the
-/// system's reason where it is. For the caller of what has just failed, on the same thread: a write or an open
-/// that fails sets the reason anew.
-fn used_up(error: &rusqlite::Error) -> Option<bool> {
-    let failed = error.sqlite_error()?.extended_code;
-    if !matches!(failed, ffi::SQLITE_IOERR_WRITE | ffi::SQLITE_IOERR_SHMSIZE | ffi::SQLITE_CANTOPEN) {
-        return None;
-    }
-    match std::io::Error::last_os_error().raw_os_error() {
-        Some(libc::EDQUOT) => Some(true),
-        Some(libc::ENOSPC) => Some(false),
-        _ => None,
-    }
-}
-
-fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
-    let place = path.display().to_string();
-    if let Some(quota) = used_up(&error) {
-        return Error::NoSpace { place, quota };
-    }
-    match error.sqlite_error_code() {
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
-            Error::Busy { place, waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX) }
-        }
-        Some(ErrorCode::DiskFull) => Error::NoSpace { place, quota: false },
-        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
-            Error::Corrupt { what: format!("metadata {place}"), reason: error.to_string() }
-        }
-        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
-            Error::NotWritable { place: path.to_owned(), source: std::io::Error::other(error) }
-        }
-        _ => Error::Metadata { place, source: Box::new(error) },
     }
 }

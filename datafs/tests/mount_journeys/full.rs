@@ -4,7 +4,7 @@
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use millrace_datafs::mount::{self, Mount};
 use millrace_datafs::{Config, Datafs, Error, FsckOptions, View};
@@ -69,6 +69,13 @@ fn small(i: usize) -> Vec<u8> {
     pattern(SMALL, i as u64)
 }
 
+/// Writes a small file; `fs::write` would not tell what its close could not commit.
+fn write_small(path: &Path, i: usize) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(&small(i))?;
+    file.sync_all()
+}
+
 #[test]
 fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space() {
     let Some(home) = SmallHome::on(|| SmallDisk::new(12)) else { return };
@@ -82,16 +89,22 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
     File::open(at).unwrap().sync_all().unwrap();
 
     home.disk.fill();
-    // What the log has room for still goes.
+    let ballast = home.disk.path().join("ballast");
+    let file = File::options().write(true).open(&ballast).unwrap();
+    file.set_len(file.metadata().unwrap().len() - (3 << 20)).unwrap();
+    drop(file);
     let mut made = 0;
     let full = loop {
-        match fs::write(at.join(format!("dir/{made}")), small(made)) {
+        match write_small(&at.join(format!("dir/{made}")), made) {
             Ok(()) => made += 1,
             Err(error) => break error,
         }
         assert!(made < FILES_MAX);
     };
     assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
+    assert!(made > 0);
+    // What the log had room for.
+    home.disk.fill();
     let attempts: [(&str, Attempt<'_>); 8] = [
         ("mkdir", &|i| fs::create_dir(at.join(format!("folder.{i}")))),
         ("symlink", &|i| symlink("target", at.join(format!("symlink.{i}")))),
@@ -143,9 +156,9 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
         Err(error) => assert!(matches!(error, Error::NoSpace { .. }), "{error:?}"),
     }
 
-    fs::remove_file(home.disk.path().join("ballast")).unwrap();
+    fs::remove_file(&ballast).unwrap();
     for i in 0..200 {
-        fs::write(at.join(format!("after.{i}")), small(i)).unwrap();
+        write_small(&at.join(format!("after.{i}")), i).unwrap();
     }
     File::open(at).unwrap().sync_all().unwrap();
     assert_eq!(names(&at.join("dir")), there);
@@ -188,13 +201,16 @@ fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
     let Some(home) = SmallHome::on(disk) else { return };
     let writer = "mount_journeys::full::small_file_writer";
     let mut child = child::spawn(writer, &home.path(), u64::from(is_killed));
-    let (word, made) = child::reports(&mut child).next().expect("the child says how many files it made");
+    let mut reports = child::reports(&mut child);
+    let (word, made) = reports.next().expect("the child says how many files it made");
     assert_eq!(word, "made");
     let made = made as usize;
     assert!(made > 100, "{made}");
     if is_killed {
         child.kill().unwrap();
     }
+    // It may go on to print.
+    reports.for_each(drop);
     assert_eq!(child.wait().unwrap().success(), !is_killed);
 
     let datafs = home.open().unwrap();
@@ -207,7 +223,7 @@ fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
     // The half of it has room.
     fs::create_dir(at.join("again")).unwrap();
     for i in 0..made / 2 {
-        fs::write(at.join(format!("again/{i}")), small(i)).unwrap();
+        write_small(&at.join(format!("again/{i}")), i).unwrap();
     }
     File::open(at).unwrap().sync_all().unwrap();
     mount.unmount().unwrap();
