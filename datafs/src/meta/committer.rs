@@ -149,7 +149,11 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
             Ok(()) => break None,
             // The file has the space for what is in the log, which begins anew with that. Another process may have set
             // the reserve aside again since.
-            Err(Error::NoSpace { .. }) if (frozen.makes_room && shared.reserve.release()) || !relieved => {
+            // A disk of objects has nothing of the log, and they are not made durable twice.
+            Err(Error::NoSpace { place, .. })
+                if (frozen.makes_room && shared.reserve.release())
+                    || (!relieved && (frozen.makes_room || place == shared.engine.place())) =>
+            {
                 relieved = true;
                 checkpoint::empty(shared);
                 continue;
