@@ -1,6 +1,5 @@
 //! What people and programs see: tables or JSON on standard output, progress and notes on
 //! standard error. The one file that prints.
-#![expect(clippy::print_stderr, reason = "printing is what this file is for")]
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -88,7 +87,7 @@ impl Output {
 
     /// A remark on standard error, in either mode.
     pub(crate) fn note(self, text: &str) {
-        eprintln!("{text}");
+        error_output(text);
     }
 
     /// A progress bar on standard error, shown only to people and only once work takes over a
@@ -158,8 +157,19 @@ fn write_line(text: &str) -> anyhow::Result<bool> {
     }
 }
 
+/// A line on standard error. One that cannot be written is dropped: a log on a full disk, or a terminal that is gone,
+/// must not end the work (`eprintln!` would).
+fn error_output(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
 /// One line on standard error for an error and its causes.
 pub(crate) fn error_line(error: &anyhow::Error) {
+    error_output(&format!("millrace: {}", one_line(error)));
+}
+
+/// An error and its causes in one line.
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
@@ -171,7 +181,7 @@ pub(crate) fn error_line(error: &anyhow::Error) {
             text.push_str(&cause);
         }
     }
-    eprintln!("millrace: {}", text.replace('\n', " "));
+    text.replace('\n', " ")
 }
 
 /// Bytes as people read them, binary units.

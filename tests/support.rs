@@ -244,6 +244,25 @@ pub fn fuse_permitted() -> bool {
     }
 }
 
+/// A small file system, gone when dropped.
+pub struct Tmpfs<'a>(&'a Path);
+
+impl<'a> Tmpfs<'a> {
+    pub fn mount(at: &'a Path, size: &str) -> Self {
+        std::fs::create_dir_all(at).unwrap();
+        let options = format!("size={size}");
+        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(at).status();
+        assert!(status.unwrap().success(), "cannot mount a tmpfs");
+        Self(at)
+    }
+}
+
+impl Drop for Tmpfs<'_> {
+    fn drop(&mut self) {
+        Command::new("umount").arg("--lazy").arg(self.0).status().ok();
+    }
+}
+
 /// Runs a program to success and gives what it printed.
 pub fn program(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));

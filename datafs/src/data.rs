@@ -19,6 +19,7 @@ mod checksum;
 mod codec;
 #[cfg(test)]
 pub(crate) mod codec_tests;
+mod deleted;
 mod durable;
 mod encoded;
 mod error;

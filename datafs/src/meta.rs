@@ -12,6 +12,7 @@ mod checkpoint;
 pub(crate) mod codec;
 mod committer;
 pub(crate) mod engine;
+mod file_space;
 mod group;
 pub(crate) mod inode;
 mod key_hash;

@@ -15,7 +15,7 @@ use nix::mount::MsFlags;
 
 use crate::child;
 use crate::s3_server::S3Server;
-use crate::trouble::SmallDisk;
+use crate::small_disk::SmallDisk;
 
 fn config(server: &S3Server) -> Config {
     let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v)));
@@ -125,11 +125,11 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     let mount = mount_at(&datafs, &dir.path().join("first"));
     copy(&tree, &mount.path().join("tree"));
     mount.unmount().unwrap();
-    let on_disk = Config { cache_dir: disk.0.path().join("cache"), ..config(&server) };
+    let on_disk = Config { cache_dir: disk.path().join("cache"), ..config(&server) };
     // Full, then read-only: what is there is used, nothing is added.
     for flags in [MsFlags::empty(), MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY] {
         if !flags.is_empty() {
-            remount(disk.0.path(), flags);
+            remount(disk.path(), flags);
         }
         let datafs = Datafs::open(&home, &on_disk).unwrap();
         let mount = mount_at(&datafs, &dir.path().join("second"));

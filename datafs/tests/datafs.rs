@@ -18,6 +18,7 @@ mod processes;
 #[path = "support/s3_server.rs"]
 mod s3_server;
 mod scale;
+mod small_disk;
 mod trouble;
 mod unnamed;
 mod writes;

@@ -3,6 +3,7 @@
 //! Where mounting is not permitted, each journey says why in one line and ends.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
+mod closing;
 mod coherence;
 mod contents;
 mod direct;

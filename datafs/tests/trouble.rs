@@ -1,19 +1,17 @@
 //! Homes that cannot be used, and disks that are full.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
-use std::ffi::OsStr;
-use std::fs::File;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use millrace_datafs::{
     Compression, Config, Datafs, Error, FromFile, FsckOptions, OpenFlags, Owner, Publish, Secret, View,
     VolumeOptions,
 };
-use nix::mount::{MntFlags, MsFlags};
 use rand::rngs::StdRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
+
+use crate::small_disk::SmallDisk;
 
 #[test]
 fn a_home_that_cannot_be_written_says_so() {
@@ -43,80 +41,6 @@ fn a_newer_format_is_refused() {
     assert!(error.to_string().contains("--home"), "{error}");
 }
 
-/// A file system of a few mebibytes; `None` where mounting is not permitted.
-pub(crate) struct SmallDisk(pub(crate) tempfile::TempDir);
-
-impl SmallDisk {
-    pub(crate) fn new(mib: u32) -> Option<SmallDisk> {
-        let dir = tempfile::tempdir().unwrap();
-        let options = format!("size={mib}m");
-        let mounted = nix::mount::mount(
-            Some("millrace-test"),
-            dir.path(),
-            Some("tmpfs"),
-            MsFlags::empty(),
-            Some(options.as_str()),
-        );
-        match mounted {
-            Ok(()) => Some(SmallDisk(dir)),
-            Err(error) => {
-                millrace_testing::skip(
-                    millrace_testing::Need::Disk,
-                    format_args!("a tmpfs cannot be mounted: {error}"),
-                );
-                None
-            }
-        }
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = nix::mount::umount2(self.0.path(), MntFlags::MNT_DETACH);
-    }
-}
-
-/// A file system of its own in a file, with blocks of 1 KiB; `None` where that cannot be made.
-struct SmallBlocks(tempfile::TempDir);
-
-impl SmallBlocks {
-    fn new(mib: u64) -> Option<SmallBlocks> {
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("image");
-        File::create(&image).unwrap().set_len(mib << 20).unwrap();
-        std::fs::create_dir(dir.path().join("mnt")).unwrap();
-        let run = |command: &str, arguments: &[&OsStr]| {
-            let status = Command::new(command).args(arguments).status();
-            status.is_ok_and(|status| status.success())
-        };
-        let made = run("mkfs.ext4", &["-q".as_ref(), "-b".as_ref(), "1024".as_ref(), image.as_os_str()]);
-        let at = dir.path().join("mnt");
-        if made && run("mount", &["-o".as_ref(), "loop".as_ref(), image.as_os_str(), at.as_os_str()]) {
-            return Some(SmallBlocks(dir));
-        }
-        millrace_testing::skip(millrace_testing::Need::Disk, "an ext4 image cannot be mounted");
-        None
-    }
-
-    fn path(&self) -> PathBuf {
-        self.0.path().join("mnt")
-    }
-}
-
-impl Drop for SmallBlocks {
-    fn drop(&mut self) {
-        let _ = nix::mount::umount2(&self.path(), MntFlags::MNT_DETACH);
-    }
-}
-
-/// Takes every byte that is free.
-fn fill(disk: &Path) {
-    for (name, piece) in [("ballast", 4_096), ("last-ballast", 1)] {
-        let mut file = File::create(disk.join(name)).unwrap();
-        while file.write_all(&vec![1; piece]).is_ok() {}
-    }
-}
-
 fn publish(view: &View, path: &str, bytes: &[u8]) -> Result<(), Error> {
     let mut staged = view.stage()?;
     staged.append(bytes)?;
@@ -127,7 +51,7 @@ fn publish(view: &View, path: &str, bytes: &[u8]) -> Result<(), Error> {
 fn a_full_disk_loses_nothing_and_recovers() {
     let Some(disk) = SmallDisk::new(12) else { return };
     let config = Config { garbage_grace_ms: 0, ..Config::default() };
-    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    let datafs = Datafs::open(disk.path(), &config).unwrap();
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     view.write_file("keep", b"kept").unwrap();
@@ -170,13 +94,12 @@ fn a_full_disk_loses_nothing_and_recovers() {
     assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
     assert_eq!(view.read_file("keep").unwrap(), b"kept"[..]);
     // What another process sees is the same, and with room everything goes on.
-    std::fs::remove_file(disk.0.path().join("ballast")).ok();
-    let again = Datafs::open(disk.0.path(), &config);
+    std::fs::remove_file(disk.path().join("ballast")).ok();
+    let again = Datafs::open(disk.path(), &config);
     drop(again);
-    nix::mount::mount(None::<&str>, disk.0.path(), None::<&str>, MsFlags::MS_REMOUNT, Some("size=32m"))
-        .unwrap();
+    disk.grow(32);
     publish(&view, "after", &bytes).unwrap();
-    let again = Datafs::open(disk.0.path(), &config).unwrap();
+    let again = Datafs::open(disk.path(), &config).unwrap();
     let view = again.view(&"v".parse().unwrap()).unwrap();
     assert!(view.read_file("after").unwrap() == bytes);
     assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
@@ -186,13 +109,13 @@ fn a_full_disk_loses_nothing_and_recovers() {
 fn garbage_goes_from_a_disk_without_a_free_byte() {
     let Some(disk) = SmallDisk::new(12) else { return };
     let config = Config { garbage_grace_ms: 0, gc_interval_ms: 0, ..Config::default() };
-    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    let datafs = Datafs::open(disk.path(), &config).unwrap();
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     let bytes = vec![7; 3_000_000];
     publish(&view, "old", &bytes).unwrap();
     view.remove_file("old").unwrap();
-    let mut ballast = std::fs::File::create(disk.0.path().join("ballast")).unwrap();
+    let mut ballast = std::fs::File::create(disk.path().join("ballast")).unwrap();
     while ballast.write_all(&[0; 4_096]).is_ok() {}
     // Metadata alone, which need space as well.
     view.write_file("small", &[1; 4_000]).unwrap();
@@ -207,9 +130,9 @@ fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
     use std::io::Seek as _;
     for key in [None, Some("k")] {
         let Some(disk) = SmallDisk::new(24) else { return };
-        let home = disk.0.path().join("home");
+        let home = disk.path().join("home");
         std::fs::create_dir(&home).unwrap();
-        let file = disk.0.path().join("key");
+        let file = disk.path().join("key");
         std::fs::write(&file, [7; 32]).unwrap();
         let encryption_keys = [("k".to_owned(), Secret::File(FromFile { file }))].into();
         let config = Config {
@@ -230,7 +153,7 @@ fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
         let create = |name: &str| {
             view.create(view.root(), name.as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap().1
         };
-        let mut ballast = std::fs::File::create(disk.0.path().join("ballast")).unwrap();
+        let mut ballast = std::fs::File::create(disk.path().join("ballast")).unwrap();
         ballast.write_all(&vec![1; 12 << 20]).unwrap();
         // One writes from front to back, one in pieces that leave gaps.
         let mut random = StdRng::seed_from_u64(1);
@@ -285,7 +208,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
     const FILE: usize = 16 << 20;
     let Some(disk) = SmallDisk::new(400) else { return };
     let config = Config { gc_interval_ms: 0, write_buffer_bytes_max: 4 << 20, ..Config::default() };
-    let datafs = Datafs::open(disk.0.path(), &config).unwrap();
+    let datafs = Datafs::open(disk.path(), &config).unwrap();
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     let owner = Owner { uid: 0, gid: 0 };
@@ -302,7 +225,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
         for at in (0..FILE).step_by(1 << 20) {
             write(at, &vec![round; 1 << 20], &mut content);
         }
-        largest = largest.max(stored(disk.0.path()));
+        largest = largest.max(stored(disk.path()));
     }
     assert!(largest < 220 << 20, "{largest} bytes");
     // Anywhere: every object keeps something that is in use.
@@ -312,7 +235,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
         random.fill_bytes(&mut piece[..1_000]);
         write(at, &piece, &mut content);
         if round % 100 == 0 {
-            largest = largest.max(stored(disk.0.path()));
+            largest = largest.max(stored(disk.path()));
         }
     }
     assert!(largest < 400 << 20, "{largest} bytes");
@@ -331,9 +254,9 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
 }
 
 /// A disk without a free byte, which a process finds when it starts.
-fn a_full_disk_can_be_emptied(disk: &Path) {
+fn a_full_disk_can_be_emptied(disk: &SmallDisk) {
     const SMALL: u64 = 400;
-    let home = disk.join("home");
+    let home = disk.path().join("home");
     let config = Config { garbage_grace_ms: 0, ..Config::default() };
     let open = || {
         let datafs = Datafs::open(&home, &config).unwrap();
@@ -351,12 +274,12 @@ fn a_full_disk_can_be_emptied(disk: &Path) {
         view.write_file(&format!("small/{i}"), &content(i)).unwrap();
     }
     drop((view, datafs));
-    fill(disk);
+    disk.fill();
     // Everything can be read, nothing can be added, and files can be removed, one by one, through several
     // processes that start while the disk is full.
     for round in 0..4 {
         let (_datafs, view) = open();
-        fill(disk);
+        disk.fill();
         assert!(view.read_file("large").unwrap() == large);
         let refused = view.write_file("more", &content(1)).unwrap_err();
         assert!(matches!(refused, Error::NoSpace { .. }), "{refused:?}");
@@ -367,7 +290,7 @@ fn a_full_disk_can_be_emptied(disk: &Path) {
         }
     }
     let (datafs, view) = open();
-    fill(disk);
+    disk.fill();
     assert!(view.list("small").unwrap().is_empty());
     let file = view.open(view.stat("cut").unwrap().node, OpenFlags::READ_WRITE).unwrap();
     assert_eq!(file.set_len(1_000).unwrap().size, 1_000);
@@ -386,11 +309,56 @@ fn a_full_disk_can_be_emptied(disk: &Path) {
 #[test]
 fn a_full_disk_can_be_emptied_after_a_restart() {
     let Some(disk) = SmallDisk::new(16) else { return };
-    a_full_disk_can_be_emptied(disk.0.path());
+    a_full_disk_can_be_emptied(&disk);
 }
 
 #[test]
 fn a_full_disk_with_small_blocks_can_be_emptied_after_a_restart() {
-    let Some(disk) = SmallBlocks::new(24) else { return };
-    a_full_disk_can_be_emptied(&disk.path());
+    let Some(disk) = SmallDisk::with_small_blocks(24) else { return };
+    a_full_disk_can_be_emptied(&disk);
+}
+
+/// The metadata file keeps its length when everything was removed: what docs/volumes.md says of that.
+#[test]
+fn metadata_of_which_most_was_removed_is_made_shorter_by_vacuum_and_stays_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = Config { garbage_grace_ms: 0, ..Config::default() };
+    let open = || {
+        let datafs = Datafs::open(dir.path(), &config).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        (datafs, view)
+    };
+    Datafs::open(dir.path(), &config).unwrap().volume_create(&"v".parse().unwrap()).unwrap();
+    let (datafs, view) = open();
+    for i in 0..200 {
+        let mut publish = Publish::new();
+        for part in 0..8 {
+            let mut staged = view.stage().unwrap();
+            staged.append(&[part; 3_000]).unwrap();
+            publish = publish.file(format!("{i}/{part}"), staged.finish().unwrap());
+        }
+        view.publish(publish).unwrap();
+    }
+    for i in 1..200 {
+        for part in 0..8 {
+            view.remove_file(&format!("{i}/{part}")).unwrap();
+        }
+        view.remove_dir(&i.to_string()).unwrap();
+    }
+    datafs.gc().unwrap();
+    drop((view, datafs));
+    let file = dir.path().join("datafs/meta.sqlite");
+    let bytes = || std::fs::metadata(&file).unwrap().len();
+    let before = bytes();
+    assert!(before > 4 << 20, "{before}");
+    rusqlite::Connection::open(&file).unwrap().execute_batch("VACUUM").unwrap();
+    assert!(bytes() < 1 << 20, "{before} bytes, then {}", bytes());
+    let (datafs, view) = open();
+    for part in 0..8 {
+        assert_eq!(view.read_file(&format!("0/{part}")).unwrap(), vec![part; 3_000]);
+    }
+    view.write_file("after", b"written").unwrap();
+    assert_eq!(view.list("").unwrap().len(), 2);
+    let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:?}", report.found);
 }

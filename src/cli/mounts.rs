@@ -23,6 +23,9 @@ pub(crate) struct MountArgs {
     /// End when standard input ends, which the supervisor holds open
     #[arg(long, hide = true)]
     pub(crate) supervised: bool,
+    /// Tell an error on standard output as well, for the process that waits for the mount
+    #[arg(long, hide = true)]
+    pub(crate) tell_errors: bool,
     /// auto: by the mean size of a snapshot's files; passthrough: large files of snapshots are handed to
     /// the kernel; pages: everything goes through the kernel's pages, and a snapshot's files are opened
     /// without a message

@@ -17,11 +17,20 @@ use super::supervise;
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
-use crate::output::{Output, quoted};
+use crate::output::{self, Output, quoted};
 use crate::ready;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
+    let tells_errors = args.tell_errors;
+    let ended = run_until_unmounted(context, args).await;
+    if tells_errors && let Err(error) = &ended {
+        tell_error(context.out, &output::one_line(error));
+    }
+    ended
+}
+
+async fn run_until_unmounted(context: &Context, args: MountArgs) -> Result<()> {
     if args.detach {
         return detach(context, &args).await;
     }
@@ -74,6 +83,19 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     let ended = context.blocking(move || Ok(mounted.join()?)).await;
     watch.abort();
     ended
+}
+
+/// Tells the process that started this one and waits for the mount what is wrong, in the place of [`announce`]. Standard
+/// error is a file that may be on the disk that is full.
+pub(super) fn tell_error(out: Output, error: &str) {
+    if let Err(error) = out.object(&serde_json::json!({ "error": error })) {
+        tracing::debug!(%error, "telling an error to the process that waits for the mount");
+    }
+}
+
+/// What is wrong, where a process has told that.
+pub(super) fn error_of(told: &serde_json::Value) -> Option<&str> {
+    told["error"].as_str()
 }
 
 pub(super) fn announce(
@@ -153,6 +175,7 @@ fn end_with_input(context: &Context) -> Result<()> {
 /// Starts the same command in a session of its own and waits until it has mounted.
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     let mut command = same_command(context, args, args.metrics)?;
+    command.arg("--tell-errors");
     if args.supervise {
         command.arg("--supervise");
     }
@@ -171,17 +194,34 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     };
     let mut line = String::new();
     BufReader::new(stdout).read_line(&mut line).await?;
-    if line.is_empty() {
+    let told = match line.as_str() {
+        "" => serde_json::Value::Null,
+        line => serde_json::from_str(line)?,
+    };
+    if line.is_empty() || error_of(&told).is_some() {
         let status = child.wait().await?;
+        let exit = Exit::from_code(status.code().unwrap_or(1));
+        if let Some(error) = error_of(&told) {
+            return fail(exit, error);
+        }
         let mut file = File::open(&log)?;
         file.seek(SeekFrom::Start(said_before))?;
         let mut said = String::new();
         file.read_to_string(&mut said)?;
-        let exit = Exit::from_code(status.code().unwrap_or(1));
-        let said = said.lines().last().unwrap_or_default();
-        return fail(exit, said.strip_prefix("millrace: ").unwrap_or(said));
+        return match said.lines().last() {
+            Some(said) => fail(exit, said.strip_prefix("millrace: ").unwrap_or(said)),
+            None => fail(
+                exit,
+                format!(
+                    "the process that was to mount {} at {} has ended ({status}), and {} does not say why: run the \
+                     command without --detach",
+                    args.spec,
+                    args.path.display(),
+                    log.display()
+                ),
+            ),
+        };
     }
-    let told: serde_json::Value = serde_json::from_str(&line)?;
     let path = told["mount"].as_str().map(PathBuf::from).unwrap_or_else(|| args.path.clone());
     announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default(), metrics_of(&told))
 }

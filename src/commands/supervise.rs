@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
 
-use super::mount::{announce, metrics_of, same_command};
+use super::mount::{announce, error_of, metrics_of, same_command, tell_error};
 use crate::cli::MountArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
@@ -47,6 +47,12 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
         let started = Instant::now();
         let mut daemon = start(context, args, metrics)?;
         let served = serve(context, &mut daemon, |told| {
+            if let Some(error) = error_of(told) {
+                if !announced {
+                    tell_error(context.out, error);
+                }
+                return Ok(());
+            }
             // Where it was announced, also when the system has chosen the port.
             metrics = metrics_of(told);
             if !std::mem::replace(&mut announced, true) {
@@ -109,16 +115,19 @@ fn start(context: &Context, args: &MountArgs, metrics: Option<SocketAddr>) -> Re
     use std::os::unix::process::CommandExt;
     let mut command = same_command(context, args, metrics)?;
     command.arg("--supervised");
+    if args.tell_errors {
+        command.arg("--tell-errors");
+    }
     command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped()).env_remove(ready::SOCKET);
     tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
 }
 
-/// Waits for the end of a daemon; asks it to end when this process is asked to, or cannot say that it
-/// serves.
+/// Waits for the end of a daemon, and passes on what it says first: that it serves, or why it cannot. Asks it to end
+/// when this process is asked to, or cannot pass that on.
 async fn serve(
     context: &Context,
     daemon: &mut Child,
-    ready: impl FnOnce(&serde_json::Value) -> Result<()>,
+    hear: impl FnOnce(&serde_json::Value) -> Result<()>,
 ) -> Result<Served> {
     // Waiting for a child closes its input, which this one takes for the end of its supervisor.
     let _alive = daemon.stdin.take();
@@ -129,8 +138,10 @@ async fn serve(
         line = said.next_line() => match line {
             Ok(None) => Ok(()),
             Ok(Some(line)) => {
-                was_ready = true;
-                serde_json::from_str(&line).map_err(anyhow::Error::from).and_then(|told| ready(&told))
+                serde_json::from_str(&line).map_err(anyhow::Error::from).and_then(|told| {
+                    was_ready = error_of(&told).is_none();
+                    hear(&told)
+                })
             }
             Err(error) => Err(error.into()),
         },

@@ -15,7 +15,7 @@ use millrace_serving::wire::Form;
 use object_store::local::LocalFileSystem;
 use tonic::Code;
 
-use crate::support::{Home, Service, failure, files_below};
+use crate::support::{Home, Service, Tmpfs, failure, files_below};
 
 const RECORDS: &str = r#"{"id":1,"x":[0.5,1.5],"label":0}
 {"id":2,"x":[2.5,3.5],"label":1}
@@ -290,9 +290,7 @@ fn a_full_disk_lands_nothing_half() {
     }
     let home = Home::new();
     let disk = home.dir.path().join("disk");
-    std::fs::create_dir(&disk).unwrap();
-    crate::support::program(Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&disk));
-    let _unmount = Unmount(disk.clone());
+    let _disk = Tmpfs::mount(&disk, "3m");
     let small = disk.join("home");
     // The topic lives elsewhere; only the volume's disk is small.
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
@@ -338,14 +336,6 @@ fn a_full_disk_lands_nothing_half() {
     let rows: serde_json::Value = serde_json::from_slice(&rows.stdout).unwrap();
     assert_eq!(rows["rows"], 30_000);
     assert_eq!(broker.stop(), 0);
-}
-
-struct Unmount(PathBuf);
-
-impl Drop for Unmount {
-    fn drop(&mut self) {
-        Command::new("umount").arg("-l").arg(&self.0).status().ok();
-    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod support;
 mod bad_input;
 mod before;
 mod examples;
+mod full_disk;
 mod habits;
 mod images;
 mod imported;

@@ -3,14 +3,13 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{Home, Service, until};
+use crate::support::{Home, Service, Tmpfs, until};
 
 /// A `produce` that reads what the test writes, line by line.
 struct Typing(Child);
@@ -134,25 +133,6 @@ fn a_byte_order_mark_is_no_part_of_the_first_record() {
     home.ok(["produce", "t", file.to_str().unwrap(), "--key", "id"]);
     let report = home.json(["ingest", "--topic", "t", "--volume", "v"]);
     assert_eq!((&report["report"]["landed"], &report["report"]["dead_letters"]), (&2.into(), &0.into()));
-}
-
-/// A small file system, gone when dropped.
-struct Tmpfs<'a>(&'a Path);
-
-impl<'a> Tmpfs<'a> {
-    fn mount(at: &'a Path, size: &str) -> Self {
-        std::fs::create_dir_all(at).unwrap();
-        let options = format!("size={size}");
-        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(at).status();
-        assert!(status.unwrap().success(), "cannot mount a tmpfs");
-        Self(at)
-    }
-}
-
-impl Drop for Tmpfs<'_> {
-    fn drop(&mut self) {
-        Command::new("umount").arg("--lazy").arg(self.0).status().ok();
-    }
 }
 
 #[test]

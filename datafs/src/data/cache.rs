@@ -25,6 +25,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use super::access_time;
+use super::deleted::is_deleted;
 use super::error::{ObjectError, Result};
 use super::evict::Evictor;
 use super::image::Image;
@@ -311,6 +312,11 @@ impl Entry {
     /// Stored bytes from `at` on, of frames that are there; not verified.
     pub(super) fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.image.file().read_exact_at(buffer, at)
+    }
+
+    /// Whether it makes room for others: its files have no names any more.
+    pub(super) fn is_deleted(&self) -> bool {
+        is_deleted(self.image.file())
     }
 
     /// Says that a frame is not there after all.

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::checksum::{FOOTER_BYTES, Footer, Sums};
+use super::deleted::is_deleted;
 use super::encoded::{self, EncodedIndex};
 use super::error::{ObjectError, Result};
 use super::index::Index;
@@ -73,6 +74,11 @@ impl LocalData {
         check_length(id, &index, stored_bytes)?;
         let (position, ahead) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok((LocalData { path, file, position, ahead }, index))
+    }
+
+    /// Whether the file has no name any more.
+    pub(super) fn is_deleted(&self) -> bool {
+        is_deleted(&self.file)
     }
 
     /// Fills `window` with stored bytes from `from` on, not verified.

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::checksum::FRAME_BYTES;
+use super::deleted::{KeepsOpen, is_deleted, is_idle};
 use super::error::{ObjectError, Result};
 use super::object::ObjectId;
 use super::pack::{HEADER_BYTES, Piece};
@@ -23,7 +24,7 @@ use crate::metrics;
 
 /// Most packs kept open: 2 GiB of small files.
 const OPEN_MAX: usize = 128;
-/// As for other objects: the space of one that was deleted comes free.
+/// As for other objects.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
 /// A pack that is open for reading.
@@ -222,6 +223,14 @@ impl OpenPacks {
 
     pub(super) fn forget(&self, id: ObjectId) {
         self.open.lock().remove(&id);
+    }
+}
+
+impl KeepsOpen for OpenPacks {
+    fn close_deleted(&self) {
+        let is_over = |slot: &mut Slot| is_idle(slot.used) && is_deleted(&slot.pack.file);
+        let over: Vec<_> = self.open.lock().extract_if(|_, slot| is_over(slot)).collect();
+        drop(over);
     }
 }
 

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use super::codec::Codec;
+use super::deleted::{self, KeepsOpen, is_deleted};
 use super::error::{ObjectError, Result};
 use super::extent::Extent;
 use super::gather::{Gathered, Gathering};
@@ -247,10 +248,23 @@ pub(crate) struct Packed {
 #[derive(Debug)]
 pub(crate) struct Packs {
     pool: ObjectPool,
-    current: Mutex<Option<Arc<LocalPack>>>,
+    current: Arc<Current>,
     ahead: Arc<Ahead>,
     /// For a bucket.
     gathering: Gathering,
+}
+
+/// The pack that is appended to.
+#[derive(Debug, Default)]
+struct Current(Mutex<Option<Arc<LocalPack>>>);
+
+impl KeepsOpen for Current {
+    /// A pack that has lost its name was garbage: nothing points at it, and whoever is going to has to place the bytes
+    /// elsewhere (see `Referral` in `fs/content.rs`).
+    fn close_deleted(&self) {
+        let over = self.0.lock().take_if(|pack| is_deleted(&pack.file));
+        drop(over);
+    }
 }
 
 /// A pack that was begun before it is needed.
@@ -270,7 +284,11 @@ struct AheadState {
 impl Packs {
     /// None is begun before it is needed.
     pub(crate) fn new(pool: ObjectPool) -> Packs {
-        Packs { pool, current: Mutex::new(None), ahead: Arc::default(), gathering: Gathering::default() }
+        let current = Arc::<Current>::default();
+        if pool.is_local() {
+            deleted::look_after(pool.runtime(), &current);
+        }
+        Packs { pool, current, ahead: Arc::default(), gathering: Gathering::default() }
     }
 
     /// Whether small files of volumes of this codec share packs.
@@ -292,7 +310,7 @@ impl Packs {
         if !self.pool.is_local() {
             return self.gathering.append(&self.pool, codec, (volume, ino), runs);
         }
-        let mut current = self.current.lock();
+        let mut current = self.current.0.lock();
         let mut end = current.as_ref().map_or(0, |pack| pack.tail.lock().end());
         if end >= PACK_BYTES {
             *current = None;
@@ -340,7 +358,7 @@ impl Packs {
     pub(crate) fn give_up(&self, pack: &Pack) {
         match pack {
             Pack::Local(pack) => {
-                let mut current = self.current.lock();
+                let mut current = self.current.0.lock();
                 if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, pack)) {
                     *current = None;
                 }
@@ -351,7 +369,7 @@ impl Packs {
 
     /// Begins no pack ahead any more and lets go of those that there are.
     pub(crate) fn close(&self) {
-        *self.current.lock() = None;
+        *self.current.0.lock() = None;
         self.gathering.close();
         let mut ahead = self.ahead.state.lock();
         ahead.closed = true;

@@ -15,6 +15,7 @@ use rand::{Rng as _, SeedableRng};
 
 use super::cache::Cache;
 use super::codec::Codec;
+use super::deleted;
 use super::error::{ObjectError, Result, threads_gone};
 use super::gather::PendingPacks;
 use super::keyring::{ExpectedKeys, Keyring};
@@ -44,8 +45,8 @@ pub(crate) struct ObjectPool {
 struct Shared {
     store: Store,
     runtime: IoRuntime,
-    open: OpenObjects,
-    packs: OpenPacks,
+    open: Arc<OpenObjects>,
+    packs: Arc<OpenPacks>,
     pending: PendingPacks,
     keys: Keyring,
     /// Of a store in the cloud, unless it is turned off.
@@ -96,12 +97,18 @@ impl ObjectPool {
         if matches!(store, Store::Remote(_)) {
             runtime.io().start_future(Buffers::look_after(Arc::downgrade(&buffers)));
         }
+        let (open, packs) =
+            (Arc::<OpenObjects>::default(), Arc::new(OpenPacks::new(store.root().to_owned())));
+        deleted::look_after(runtime.io(), &open);
+        if matches!(store, Store::Local(_)) {
+            deleted::look_after(runtime.io(), &packs);
+        }
         Ok(ObjectPool {
             shared: Arc::new(Shared {
                 session,
                 random: Mutex::new(random),
-                open: OpenObjects::default(),
-                packs: OpenPacks::new(store.root().to_owned()),
+                open,
+                packs,
                 pending: PendingPacks::new(config, store.place()),
                 keys,
                 cache,
@@ -284,8 +291,8 @@ impl ObjectPool {
         }
     }
 
-    /// Deletes an object; one that is not there is deleted already. A reader that has it open in
-    /// this process reads on for a while; afterwards it sees [`ObjectError::Missing`].
+    /// Deletes an object; one that is not there is deleted already. A reader that has it open reads on for a while, in
+    /// another process for as long as it reads once a second; afterwards it sees [`ObjectError::Missing`].
     pub(crate) fn delete(&self, id: ObjectId) -> Result<()> {
         self.shared.open.forget(id);
         self.shared.packs.forget(id);

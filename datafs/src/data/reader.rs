@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
+use super::deleted::{KeepsOpen, is_idle};
 use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
 use super::index::Index;
@@ -23,8 +24,7 @@ use crate::metrics;
 const OPEN_MAX: usize = 256;
 /// Small objects that are kept in memory whole, in bytes.
 const WHOLE_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// A file that nobody has read for this long is closed when the next one is opened, so that the
-/// space of an object that another process deleted comes free.
+/// A file that nobody has read for this long is closed when the next one is opened.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 /// Frames of an encoded object on this machine that are read at a time.
 const FRAMES_AT_A_TIME: u64 = 16;
@@ -94,6 +94,15 @@ impl OpenObject {
             Some((key, _)) => format!("encrypted with the key {key:?}"),
         };
         Err(ObjectError::Protection { id: self.id, found })
+    }
+
+    /// Whether it is read from a file of this machine that has no name any more.
+    fn is_deleted(&self) -> bool {
+        match &self.data {
+            Data::Local { data, .. } => data.is_deleted(),
+            Data::Whole(_) => false,
+            Data::Remote(data) => data.kept.as_ref().is_some_and(|(_, entry)| entry.is_deleted()),
+        }
     }
 
     fn memory_bytes(&self) -> usize {
@@ -242,5 +251,14 @@ impl OpenObjects {
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.open.lock().len()
+    }
+}
+
+impl KeepsOpen for OpenObjects {
+    fn close_deleted(&self) {
+        let is_over = |slot: &mut Slot| is_idle(slot.used) && slot.object.is_deleted();
+        let over: Vec<_> = self.open.lock().extract_if(|_, slot| is_over(slot)).collect();
+        // Closed while others go on. Who reads from one at this moment has it until that is done.
+        drop(over);
     }
 }

@@ -76,15 +76,23 @@ pub(super) fn finish(shared: &Shared) {
     if shared.checkpoints.rest.swap(0, Ordering::AcqRel) == 0 {
         return;
     }
-    copy_all(shared);
-    failpoint::hit("checkpoint-finished");
-}
-
-/// Copies as much as readers allow, with idle snapshots out of the way.
-pub(super) fn copy_all(shared: &Shared) {
-    let idle = std::mem::take(&mut shared.state.lock().idle);
-    drop(idle);
+    drop_idle(shared);
     if let Err(error) = shared.engine.checkpoint() {
         tracing::debug!(%error, "copying the rest of the metadata log back; it is tried again");
     }
+    failpoint::hit("checkpoint-finished");
+}
+
+/// Copies as much as readers allow, with idle snapshots out of the way. When that is all, the space of the log goes
+/// back to the disk.
+pub(super) fn empty(shared: &Shared) {
+    drop_idle(shared);
+    if let Err(error) = shared.engine.empty_log() {
+        tracing::debug!(%error, "copying the metadata log back for its space");
+    }
+}
+
+fn drop_idle(shared: &Shared) {
+    let idle = std::mem::take(&mut shared.state.lock().idle);
+    drop(idle);
 }

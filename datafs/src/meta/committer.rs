@@ -29,6 +29,8 @@ const WRITER_WAIT: Duration = Duration::from_millis(2);
 /// A snapshot that nobody uses is given back after one to two of these: it keeps the log from being
 /// reused.
 const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
+/// How long a commit that makes room waits for other processes to give back what they do not use.
+const READERS_WAIT: Duration = Duration::from_secs(3);
 /// First and longest pause before a commit that found no space is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
@@ -145,11 +147,24 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
-            // Another process may have set the reserve aside again since.
-            Err(Error::NoSpace { .. }) if frozen.makes_room && (shared.reserve.release() || !relieved) => {
+            // The file has the space for what is in the log, which begins anew with that. Another process may have set
+            // the reserve aside again since.
+            // A disk of objects has nothing of the log, and they are not made durable twice.
+            Err(Error::NoSpace { place, .. })
+                if (frozen.makes_room && shared.reserve.release())
+                    || (!relieved && (frozen.makes_room || place == shared.engine.place())) =>
+            {
                 relieved = true;
-                // With that, the log can be copied back, and begins anew.
-                checkpoint::copy_all(shared);
+                checkpoint::empty(shared);
+                continue;
+            }
+            // Idle snapshots of other processes keep the log as long as it is.
+            Err(Error::NoSpace { .. })
+                if frozen.makes_room && frozen.careful && begin.elapsed() < READERS_WAIT =>
+            {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(RETRY_PAUSE_MAX);
+                checkpoint::empty(shared);
                 continue;
             }
             Err(error) => error,
@@ -257,6 +272,9 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
                 Some(value) => txn.put(key, value)?,
                 None => txn.delete(key)?,
             }
+        }
+        if frozen.makes_room {
+            txn.makes_room();
         }
         failpoint::hit("group-written");
         txn.put(keys::BATCH, &frozen.number.to_be_bytes())

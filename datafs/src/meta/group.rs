@@ -28,7 +28,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use super::change_log::{Cursor, Read};
 use super::changes::{ChangeListener, Subscription};
-use super::checkpoint::Checkpoints;
+use super::checkpoint::{self, Checkpoints};
 use super::committer;
 use super::engine::{Durability, Engine, Order, Pairs, ReadTxn, WriteTxn};
 use super::key_hash::key_hash;
@@ -219,7 +219,13 @@ impl Group {
         let cursor = turn.log().end(turn.words());
         let base = Snapshot::take(&engine)?.batch();
         let reserve = Reserve::of(engine.path());
-        reserve.restore();
+        if !reserve.restore() {
+            // A process that was killed has left its log, whose space may be enough.
+            if let Err(error) = engine.empty_log() {
+                tracing::debug!(%error, "copying the metadata log back for its space");
+            }
+            reserve.restore();
+        }
         let shared = Arc::new(Shared {
             engine,
             turn,
@@ -410,6 +416,14 @@ impl Group {
     /// The space that is set aside.
     pub(crate) fn reserve(&self) -> &Reserve {
         &self.shared.reserve
+    }
+
+    /// Sees that the space is set aside, with that of the log where there is too little.
+    pub(crate) fn restore_reserve(&self) {
+        if !self.shared.reserve.restore() {
+            checkpoint::empty(&self.shared);
+            self.shared.reserve.take_back();
+        }
     }
 
     /// How often somebody asked for a sync of everything.

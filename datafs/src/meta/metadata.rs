@@ -137,7 +137,7 @@ impl Metadata {
     /// Sees that space for changes that make room is set aside, where the metadata is on a disk of this machine.
     pub(crate) fn restore_reserve(&self) {
         if let Kind::Group(group) = &self.0 {
-            group.reserve().restore();
+            group.restore_reserve();
         }
     }
 

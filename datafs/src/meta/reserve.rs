@@ -44,8 +44,7 @@ impl Reserve {
     pub(crate) fn of(metadata: &Path) -> Reserve {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-reserve");
-        let total = Space::beside(metadata).map_or(0, |space| space.total);
-        let bytes = (total / PART).clamp(BYTES_MIN, BYTES_MAX) / STEP_BYTES * STEP_BYTES;
+        let bytes = share_of_disk(metadata);
         Reserve {
             path: path.into(),
             place: metadata.to_owned(),
@@ -121,6 +120,13 @@ impl Reserve {
         // Where nothing can be set aside for another reason, writes go on without.
         set.err().is_none_or(|error| no_space(&error).is_none())
     }
+}
+
+/// How much of the disk of a metadata file is set aside for changes that make room, in bytes; so much is left for the
+/// log as well, see `file_space.rs`.
+pub(super) fn share_of_disk(metadata: &Path) -> u64 {
+    let total = Space::beside(metadata).map_or(0, |space| space.total);
+    (total / PART).clamp(BYTES_MIN, BYTES_MAX) / STEP_BYTES * STEP_BYTES
 }
 
 /// Gives the first bytes of a file their blocks, without a change of what is in them: a write to mapped memory

@@ -4,7 +4,10 @@
 //! so that a transaction never fails half-way for a lock. Relaxed commits run with
 //! `synchronous = NORMAL`: they are in the write-ahead log, which is not synced (a power failure may
 //! take the newest back, in order; the file stays whole). Durable commits run with `FULL`: the log is
-//! synced, with everything before it.
+//! synced, with everything before it. A commit that makes the file longer takes the space for that first, see
+//! `file_space.rs`.
+
+mod fault;
 
 use std::cell::Cell;
 use std::fmt;
@@ -17,12 +20,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _, ffi, params};
+use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
+use self::fault::{is_busy, translate};
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
+use super::file_space::{FileSpace, free_bytes};
 use super::keys;
-use super::reserve::allocate_open;
+use super::reserve::{self, allocate_open};
 use crate::error::{Error, Result};
 use crate::private;
 
@@ -68,6 +73,11 @@ pub(crate) struct Sqlite {
     handle: File,
     /// Another file was put in its place: the log belongs to neither any more.
     replaced: AtomicBool,
+    page_bytes: u64,
+    /// What the file leaves of its disk for the log.
+    log_room: u64,
+    /// After the connections: closing the file would end their locks.
+    space: FileSpace,
 }
 
 impl Drop for Sqlite {
@@ -104,7 +114,8 @@ impl Sqlite {
             Ok(((found.dev(), found.ino()), handle))
         };
         let (file, handle) = look().map_err(|e| Error::io("look at metadata file", path, e))?;
-        let engine = Sqlite {
+        let space = FileSpace::open(path, &handle, file);
+        let mut engine = Sqlite {
             path: path.to_owned(),
             lock_wait,
             writer: Mutex::new(Writer { connection, durability: Durability::Durable }),
@@ -115,8 +126,12 @@ impl Sqlite {
             file,
             handle,
             replaced: AtomicBool::new(false),
+            page_bytes: 0,
+            log_room: reserve::share_of_disk(path),
+            space,
         };
         engine.prepare()?;
+        engine.page_bytes = engine.read_page_bytes()?;
         engine.allocate_shared_memory()?;
         Ok(engine)
     }
@@ -175,6 +190,11 @@ impl Sqlite {
         self.check_format(connection)
     }
 
+    fn read_page_bytes(&self) -> Result<u64> {
+        let writer = self.writer.lock();
+        self.locked(|| pragma(&writer.connection, "PRAGMA page_size"))
+    }
+
     fn check_format(&self, connection: &Connection) -> Result<()> {
         let value: Option<Vec<u8>> = self.locked(|| {
             connection
@@ -211,18 +231,30 @@ impl Sqlite {
 
     /// Copies the log back into the file, as far as nobody reads what was there before.
     pub(crate) fn checkpoint(&self) -> Result<()> {
+        self.copy_log("PRAGMA wal_checkpoint(PASSIVE)")
+    }
+
+    /// [`Sqlite::checkpoint`], after which the log takes no space. While somebody reads from it, or writes, as much is
+    /// copied as they allow and the log stays as long as it is; nobody is waited for.
+    pub(crate) fn empty_log(&self) -> Result<()> {
+        self.copy_log("PRAGMA wal_checkpoint(TRUNCATE)")
+    }
+
+    fn copy_log(&self, how: &str) -> Result<()> {
         if self.replaced.load(Ordering::Acquire) {
             return Ok(());
         }
+        let start = Instant::now();
         let mut copier = self.copier.lock();
         let connection = match &*copier {
             Some(connection) => connection,
-            None => copier.insert(connect(&self.path, self.lock_wait)?),
+            None => {
+                let connection = connect(&self.path, self.lock_wait)?;
+                connection.busy_timeout(Duration::ZERO).map_err(|error| self.translate(error, start))?;
+                copier.insert(connection)
+            }
         };
-        let start = Instant::now();
-        connection
-            .query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()))
-            .map_err(|error| self.translate(error, start))
+        connection.query_row(how, [], |_| Ok(())).map_err(|error| self.translate(error, start))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -245,8 +277,7 @@ impl Sqlite {
 
     /// Free bytes on the disk of the file, if the system tells.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
-        let stat = nix::sys::statvfs::statvfs(&self.path).ok()?;
-        Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
+        free_bytes(&self.path)
     }
 
     /// How long a write waits for other processes.
@@ -398,7 +429,12 @@ impl Engine for Sqlite {
         let connection = self.take_reader()?;
         self.locked(|| execute(&connection, "BEGIN"))?;
         let open = OpenTxn { connection: &connection };
-        let result = body(&mut Txn { engine: self, connection: &connection, start: Instant::now() });
+        let result = body(&mut Txn {
+            engine: self,
+            connection: &connection,
+            start: Instant::now(),
+            makes_room: false,
+        });
         drop(open);
         self.return_reader(connection);
         result
@@ -421,11 +457,22 @@ impl Engine for Sqlite {
         let connection = &writer.connection;
         self.locked(|| execute(connection, "BEGIN IMMEDIATE"))?;
         let open = OpenTxn { connection };
-        body(&mut Txn { engine: self, connection, start: Instant::now() })?;
+        let mut txn = Txn { engine: self, connection, start: Instant::now(), makes_room: false };
+        body(&mut txn)?;
+        let room = if txn.makes_room { 0 } else { self.log_room };
         let start = Instant::now();
+        let pages = pragma(connection, "PRAGMA page_count").map_err(|error| self.translate(error, start))?;
+        let bytes = pages.saturating_mul(self.page_bytes);
+        self.space.ensure(bytes, room)?;
         let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
         self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
+        // Whoever copied the log back meanwhile has cut the file behind the pages of the commit before.
+        if committed.is_ok()
+            && let Err(error) = self.space.ensure(bytes, 0)
+        {
+            tracing::debug!(%error, "the space of a commit was given back and is taken; the next commit tries again");
+        }
         committed
     }
 
@@ -458,6 +505,8 @@ struct Txn<'a> {
     engine: &'a Sqlite,
     connection: &'a Connection,
     start: Instant,
+    /// It may make the file longer without room for the log.
+    makes_room: bool,
 }
 
 impl Txn<'_> {
@@ -502,6 +551,10 @@ impl WriteTxn for Txn<'_> {
         delete().map(drop).map_err(|e| self.fail(e))
     }
 
+    fn makes_room(&mut self) {
+        self.makes_room = true;
+    }
+
     fn as_read(&mut self) -> &mut dyn ReadTxn {
         self
     }
@@ -541,6 +594,12 @@ fn get(connection: &Connection, key: &[u8]) -> rusqlite::Result<Option<Vec<u8>>>
         .optional()
 }
 
+/// The number that a pragma tells.
+fn pragma(connection: &Connection, sql: &str) -> rusqlite::Result<u64> {
+    let value: i64 = connection.prepare_cached(sql)?.query_row([], |row| row.get(0))?;
+    Ok(u64::try_from(value).unwrap_or(0))
+}
+
 fn execute(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
     connection.prepare_cached(sql)?.execute([]).map(drop)
 }
@@ -550,45 +609,5 @@ fn roll_back(connection: &Connection) {
         && let Err(error) = execute(connection, "ROLLBACK")
     {
         tracing::warn!(%error, "rolling back a metadata transaction");
-    }
-}
-
-fn is_busy(error: &rusqlite::Error) -> bool {
-    matches!(error.sqlite_error_code(), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
-}
-
-/// Whether it was space that a failed call missed, and then whether a quota was used up. SQLite itself tells
-/// that only of a disk that is full while it writes; of others it passes on that they failed, and leaves the
-/// system's reason where it is. For the caller of what has just failed, on the same thread: a write or an open
-/// that fails sets the reason anew.
-fn used_up(error: &rusqlite::Error) -> Option<bool> {
-    let failed = error.sqlite_error()?.extended_code;
-    if !matches!(failed, ffi::SQLITE_IOERR_WRITE | ffi::SQLITE_IOERR_SHMSIZE | ffi::SQLITE_CANTOPEN) {
-        return None;
-    }
-    match std::io::Error::last_os_error().raw_os_error() {
-        Some(libc::EDQUOT) => Some(true),
-        Some(libc::ENOSPC) => Some(false),
-        _ => None,
-    }
-}
-
-fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
-    let place = path.display().to_string();
-    if let Some(quota) = used_up(&error) {
-        return Error::NoSpace { place, quota };
-    }
-    match error.sqlite_error_code() {
-        Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked) => {
-            Error::Busy { place, waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX) }
-        }
-        Some(ErrorCode::DiskFull) => Error::NoSpace { place, quota: false },
-        Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => {
-            Error::Corrupt { what: format!("metadata {place}"), reason: error.to_string() }
-        }
-        Some(ErrorCode::ReadOnly | ErrorCode::CannotOpen | ErrorCode::PermissionDenied) => {
-            Error::NotWritable { place: path.to_owned(), source: std::io::Error::other(error) }
-        }
-        _ => Error::Metadata { place, source: Box::new(error) },
     }
 }

@@ -1,35 +1,86 @@
 //! A disk that holds all of a home, metadata too, and has not a byte left.
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
 
-use millrace_datafs::{Config, Datafs, Error, mount};
+use millrace_datafs::mount::{self, Mount};
+use millrace_datafs::{Config, Datafs, Error, FsckOptions, View};
+use tempfile::TempDir;
 
 use super::{errno, mount_of, names, pattern};
-use crate::trouble::SmallDisk;
+use crate::child;
+use crate::small_disk::SmallDisk;
 
 /// Small enough to be kept in the metadata.
 const SMALL: usize = 3_000;
 /// More of them than fit on the disk.
-const FILES_MAX: usize = 5_000;
+const FILES_MAX: usize = 10_000;
 
 /// Something that is done again and again, by number.
 type Attempt<'a> = &'a dyn Fn(usize) -> io::Result<()>;
 
+/// A home on a disk of its own, with one volume, `data`, and a place elsewhere to mount it.
+struct SmallHome {
+    place: TempDir,
+    disk: SmallDisk,
+}
+
+impl SmallHome {
+    /// `None`, and the reason on standard error, where mounting is not permitted.
+    fn on(disk: impl FnOnce() -> Option<SmallDisk>) -> Option<SmallHome> {
+        if let Err(reason) = mount::can_mount() {
+            millrace_testing::skip(millrace_testing::Need::Fuse, reason);
+            return None;
+        }
+        let home = SmallHome { place: tempfile::tempdir().unwrap(), disk: disk()? };
+        home.open().unwrap().volume_create(&volume()).unwrap();
+        Some(home)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.disk.path().join("home")
+    }
+
+    fn open(&self) -> Result<Datafs, Error> {
+        Datafs::open(&self.path(), &config())
+    }
+
+    fn mount(&self, datafs: &Datafs) -> Mount {
+        mount_of(datafs, "data", &self.place.path().join("mnt"))
+    }
+}
+
+fn volume() -> millrace_datafs::Name {
+    "data".parse().unwrap()
+}
+
+fn config() -> Config {
+    Config { garbage_grace_ms: 0, ..Config::default() }
+}
+
+fn view(datafs: &Datafs) -> View {
+    datafs.view(&"data".parse().unwrap()).unwrap()
+}
+
+fn small(i: usize) -> Vec<u8> {
+    pattern(SMALL, i as u64)
+}
+
+/// Writes a small file; `fs::write` would not tell what its close could not commit.
+fn write_small(path: &Path, i: usize) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(&small(i))?;
+    file.sync_all()
+}
+
 #[test]
 fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space() {
-    if let Err(reason) = mount::can_mount() {
-        return millrace_testing::skip(millrace_testing::Need::Fuse, reason);
-    }
-    let Some(disk) = SmallDisk::new(12) else { return };
-    let home = disk.0.path().join("home");
-    let config = Config { garbage_grace_ms: 0, ..Config::default() };
-    let datafs = Datafs::open(&home, &config).unwrap();
-    datafs.volume_create(&"data".parse().unwrap()).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let mount = mount_of(&datafs, "data", &place.path().join("mnt"));
+    let Some(home) = SmallHome::on(|| SmallDisk::new(12)) else { return };
+    let datafs = home.open().unwrap();
+    let mount = home.mount(&datafs);
     let at = mount.path();
     let large = pattern(600_000, 1);
     fs::write(at.join("large"), &large).unwrap();
@@ -37,21 +88,23 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
     fs::write(at.join("moved.0"), b"").unwrap();
     File::open(at).unwrap().sync_all().unwrap();
 
-    let ballast = disk.0.path().join("ballast");
-    let mut file = File::create(&ballast).unwrap();
-    while file.write_all(&[1; 4_096]).is_ok() {}
+    home.disk.fill();
+    let ballast = home.disk.path().join("ballast");
+    let file = File::options().write(true).open(&ballast).unwrap();
+    file.set_len(file.metadata().unwrap().len() - (3 << 20)).unwrap();
     drop(file);
-    // What the log has room for still goes.
-    let small = |i: usize| pattern(SMALL, i as u64);
     let mut made = 0;
     let full = loop {
-        match fs::write(at.join(format!("dir/{made}")), small(made)) {
+        match write_small(&at.join(format!("dir/{made}")), made) {
             Ok(()) => made += 1,
             Err(error) => break error,
         }
         assert!(made < FILES_MAX);
     };
     assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
+    assert!(made > 0);
+    // What the log had room for.
+    home.disk.fill();
     let attempts: [(&str, Attempt<'_>); 8] = [
         ("mkdir", &|i| fs::create_dir(at.join(format!("folder.{i}")))),
         ("symlink", &|i| symlink("target", at.join(format!("symlink.{i}")))),
@@ -98,25 +151,101 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
         assert!(name.parse() == Ok(made) || bytes == small(name.parse().unwrap()), "{name}");
     }
     // Who comes now is told the same, or finds room.
-    match Datafs::open(&home, &config) {
-        Ok(other) => assert!(other.view(&"data".parse().unwrap()).unwrap().stat("large").is_ok()),
+    match home.open() {
+        Ok(other) => assert!(view(&other).stat("large").is_ok()),
         Err(error) => assert!(matches!(error, Error::NoSpace { .. }), "{error:?}"),
     }
 
     fs::remove_file(&ballast).unwrap();
     for i in 0..200 {
-        fs::write(at.join(format!("after.{i}")), small(i)).unwrap();
+        write_small(&at.join(format!("after.{i}")), i).unwrap();
     }
     File::open(at).unwrap().sync_all().unwrap();
     assert_eq!(names(&at.join("dir")), there);
     let seen = names(at);
     mount.unmount().unwrap();
     drop(datafs);
-    let again = Datafs::open(&home, &config).unwrap();
-    let view = again.view(&"data".parse().unwrap()).unwrap();
+    let again = home.open().unwrap();
+    let view = view(&again);
     let mut listed: Vec<String> = view.list("").unwrap().into_iter().map(|entry| entry.name).collect();
     listed.sort();
     assert_eq!(listed, seen);
     assert!(view.read_file("large").unwrap()[..600_000] == large);
     assert!(view.read_file("after.199").unwrap() == small(199));
+}
+
+/// The child: makes small files until there is no space, then ends or waits to be killed.
+#[test]
+fn small_file_writer() {
+    let Some((home, is_killed)) = child::task() else { return };
+    let datafs = Datafs::open(&home, &config()).unwrap();
+    let view = view(&datafs);
+    let mut made = 0;
+    let full = loop {
+        match view.write_file(&format!("small/{made}"), &small(made)) {
+            Ok(()) => made += 1,
+            Err(error) => break error,
+        }
+        assert!(made < FILES_MAX);
+    };
+    assert!(matches!(full, Error::NoSpace { .. }), "{full:?}");
+    println!("made {made}");
+    io::stdout().flush().unwrap();
+    while is_killed != 0 {
+        std::thread::park();
+    }
+}
+
+/// Fills a disk with files that are in the metadata, in a process that ends or is killed, and empties it.
+fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
+    let Some(home) = SmallHome::on(disk) else { return };
+    let writer = "mount_journeys::full::small_file_writer";
+    let mut child = child::spawn(writer, &home.path(), u64::from(is_killed));
+    let mut reports = child::reports(&mut child);
+    let (word, made) = reports.next().expect("the child says how many files it made");
+    assert_eq!(word, "made");
+    let made = made as usize;
+    assert!(made > 100, "{made}");
+    if is_killed {
+        child.kill().unwrap();
+    }
+    // It may go on to print.
+    reports.for_each(drop);
+    assert_eq!(child.wait().unwrap().success(), !is_killed);
+
+    let datafs = home.open().unwrap();
+    let mount = home.mount(&datafs);
+    let at = mount.path();
+    assert_eq!(names(&at.join("small")).len(), made);
+    assert!(fs::read(at.join(format!("small/{}", made - 1))).unwrap() == small(made - 1));
+    fs::remove_dir_all(at.join("small")).unwrap();
+    datafs.gc().unwrap();
+    // The half of it has room.
+    fs::create_dir(at.join("again")).unwrap();
+    for i in 0..made / 2 {
+        write_small(&at.join(format!("again/{i}")), i).unwrap();
+    }
+    File::open(at).unwrap().sync_all().unwrap();
+    mount.unmount().unwrap();
+    drop(datafs);
+    let datafs = home.open().unwrap();
+    let view = view(&datafs);
+    assert_eq!(view.list("again").unwrap().len(), made / 2);
+    for i in 0..made / 2 {
+        assert!(view.read_file(&format!("again/{i}")).unwrap() == small(i), "{i}");
+    }
+    let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
+    assert!(report.is_sound(), "{:?}", report.found);
+}
+
+#[test]
+fn a_disk_that_small_files_have_filled_is_emptied_again() {
+    is_emptied_again(|| SmallDisk::new(16), false);
+    is_emptied_again(|| SmallDisk::with_small_blocks(24), false);
+}
+
+#[test]
+fn a_disk_that_small_files_have_filled_is_emptied_again_after_a_kill() {
+    is_emptied_again(|| SmallDisk::new(16), true);
+    is_emptied_again(|| SmallDisk::with_small_blocks(24), true);
 }

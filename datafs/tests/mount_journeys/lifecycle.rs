@@ -13,19 +13,13 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::{Home, errno, eventually, mount_of, names, pattern};
 use crate::child;
+use crate::small_disk::SmallDisk;
 
 #[test]
 fn a_full_disk_is_said_so_and_loses_nothing_old() {
     let Some(home) = Home::new() else { return };
-    let disk = home.dir.path().join("disk");
-    fs::create_dir(&disk).unwrap();
-    let size = "size=12m";
-    let flags = nix::mount::MsFlags::empty();
-    if let Err(error) = nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some(size)) {
-        return millrace_testing::skip(millrace_testing::Need::Disk, error);
-    }
-    let _disk = Detach(disk.clone());
-    let datafs = Datafs::open(&disk.join("home"), &Config::default()).unwrap();
+    let Some(disk) = SmallDisk::new(12) else { return };
+    let datafs = Datafs::open(&disk.path().join("home"), &Config::default()).unwrap();
     datafs.volume_create(&"data".parse().unwrap()).unwrap();
     let mount = mount_of(&datafs, "data", &home.at("full"));
     let old = pattern(2_000_000, 1);
@@ -45,15 +39,6 @@ fn a_full_disk_is_said_so_and_loses_nothing_old() {
     });
     assert!(fs::read(mount.path().join("small")).unwrap() == pattern(100_000, 3));
     mount.unmount().unwrap();
-}
-
-/// Takes a disk off its path at the end of a test, also of one that fails.
-struct Detach(PathBuf);
-
-impl Drop for Detach {
-    fn drop(&mut self) {
-        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
-    }
 }
 
 #[test]

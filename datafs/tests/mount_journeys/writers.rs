@@ -10,6 +10,7 @@ use std::path::Path;
 use millrace_datafs::{Config, Datafs};
 
 use super::{Home, errno, eventually, mount_of, pattern};
+use crate::small_disk::SmallDisk;
 
 #[test]
 fn what_two_mounts_append_is_all_there() {
@@ -166,52 +167,30 @@ fn a_file_without_a_name_is_refused_as_unsupported() {
     assert_eq!(errno(made), libc::EOPNOTSUPP);
 }
 
-/// A disk of 12 MiB, taken off its path at the end of a test, also of one that fails.
-struct Disk(std::path::PathBuf);
-
-impl Disk {
-    /// `None`, with the reason said, where none can be made.
-    fn small(home: &Home) -> Option<Disk> {
-        let disk = home.dir.path().join("disk");
-        fs::create_dir(&disk).unwrap();
-        let flags = nix::mount::MsFlags::empty();
-        nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=12m"))
-            .inspect_err(|error| millrace_testing::skip(millrace_testing::Need::Disk, error))
-            .ok()?;
-        Some(Disk(disk))
-    }
-
-    /// Volumes whose objects are on it, as another process opens them.
-    fn open(&self, home: &Home) -> Datafs {
-        let config = Config { store_dir: self.0.join("objects"), ..Config::default() };
-        Datafs::open(&home.dir.path().join("full"), &config).unwrap()
-    }
-
-    /// The same with the first volume.
-    fn datafs(&self, home: &Home) -> Datafs {
-        let datafs = self.open(home);
-        datafs.volume_create(&"data".parse().unwrap()).unwrap();
-        datafs
-    }
+/// Volumes whose objects are on a small disk, as another process opens them.
+fn open_on(disk: &SmallDisk, home: &Home) -> Datafs {
+    let config = Config { store_dir: disk.path().join("objects"), ..Config::default() };
+    Datafs::open(&home.dir.path().join("full"), &config).unwrap()
 }
 
-impl Drop for Disk {
-    fn drop(&mut self) {
-        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
-    }
+/// The same with the first volume.
+fn made_on(disk: &SmallDisk, home: &Home) -> Datafs {
+    let datafs = open_on(disk, home);
+    datafs.volume_create(&"data".parse().unwrap()).unwrap();
+    datafs
 }
 
 #[test]
 fn a_store_that_is_full_for_a_while_loses_nothing() {
     let Some(home) = Home::new() else { return };
-    let Some(disk) = Disk::small(&home) else { return };
-    let datafs = disk.datafs(&home);
+    let Some(disk) = SmallDisk::new(12) else { return };
+    let datafs = made_on(&disk, &home);
     let mount = mount_of(&datafs, "data", &home.at("full"));
     let old = pattern(1_000_000, 1);
     fs::write(mount.path().join("old"), &old).unwrap();
     let mut file = File::create(mount.path().join("new")).unwrap();
     // Something else takes the rest of the disk.
-    let ballast = disk.0.join("ballast");
+    let ballast = disk.path().join("ballast");
     let full = File::create(&ballast).and_then(|mut file| {
         let piece = vec![1; 1 << 16];
         loop {
@@ -225,7 +204,7 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
         assert_eq!(errno(file.sync_all()), libc::ENOSPC);
     }
     // Nothing is half there: others see the file as it was committed, who has it open what he wrote.
-    let others = disk.open(&home);
+    let others = open_on(&disk, &home);
     let view = others.view(&"data".parse().unwrap()).unwrap();
     assert_eq!(view.read_file("new").unwrap().len(), 0);
     assert!(fs::read(mount.path().join("new")).unwrap() == new);
@@ -242,8 +221,8 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
 #[test]
 fn what_a_sequential_writer_was_answered_is_kept_while_the_store_is_full() {
     let Some(home) = Home::new() else { return };
-    let Some(disk) = Disk::small(&home) else { return };
-    let datafs = disk.datafs(&home);
+    let Some(disk) = SmallDisk::new(12) else { return };
+    let datafs = made_on(&disk, &home);
     let mount = mount_of(&datafs, "data", &home.at("full"));
     let mut file = File::create(mount.path().join("new")).unwrap();
     let new = pattern(20_000_000, 4);
@@ -258,13 +237,12 @@ fn what_a_sequential_writer_was_answered_is_kept_while_the_store_is_full() {
     assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
     assert_eq!(errno(file.sync_all()), libc::ENOSPC);
     assert!(fs::read(mount.path().join("new")).unwrap() == new[..taken]);
-    nix::mount::mount(None::<&str>, &disk.0, None::<&str>, nix::mount::MsFlags::MS_REMOUNT, Some("size=64m"))
-        .unwrap();
+    disk.grow(64);
     file.write_all(&new[taken..]).unwrap();
     file.sync_all().unwrap();
     drop(file);
     mount.unmount().unwrap();
-    let others = disk.open(&home);
+    let others = open_on(&disk, &home);
     let view = others.view(&"data".parse().unwrap()).unwrap();
     assert!(view.read_file("new").unwrap() == new);
 }

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
@@ -121,4 +122,31 @@ fn what_was_answered_is_committed_once_there_is_space_however_long_it_takes() {
         std::thread::yield_now();
     }
     assert!(there(b"xe"));
+}
+
+#[test]
+fn the_file_has_the_space_of_a_commit_before_that_is_answered() {
+    const VALUES: u8 = 50;
+    let dir = tempfile::tempdir().unwrap();
+    let sqlite = engine(dir.path());
+    let on_disk = |name: &str| {
+        let found = std::fs::metadata(dir.path().join(name)).unwrap();
+        (found.len(), found.blocks() * 512)
+    };
+    let all = u64::from(VALUES) * 5_000;
+    let engine: &dyn Engine = &sqlite;
+    for i in 1..=VALUES {
+        engine.transact(Durability::Relaxed, |txn| txn.put(&[b'x', i], &[i; 5_000])).unwrap();
+        let (len, allocated) = on_disk("meta.sqlite");
+        // Its pages are in the log alone.
+        assert!(len < 5_000 && allocated >= u64::from(i) * 5_000, "{i}: {allocated} of {len} bytes");
+    }
+    let (log, _) = on_disk("meta.sqlite-wal");
+    assert!(log > all);
+    sqlite.empty_log().unwrap();
+    assert!(on_disk("meta.sqlite").0 >= all);
+    assert_eq!(on_disk("meta.sqlite-wal").0, 0);
+    for i in 1..=VALUES {
+        assert_eq!(engine.view(|txn| txn.get(&[b'x', i])).unwrap(), Some(vec![i; 5_000]));
+    }
 }

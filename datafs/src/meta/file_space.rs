@@ -1,0 +1,195 @@
+//! Disk space of the metadata file, taken before a commit needs it.
+//!
+//! A commit writes its pages to the log; the file gets them when the log is copied back. On a disk that is full by
+//! then, the log could neither be copied back nor begin anew, and every change appends to the log, a removal as well.
+//! So a commit first gives the file the blocks of all its pages ([`FileSpace::ensure`]), and one that does not get them
+//! fails. It also fails where the file would leave too little of the disk for the log: once the file has taken all of
+//! it, changes could not even use the pages again that removals leave in it. The length of the file stays as it is:
+//! SQLite sets it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use parking_lot::Mutex;
+
+use crate::data::no_space;
+use crate::error::{Error, Result};
+
+/// Where the disk has room, the file grows in steps of this, so that few commits ask for space.
+const STEP_BYTES: u64 = 1 << 20;
+const AHEAD_ROOM_BYTES: u64 = 128 << 20;
+
+/// Device and inode of a file.
+type FileId = (u64, u64);
+
+/// The metadata files of this process, each opened once. To close a file drops all locks (`fcntl`) that the process has
+/// on it, those of SQLite too. So the last [`FileSpace`] of a file closes it, under this lock.
+static OPEN: Mutex<BTreeMap<FileId, Arc<File>>> = Mutex::new(BTreeMap::new());
+
+/// The space of one metadata file. To be made before SQLite locks the file, and dropped after its connections.
+#[derive(Debug)]
+pub(super) struct FileSpace {
+    path: PathBuf,
+    id: FileId,
+    /// `None` where the file cannot be opened for writing, and while this is dropped.
+    file: Option<Arc<File>>,
+    noted: Mutex<Noted>,
+}
+
+/// What is known of the file.
+#[derive(Debug, Default)]
+struct Noted {
+    /// Its first bytes that have their blocks.
+    allocated: u64,
+    /// Its length and blocks when that was found. Whoever copies all of the log back gives blocks behind the end of
+    /// the file back to the disk.
+    len: u64,
+    blocks: u64,
+}
+
+impl FileSpace {
+    /// The space of the file that is open as `handle`.
+    pub(super) fn open(path: &Path, handle: &File, id: FileId) -> FileSpace {
+        let mut open = OPEN.lock();
+        let file = match open.get(&id) {
+            Some(file) => Ok(Arc::clone(file)),
+            // By the handle: another file may have the path by now.
+            None => open_again(handle).map(Arc::new),
+        };
+        let file = file
+            .inspect(|file| drop(open.insert(id, Arc::clone(file))))
+            .inspect_err(|error| {
+                tracing::debug!(%error, path = %path.display(), "commits take the space of their pages later");
+            })
+            .ok();
+        FileSpace { path: path.to_owned(), id, file, noted: Mutex::default() }
+    }
+
+    /// Sees that the first `bytes` have their blocks. What that takes leaves `room` bytes of the disk free.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`]. A file system that allocates nothing ahead is no error.
+    pub(super) fn ensure(&self, bytes: u64, room: u64) -> Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let fail = |error| Error::io("allocate space of", &self.path, error);
+        let found = file.metadata().map_err(fail)?;
+        let mut noted = self.noted.lock();
+        if bytes <= noted.allocated && (found.len(), found.blocks()) == (noted.len, noted.blocks) {
+            return Ok(());
+        }
+        let stored = found.blocks() * 512;
+        let missing = bytes.saturating_sub(stored);
+        let free = free_bytes(&self.path);
+        if missing > 0 && free.is_some_and(|free| free < room.saturating_add(missing)) {
+            return Err(fail(Errno::ENOSPC.into()));
+        }
+        // Below its end a file that is not sparse has them all.
+        let known = if stored >= found.len() { found.len() } else { 0 };
+        let has_room = free.is_some_and(|free| free >= AHEAD_ROOM_BYTES);
+        let ahead = if has_room { bytes.next_multiple_of(STEP_BYTES) } else { bytes };
+        let mut allocated = ahead;
+        let mut done = allocate(file, known, ahead);
+        if ahead > bytes && done.as_ref().is_err_and(|error| no_space(error).is_some()) {
+            // A quota, which the room of the disk does not tell.
+            allocated = bytes;
+            done = allocate(file, known, bytes);
+        }
+        match done {
+            Err(error) if no_space(&error).is_some() => return Err(fail(error)),
+            Err(error) => tracing::debug!(%error, path = %self.path.display(), "allocating nothing ahead"),
+            Ok(()) => {}
+        }
+        let now = file.metadata().map_err(fail)?;
+        *noted = Noted { allocated: allocated.max(known), len: now.len(), blocks: now.blocks() };
+        Ok(())
+    }
+}
+
+/// Free bytes on the disk of a file, if the system tells.
+pub(super) fn free_bytes(path: &Path) -> Option<u64> {
+    let stat = nix::sys::statvfs::statvfs(path).ok()?;
+    Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
+}
+
+impl Drop for FileSpace {
+    fn drop(&mut self) {
+        let mut open = OPEN.lock();
+        drop(self.file.take());
+        if open.get(&self.id).is_some_and(|file| Arc::strong_count(file) == 1) {
+            open.remove(&self.id);
+        }
+    }
+}
+
+fn open_again(handle: &File) -> io::Result<File> {
+    File::options().write(true).open(format!("/proc/self/fd/{}", handle.as_raw_fd()))
+}
+
+/// Gives `start..end` of a file its blocks. Neither its length nor its bytes change.
+fn allocate(file: &File, start: u64, end: u64) -> io::Result<()> {
+    if start >= end {
+        return Ok(());
+    }
+    let keep_size = FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    loop {
+        match fallocate(file, keep_size, start as libc::off_t, (end - start) as libc::off_t) {
+            Err(Errno::EINTR) => {}
+            done => return Ok(done?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn space(path: &Path) -> FileSpace {
+        let handle = File::open(path).unwrap();
+        let found = handle.metadata().unwrap();
+        FileSpace::open(path, &handle, (found.dev(), found.ino()))
+    }
+
+    #[test]
+    fn space_is_taken_without_a_change_of_the_file_and_again_after_it_was_given_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, [7; 5_000]).unwrap();
+        let space = space(&path);
+        let allocated = || std::fs::metadata(&path).unwrap().blocks() * 512;
+        for bytes in [5_000, 300_000, 299_000] {
+            space.ensure(bytes, 0).unwrap();
+            assert!(allocated() >= bytes, "{bytes}: {} bytes", allocated());
+        }
+        let full = space.ensure(20_000_000, u64::MAX).unwrap_err();
+        assert!(matches!(full, Error::NoSpace { quota: false, .. }), "{full:?}");
+        space.ensure(300_000, u64::MAX).unwrap();
+        // What SQLite does when all of the log is copied back.
+        File::options().write(true).open(&path).unwrap().set_len(5_000).unwrap();
+        assert!(allocated() < 300_000);
+        space.ensure(300_000, 0).unwrap();
+        assert!(allocated() >= 300_000);
+        assert_eq!(std::fs::read(&path).unwrap(), [7; 5_000]);
+    }
+
+    #[test]
+    fn one_process_has_a_file_open_once_until_the_last_use_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, b"x").unwrap();
+        let (one, other) = (space(&path), space(&path));
+        assert!(Arc::ptr_eq(one.file.as_ref().unwrap(), other.file.as_ref().unwrap()));
+        let id = one.id;
+        drop(one);
+        assert!(OPEN.lock().contains_key(&id));
+        drop(other);
+        assert!(!OPEN.lock().contains_key(&id));
+    }
+}

@@ -1,0 +1,68 @@
+//! A home on a disk without a free byte.
+
+use std::io::Write;
+use std::path::Path;
+
+use crate::support::{Home, Tmpfs, fuse_permitted, until};
+
+/// Takes every byte that is free.
+fn fill(disk: &Path) {
+    for (name, piece) in [("ballast", 4_096), ("last-ballast", 1)] {
+        let mut file = std::fs::File::create(disk.join(name)).unwrap();
+        while file.write_all(&vec![1; piece]).is_ok() {}
+    }
+}
+
+#[test]
+fn a_detached_mount_on_a_full_disk_serves_or_says_why_it_cannot() {
+    if !nix::unistd::geteuid().is_root() {
+        return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount a tmpfs");
+    }
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let root = home.path();
+    let _disk = Tmpfs::mount(&root, "24m");
+    home.ok(["volume", "create", "v"]);
+    for (name, text) in [("kept", "kept"), ("removed", ""), ("--supervise", "")] {
+        let file = home.file(name, text);
+        home.ok(["cp", file.to_str().unwrap(), &format!("v:/{name}")]);
+    }
+    let at = home.dir.path().join("mnt");
+    let detach = |volume: &'static str| ["--log", "debug", "mount", "--detach", volume, at.to_str().unwrap()];
+    // Of the process behind a mount, which ends after it. It may stay in the table of processes where nothing collects
+    // orphans.
+    let end = |mount: &serde_json::Value| {
+        home.ok(["umount", at.to_str().unwrap()]);
+        let stat = format!("/proc/{}/stat", mount["pid"]);
+        let state = || std::fs::read_to_string(&stat).unwrap_or_default();
+        until("the process has ended", || {
+            state().rsplit_once(") ").is_none_or(|(_, of)| of.starts_with('Z'))
+        });
+    };
+    for supervise in [None, Some("--supervise")] {
+        fill(&root);
+        // Nothing can be written to the log.
+        let (code, line) = home.fails(detach("missing").into_iter().chain(supervise));
+        assert_eq!(code, 3, "{line}");
+        assert!(line.contains("missing"), "{line}");
+        let mount = home.json(detach("v").into_iter().chain(supervise));
+        assert_eq!(std::fs::read(at.join("kept")).unwrap(), b"kept");
+        std::fs::remove_file(at.join(supervise.unwrap_or("removed"))).unwrap();
+        end(&mount);
+    }
+    // Without what is set aside for it, a process that opens the volumes has no room.
+    std::fs::remove_file(root.join("datafs/meta.sqlite-reserve")).unwrap();
+    fill(&root);
+    for supervise in [None, Some("--supervise")] {
+        let (code, line) = home.fails(detach("v").into_iter().chain(supervise));
+        assert_eq!(code, 7, "{line}");
+        assert!(line.contains("space"), "{line}");
+        assert!(!millrace_datafs::mount::is_mounted(&at).unwrap());
+    }
+    std::fs::remove_file(root.join("ballast")).unwrap();
+    let mount = home.json(detach("v"));
+    assert_eq!(std::fs::read(at.join("kept")).unwrap(), b"kept");
+    end(&mount);
+}
