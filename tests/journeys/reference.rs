@@ -88,3 +88,16 @@ fn pages_have_at_most_900_words() {
     }
     assert!(long.is_empty(), "pages above {WORDS_MAX} words: {long:?}");
 }
+
+#[test]
+fn links_of_the_readme_and_the_architecture_lead_to_files() {
+    for name in ["README.md", "ARCHITECTURE.md"] {
+        let text = std::fs::read_to_string(project().join(name)).unwrap();
+        let targets = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+        let local: Vec<_> = targets.filter(|target| !target.is_empty() && !target.contains("://")).collect();
+        assert!(!local.is_empty(), "{name} links to nothing");
+        for target in local {
+            assert!(project().join(target).exists(), "{name} links to {target}, which does not exist");
+        }
+    }
+}
