@@ -7,7 +7,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test check conformance deny bench bench-% install clean
+.PHONY: help quickstart test check docs conformance deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -26,7 +26,7 @@ conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
 
-check: setup-test ## Format, lints, documentation, the CUDA build
+check: setup-test docs ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
@@ -35,6 +35,9 @@ check: setup-test ## Format, lints, documentation, the CUDA build
 deny: ## Licenses, sources and duplicate versions of packages (needs cargo-deny)
 	@cargo deny --version >/dev/null 2>&1 || { echo "cargo-deny is missing; run: cargo install --locked cargo-deny"; exit 1; }
 	cargo deny --all-features check licenses bans sources
+
+docs: setup-docs ## Build the documentation site in .local/site and check its links
+	.local/docs/bin/mkdocs build --quiet --strict --site-dir .local/site
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
@@ -58,9 +61,11 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance
+.PHONY: setup-test setup-conformance setup-docs
 # The two setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
 setup-conformance:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup conformance
+setup-docs:
+	@scripts/setup docs

@@ -1,4 +1,4 @@
-//! One measured figure and its control, as a line and as a row of docs/benchmarks.md. Part of every
+//! One measured figure and its control, as a line and as a row of docs/notes/benchmarks.md. Part of every
 //! bench target.
 
 use std::fmt;

@@ -128,7 +128,7 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
                 return fail(
                     Exit::Usage,
                     format!(
-                        "cannot mount {what} at {at}: {NAME} knows no option {option:?}; remove it (docs/operations.md lists the options)"
+                        "cannot mount {what} at {at}: {NAME} knows no option {option:?}; remove it (docs/how-to/mount-at-boot.md lists the options)"
                     ),
                 );
             }

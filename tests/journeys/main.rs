@@ -21,6 +21,7 @@ mod private;
 mod quantized;
 mod quickstart;
 mod readme;
+mod reference;
 mod rolling;
 mod rooms;
 mod secrets;

@@ -103,7 +103,7 @@ pub(crate) fn writes(asked: &Asked, report: &mut dyn FnMut(Figure)) {
         for seed in 0..rounds as u64 {
             std::fs::remove_file(&ours).ok();
             std::fs::remove_file(&plain).ok();
-            // Both sides then get memory that was in use just before, see docs/benchmarks.md.
+            // Both sides then get memory that was in use just before, see docs/notes/volume-figures.md.
             place.collect();
             nix::unistd::sync();
             times.add(write(&ours, bytes, seed), write(&plain, bytes, seed));

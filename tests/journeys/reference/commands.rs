@@ -1,0 +1,110 @@
+//! Pages of the commands, from what `--help` prints.
+
+use super::{Page, page, program};
+use crate::support::Home;
+
+/// Pages with their titles and the commands on them; a command of more words goes where the longest beginning is.
+const PAGES: [(&str, &str, &[&str]); 11] = [
+    (
+        "cli/service.md",
+        "Commands: the program and its service",
+        &["", "quickstart", "up", "config", "completions"],
+    ),
+    ("cli/volumes.md", "Commands: volumes", &["volume", "snapshot", "cp"]),
+    (
+        "cli/upkeep.md",
+        "Commands: upkeep of volumes",
+        &["backup", "restore", "fsck", "compact", "warmup", "gc"],
+    ),
+    ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace"]),
+    ("cli/topics.md", "Commands: topics and data sets", &["produce", "topic", "ingest", "feed", "broker"]),
+    ("cli/models.md", "Commands: models", &["model"]),
+    ("cli/training.md", "Commands: training and quantizing", &["train", "model quantize"]),
+    ("cli/rollout.md", "Commands: labels, splits, shadows", &["model label", "model split", "model shadow"]),
+    ("cli/serving.md", "Commands: serving", &["serve"]),
+    ("cli/bench.md", "Commands: measuring a server", &["serve bench"]),
+    ("cli/predict.md", "Commands: predicting", &["predict", "pipe"]),
+];
+
+/// Flags of every command, which are documented once, at the program itself.
+const GLOBAL: [&str; 5] = ["--home", "--config", "--json", "--log", "--help"];
+
+pub(super) fn pages(home: &Home) -> Vec<Page> {
+    let mut bodies = vec![String::new(); PAGES.len()];
+    let mut pending = vec![Vec::<String>::new()];
+    while let Some(command) = pending.pop() {
+        let help = help(home, &command);
+        let mut below: Vec<_> =
+            subcommands(&help).into_iter().map(|name| [&command[..], &[name]].concat()).collect();
+        bodies[place(&command.join(" "))] += &section(&command, &help);
+        // The first is the next to be taken.
+        below.reverse();
+        pending.extend(below);
+    }
+    let note = "Every command also takes [the flags of the program](service.md#millrace).\n\n";
+    let all = PAGES.iter().zip(bodies);
+    all.map(|((path, title, _), body)| page(path, title, &format!("{note}{body}"))).collect()
+}
+
+/// What `--help` prints, at a width that does not depend on the terminal.
+fn help(home: &Home, command: &[String]) -> String {
+    let mut program = program(home);
+    program.env_remove("MILLRACE_HOME").env("COLUMNS", "110").args(command).arg("--help");
+    let output = program.output().unwrap();
+    assert!(output.status.success(), "millrace {command:?} --help: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn subcommands(help: &str) -> Vec<String> {
+    let Some(list) = help.split("\nCommands:\n").nth(1) else { return Vec::new() };
+    let lines = list.lines().take_while(|line| line.starts_with("  "));
+    let names =
+        lines.filter(|line| !line.starts_with("   ")).filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").map(str::to_owned).collect()
+}
+
+/// The page of a command.
+fn place(command: &str) -> usize {
+    let fits =
+        |known: &str| known == command || (!known.is_empty() && command.starts_with(&format!("{known} ")));
+    let longest =
+        |known: &[&str]| known.iter().filter(|known| fits(known)).map(|known| known.len() + 1).max();
+    let best = (0..PAGES.len()).max_by_key(|page| longest(PAGES[*page].2).unwrap_or(0)).unwrap();
+    assert!(longest(PAGES[best].2).is_some(), "millrace {command} is on no page: add it to PAGES");
+    best
+}
+
+fn section(command: &[String], help: &str) -> String {
+    let name = [&["millrace".to_owned()], command].concat().join(" ");
+    let (about, usage) = help.split_once("\nUsage: ").unwrap_or_else(|| panic!("{name} --help has no usage"));
+    let usage = if command.is_empty() { usage.to_owned() } else { without_globals(usage) };
+    let about = about.trim();
+    let stop = if about.ends_with('.') { "" } else { "." };
+    let usage: Vec<_> = usage.lines().map(str::trim_end).collect();
+    format!("## `{name}`\n\n{about}{stop}\n\n```text\nUsage: {}\n```\n\n", usage.join("\n").trim_end())
+}
+
+/// The help without the flags of every command, and without headings and blank lines that nothing follows then.
+fn without_globals(help: &str) -> String {
+    let mut kept: Vec<&str> = Vec::new();
+    let mut skipped = false;
+    for line in help.lines() {
+        let indent = line.len() - line.trim_start().len();
+        let flag = line.split_whitespace().find(|word| word.starts_with("--"));
+        let begins = (2..=6).contains(&indent) && line.trim_start().starts_with('-');
+        if begins {
+            skipped = flag.is_some_and(|flag| GLOBAL.contains(&flag));
+        } else if !line.trim().is_empty() && indent < 10 {
+            skipped = false;
+        }
+        let blank = line.trim().is_empty();
+        let twice = blank && kept.last().is_none_or(|last| last.trim().is_empty());
+        if (blank && !twice) || (!blank && !skipped) {
+            kept.push(line);
+        }
+    }
+    let text = kept.join("\n");
+    // Paragraphs of a heading alone.
+    let empty = |paragraph: &&str| paragraph.trim() != "Options:";
+    text.split("\n\n").filter(empty).collect::<Vec<_>>().join("\n\n")
+}

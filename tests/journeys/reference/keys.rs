@@ -1,0 +1,382 @@
+//! Pages of the configuration keys: names, types and meanings from the source, defaults from the program.
+
+use millrace_trainer::job::JobFile;
+use serde_json::Value;
+
+use super::rust::{Member, Token, constant, fields, members, shown};
+use super::{Page, cell, page, program, source};
+use crate::support::Home;
+
+/// A table of keys.
+struct Table {
+    /// How it is written in a file.
+    heading: &'static str,
+    file: &'static str,
+    /// The struct, or `ENUM::VARIANT`.
+    name: &'static str,
+    /// The place of an example among the values: of the configuration, or of a job file.
+    at: &'static str,
+}
+
+const fn table(heading: &'static str, file: &'static str, name: &'static str, at: &'static str) -> Table {
+    Table { heading, file, name, at }
+}
+
+const SERVING: &str = "serving/src/config.rs";
+const OPTIMIZER: &str = "trainer/src/optim/config.rs";
+
+const PAGES: [(&str, &str, &[Table]); 9] = [
+    ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
+    (
+        "config/streams.md",
+        "Keys: streams",
+        &[
+            table("[streams]", "streams/src/config.rs", "Config", "/streams"),
+            table("[[streams.topics]]", "streams/src/config.rs", "TopicConfig", "/streams/topics/0"),
+            table("[streams.broker]", "streams/src/broker/config.rs", "Config", "/streams/broker"),
+        ],
+    ),
+    (
+        "config/ingest.md",
+        "Keys: ingest",
+        &[table("[[ingest.jobs]]", "ingest/src/config.rs", "JobConfig", "/ingest/jobs/0")],
+    ),
+    (
+        "config/trainer.md",
+        "Keys: trainer",
+        &[table("[trainer]", "trainer/src/config.rs", "Config", "/trainer")],
+    ),
+    ("config/serving.md", "Keys: serving", &[table("[serving]", SERVING, "Config", "/serving")]),
+    (
+        "config/serving-limits.md",
+        "Keys: limits and batching of the server, TLS, telemetry, drift",
+        &[
+            table("[serving.limits]", SERVING, "Limits", "/serving/limits"),
+            table("[serving.batching]", SERVING, "Batching", "/serving/batching"),
+            table("[serving.tls]", SERVING, "Tls", "/serving/tls"),
+            table(
+                "[serving.telemetry]",
+                "serving/src/config/telemetry.rs",
+                "Telemetry",
+                "/serving/telemetry",
+            ),
+            table("[serving.drift]", "serving/src/config/drift.rs", "Drift", "/serving/drift"),
+        ],
+    ),
+    (
+        "config/serving-models.md",
+        "Keys: models and pipes",
+        &[
+            table(
+                "[serving.models.NAME]",
+                "serving/src/config/model.rs",
+                "ModelOptions",
+                "/serving/models/example",
+            ),
+            table("[[serving.pipes]]", SERVING, "PipeConfig", "/serving/pipes/0"),
+        ],
+    ),
+    (
+        "config/up.md",
+        "Keys: up",
+        &[
+            table("[up]", "src/settings.rs", "UpConfig", "/up"),
+            table("[[up.mounts]]", "src/settings.rs", "MountConfig", "/up/mounts/0"),
+            table("[[up.snapshots]]", "src/settings.rs", "SnapshotSchedule", "/up/snapshots/0"),
+        ],
+    ),
+    (
+        "config/train-job.md",
+        "Keys of a training job",
+        &[
+            table("The job file", "trainer/src/job.rs", "JobFile", "/mlp"),
+            table("[model] with kind = \"mlp\"", "trainer/src/init/mod.rs", "MlpSpec", "/mlp/model"),
+            table("[model] with kind = \"cnn\"", "trainer/src/init/mod.rs", "CnnSpec", "/cnn/model"),
+            table("[optimizer] with kind = \"sgd\"", OPTIMIZER, "SgdConfig", "/cnn/optimizer"),
+            table("[optimizer] with kind = \"adamw\"", OPTIMIZER, "AdamWConfig", "/mlp/optimizer"),
+            table(
+                "schedule = { kind = \"cosine\" }",
+                OPTIMIZER,
+                "Schedule::Cosine",
+                "/mlp/optimizer/schedule",
+            ),
+            table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
+            table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
+        ],
+    ),
+];
+
+/// One of each table that is not there by default, with the keys that have to be given.
+const SAMPLE: &str = r#"
+[streams]
+topics = [{ name = "example" }]
+[[ingest.jobs]]
+name = "example"
+topic = "example"
+volume = "example"
+path = "example"
+[serving.tls]
+certificate = "server.pem"
+key = "server.key"
+[serving.telemetry]
+endpoint = "http://127.0.0.1:4317"
+[serving.models.example]
+[[serving.pipes]]
+name = "example"
+input = "example"
+output = "predictions"
+model = "example"
+[up]
+mounts = [{ volume = "example", path = "mnt" }]
+snapshots = [{ volume = "example", every_s = 3600, keep = 48 }]
+"#;
+
+/// Job files with the keys that have to be given.
+const JOBS: [(&str, &str); 2] = [
+    (
+        "mlp",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = { kind = "mlp", inputs = 64, classes = 10 }
+optimizer = { kind = "adamw", schedule = { kind = "cosine", total_steps = 1000 } }
+"#,
+    ),
+    (
+        "cnn",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = { kind = "cnn", height = 8, width = 8, classes = 10 }
+optimizer = { kind = "sgd" }
+"#,
+    ),
+];
+
+/// Types as people read them.
+const TYPES: [(&str, &str); 42] = [
+    ("bool", "true or false"),
+    ("usize", "integer"),
+    ("u32", "integer"),
+    ("u64", "integer"),
+    ("i32", "integer"),
+    ("f32", "number"),
+    ("f64", "number"),
+    ("[f64;2]", "list of 2 numbers"),
+    ("String", "text"),
+    ("PathBuf", "path"),
+    ("SocketAddr", "IP:PORT"),
+    ("IpAddr", "IP address"),
+    ("Name", "name"),
+    ("VolumeSpec", "VOLUME[@SNAPSHOT]"),
+    ("DatasetSpec", "VOLUME@SNAPSHOT:/PATH"),
+    ("MetaUrl", "URL"),
+    ("Secret", "secret"),
+    ("Devices", "device"),
+    ("Device", "device"),
+    ("VersionPolicy", "text or list"),
+    ("Target", "version or label"),
+    ("ShadowTarget", "table"),
+    ("DeclaredSchema", "table of types"),
+    ("ModelSource", "path or table"),
+    ("OptimizerConfig", "table"),
+    ("Schedule", "table"),
+    ("broker::Config", "table"),
+    ("TopicConfig", "table"),
+    ("JobConfig", "table"),
+    ("MountConfig", "table"),
+    ("SnapshotSchedule", "table"),
+    ("ModelOptions", "table"),
+    ("PipeConfig", "table"),
+    ("Batching", "table"),
+    ("Drift", "table"),
+    ("Limits", "table"),
+    ("Telemetry", "table"),
+    ("Tls", "table"),
+    ("Shuffle", "table"),
+    ("Output", "table"),
+    ("UnknownFields", "word"),
+    ("Loss", "word"),
+];
+
+/// Types with a few values, and where they are declared.
+const CHOICES: [(&str, &str); 7] = [
+    ("Flush", "streams/src/broker/config.rs"),
+    ("Control", SERVING),
+    ("Format", "ingest/src/config.rs"),
+    ("DeadLetter", "ingest/src/config.rs"),
+    ("Compression", "ingest/src/config.rs"),
+    ("UnknownFields", "ingest/src/decode.rs"),
+    ("Loss", "trainer/src/engine/mod.rs"),
+];
+
+const NOTE: &str = "\
+The last column says what an unset key means. A secret is text, `{ env = \"NAME\" }` or \
+`{ file = \"PATH\" }`. [Configuration](../configuration.md) says where values come from.
+";
+
+pub(super) fn pages(home: &Home) -> Vec<Page> {
+    let sample = home.file("sample.toml", SAMPLE);
+    let plain = configuration(home, &[]);
+    let filled = configuration(home, &["--config", sample.to_str().unwrap()]);
+    let mut given: Value = toml::from_str(SAMPLE).unwrap();
+    let mut filled = filled;
+    for (name, text) in JOBS {
+        filled[name] = serde_json::to_value(JobFile::parse(text).unwrap()).unwrap();
+        given[name] = toml::from_str(text).unwrap();
+    }
+    let values = Values { plain, filled, given };
+    let one = |(path, title, tables): &(&str, &str, &[Table])| {
+        let tables: String = tables.iter().map(|table| values.table(table)).collect();
+        page(path, title, &format!("{NOTE}{tables}"))
+    };
+    PAGES.iter().map(one).collect()
+}
+
+/// What `millrace config` prints.
+fn configuration(home: &Home, flags: &[&str]) -> Value {
+    let output = program(home).args(flags).args(["config", "--json"]).output().unwrap();
+    assert!(output.status.success(), "millrace config: {output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+struct Values {
+    /// Of no configuration at all.
+    plain: Value,
+    /// Of the samples.
+    filled: Value,
+    /// The samples themselves.
+    given: Value,
+}
+
+impl Values {
+    fn table(&self, table: &Table) -> String {
+        let tokens = source(table.file);
+        let keys = match table.name.split_once("::") {
+            None => members(&tokens, "struct", table.name),
+            Some((name, variant)) => {
+                let variants = members(&tokens, "enum", name);
+                fields(variants.iter().find(|found| found.name == variant).unwrap())
+            }
+        };
+        let heading = if table.heading.starts_with("The ") {
+            table.heading.into()
+        } else {
+            format!("`{}`", table.heading)
+        };
+        let mut text = format!("\n## {heading}\n\n| key | type | default | meaning |\n|---|---|---|---|\n");
+        let mut choices = Vec::new();
+        for key in &keys {
+            let (kind, values) = kind(&shown(&key.rest));
+            let default = self.default(table, &key.name);
+            text +=
+                &format!("| `{}` | {kind} | {default} | {} |\n", key.name, cell(&plain(&key.doc, &tokens)));
+            choices.extend(values.into_iter().map(|value| (key.name.clone(), value)));
+        }
+        for (key, value) in choices.iter().filter(|(_, value)| !value.doc.is_empty()) {
+            text += &format!("\n- `{key}` = {}: {}", choice(value), plain(&value.doc, &tokens));
+        }
+        if choices.is_empty() { text } else { text + "\n" }
+    }
+
+    /// What a key is without being set.
+    fn default(&self, table: &Table, key: &str) -> String {
+        let value = match self.plain.pointer(table.at) {
+            Some(present) => &present[key],
+            None => {
+                let given = self.given.pointer(table.at).map(|given| &given[key]);
+                if given.is_some_and(|given| !given.is_null() && !is_table(given)) {
+                    return "required".to_owned();
+                }
+                let filled = self.filled.pointer(table.at);
+                &filled.unwrap_or_else(|| panic!("the samples have no {}", table.at))[key]
+            }
+        };
+        match value {
+            Value::Null => "unset".to_owned(),
+            Value::Object(fields) if fields.is_empty() => "none".to_owned(),
+            Value::Object(_) => "see below".to_owned(),
+            Value::Array(list) if list.is_empty() => "none".to_owned(),
+            Value::Number(number) => format!("{number}{}", size(key, number.as_u64().unwrap_or(0))),
+            other => format!("`{}`", cell(&other.to_string())),
+        }
+    }
+}
+
+fn is_table(value: &Value) -> bool {
+    value.is_object() || value.as_array().is_some_and(|list| list.iter().any(Value::is_object))
+}
+
+/// Bytes in the largest unit that fits.
+fn size(key: &str, value: u64) -> String {
+    let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    let unit = units.into_iter().find(|(_, shift)| value > 0 && value.is_multiple_of(1 << shift));
+    match unit {
+        Some((unit, shift)) if key.contains("bytes") => format!(" ({} {unit})", value >> shift),
+        _ => String::new(),
+    }
+}
+
+/// A type in words, and its values where it has a few.
+fn kind(written: &str) -> (String, Vec<Member>) {
+    let inside = |outer: &str| written.strip_prefix(outer)?.strip_prefix('<')?.strip_suffix('>');
+    if let Some(inner) = inside("Option") {
+        return kind(inner);
+    }
+    if let Some(inner) = inside("Vec") {
+        return (format!("list of {}", plural(&kind(inner).0)), Vec::new());
+    }
+    if let Some((_, value)) = inside("BTreeMap").and_then(|inner| inner.split_once(", ")) {
+        return (format!("table of {}", plural(&kind(value).0)), Vec::new());
+    }
+    if let Some((_, file)) = CHOICES.into_iter().find(|(name, _)| *name == written) {
+        let values = members(&source(file), "enum", written);
+        let names: Vec<_> = values.iter().map(choice).collect();
+        return (names.join(" or "), values);
+    }
+    let known = TYPES.into_iter().find(|(name, _)| *name == written);
+    let (_, words) = known.unwrap_or_else(|| panic!("the type {written} has no words: add it to TYPES"));
+    (words.replace('|', "\\|"), Vec::new())
+}
+
+fn plural(words: &str) -> String {
+    match words {
+        "text" => "texts".to_owned(),
+        "IP:PORT" => words.to_owned(),
+        _ if words.ends_with('s') || words.contains(' ') => words.to_owned(),
+        _ => format!("{words}s"),
+    }
+}
+
+/// A value of an enum as TOML has it.
+fn choice(value: &Member) -> String {
+    let mut name = String::new();
+    for c in value.name.chars() {
+        if c.is_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.extend(c.to_lowercase());
+    }
+    let has_content = value.rest.first().is_some_and(|token| token.is('('));
+    if has_content { format!("`{{ {name} = \"…\" }}`") } else { format!("`\"{name}\"`") }
+}
+
+/// A doc comment without links of rustdoc; constants of the file become their values.
+fn plain(doc: &str, tokens: &[Token]) -> String {
+    let mut text = String::new();
+    let mut rest = doc;
+    while let Some((before, after)) = rest.split_once("[`") {
+        let Some((name, after)) = after.split_once("`]") else { break };
+        text += before;
+        match constant(tokens, name) {
+            Some(value) => text += &value.to_string(),
+            None => text += &format!("`{name}`"),
+        }
+        rest = after;
+    }
+    text + rest
+}
