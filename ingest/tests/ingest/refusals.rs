@@ -4,7 +4,7 @@ use std::process::Command;
 
 use millrace_datafs::Publish;
 use millrace_ingest::{Config, DeadLetter, Error, JobConfig, Until, offsets, run};
-use millrace_streams::topic::OutRecord;
+use millrace_streams::topic::{self, OutRecord};
 use tokio_util::sync::CancellationToken;
 
 use crate::landing::declared;
@@ -57,15 +57,20 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
     for (job, what) in [
         (JobConfig { path: "else".to_owned(), ..changed.clone() }, "lands in folder data"),
         (JobConfig { topic: "others".to_owned(), ..changed.clone() }, "lands topic events"),
-        (JobConfig { name: "second".to_owned(), ..changed.clone() }, "belongs to job job"),
-        (
-            JobConfig { name: "second".to_owned(), path: "data/inner".to_owned(), ..changed.clone() },
-            "wants folder data/inner, but data belongs to job job",
-        ),
     ] {
         let error = site.land(&job).await.unwrap_err();
         assert!(matches!(error, Error::JobChanged { .. }), "{error:?}");
         one_line(&error, &[what]);
+    }
+    for (path, what) in [
+        ("data", "wants folder data, but data belongs to job job (topic events)"),
+        ("data/inner", "wants folder data/inner, but data belongs to job job"),
+        ("dead_letters/job", "but dead_letters/job belongs to job job"),
+    ] {
+        let job = JobConfig { name: "second".to_owned(), path: path.to_owned(), ..changed.clone() };
+        let error = site.land(&job).await.unwrap_err();
+        assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
+        one_line(&error, &[what, "choose another path"]);
     }
     assert_eq!(site.prove(&changed).await, (2, 0));
     site.stop().await;
@@ -89,6 +94,39 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
     let error = site.land(&job("events")).await.unwrap_err();
     assert!(matches!(error, Error::CorruptState { .. }), "{error:?}");
     assert!(offsets(&site.view()).is_err());
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_that_was_created_again_is_refused_however_long_it_is() {
+    let site = Site::start().await;
+    site.topic("events", 2).await;
+    let records = |text: &str, count: usize| -> Vec<OutRecord> {
+        let value = |id: usize| format!("{{\"id\": {id}, \"text\": \"{text} {id}\"}}");
+        (0..count).map(|id| OutRecord::new("events", value(id)).partition(1)).collect()
+    };
+    site.produce(records("old", 5)).await;
+    assert_eq!(site.land(&job("events")).await.unwrap().landed, 5);
+    // The same topic, longer: it goes on.
+    site.produce(records("more", 2)).await;
+    assert_eq!(site.land(&job("events")).await.unwrap().landed, 2);
+
+    topic::delete_topic(&site.kafka, "events").await.unwrap();
+    site.topic("events", 2).await;
+    // As long as the old one was, and longer.
+    for produced in [7, 3] {
+        site.produce(records("new", produced)).await;
+        let error = site.land(&job("events")).await.unwrap_err();
+        assert!(
+            matches!(error, Error::TopicReplaced { partition: 1, offset: 6, .. }),
+            "after {produced} more: {error:?}"
+        );
+        one_line(&error, &["topic events was deleted and created again", "new job name and path"]);
+        assert!(!error.is_retryable());
+    }
+    assert_eq!(site.prove(&job("events")).await, (7, 0));
+    let other = JobConfig { name: "again".to_owned(), path: "again".to_owned(), ..job("events") };
+    assert_eq!(site.land(&other).await.unwrap().landed, 10);
     site.stop().await;
 }
 
