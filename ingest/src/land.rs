@@ -4,6 +4,7 @@
 //! commits all of it with the new offsets in one transaction when rows, bytes or time say so.
 
 mod dead;
+mod declared;
 mod file;
 mod pending;
 mod target;
@@ -27,6 +28,7 @@ use crate::schema::{Field, Inference, Schema};
 use crate::state::{Last, Moved, State};
 
 use dead::DeadLetters;
+use declared::DeclaredCheck;
 use pending::Pending;
 use target::{Layout, Target};
 
@@ -78,6 +80,7 @@ pub(crate) struct Lander {
     pending: Pending,
     report: IngestReport,
     progress: watch::Sender<Progress>,
+    declared: DeclaredCheck,
 }
 
 impl Lander {
@@ -93,6 +96,7 @@ impl Lander {
         let schema = job.resolve_schema(state.schema.as_ref())?;
         let dead = DeadLetters::new(&job, producer);
         let report = IngestReport { offsets: state.offsets.clone(), ..IngestReport::default() };
+        let declared = DeclaredCheck::new(&job, &state);
         let mut lander = Self {
             job,
             view,
@@ -109,6 +113,7 @@ impl Lander {
             pending: Pending::default(),
             report,
             progress,
+            declared,
         };
         if let Some(schema) = schema {
             lander.fix(Arc::new(schema));
@@ -137,6 +142,7 @@ impl Lander {
             }
         }
         self.commit()?;
+        self.check_declared(true);
         Ok(self.report)
     }
 
@@ -293,6 +299,7 @@ impl Lander {
             match self.decode_record(partition, offset, records.timestamp_ms(row), value)? {
                 Some(reject) => {
                     *self.pending.dead.entry(reject.class).or_default() += 1;
+                    self.declared.rejected(&reject);
                     rejected.push((row, reject));
                 }
                 None => self.pending.landed += 1,
@@ -421,7 +428,13 @@ impl Lander {
         let schema = self.layout.as_ref().map(|(layout, _)| layout.schema());
         self.state.commit(&self.view, &self.job, publish, moved, schema.map(Arc::as_ref))?;
         self.count(&pending, files, started.elapsed());
+        self.check_declared(false);
         Ok(())
+    }
+
+    fn check_declared(&mut self, ended: bool) {
+        let Some((_, decoder)) = &self.layout else { return };
+        self.declared.check(&self.job, decoder, &mut self.report, ended);
     }
 
     fn count(&mut self, pending: &Pending, files: u64, elapsed: Duration) {

@@ -38,9 +38,6 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
         session = context.topics().await?;
     }
     drop(session);
-    for warning in &report.warnings {
-        context.out.note(warning);
-    }
     context.out.table(
         &serde_json::json!({ "job": job.name, "topic": job.topic, "volume": job.volume, "path": job.path, "report": report }),
         &["topic", "volume", "records", "landed", "dead letters", "files", "read"],

@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use millrace_datafs::Publish;
+use millrace_ingest::decode::UnknownFields;
 use millrace_ingest::{Config, DeadLetter, Error, JobConfig, Until, offsets, run};
 use millrace_streams::topic::{self, OutRecord};
 use tokio_util::sync::CancellationToken;
@@ -152,7 +153,42 @@ async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
     assert!(!offsets(&site.view()).unwrap().contains_key("noise"), "nothing was committed");
     // Declared columns say that dead letters are meant.
     let declared = JobConfig { schema: Some(declared(&[("v", "int64")])), ..noise };
-    assert_eq!(site.land(&declared).await.unwrap().dead_letters, 100);
+    let report = site.land(&declared).await.unwrap();
+    assert_eq!(report.dead_letters, 100);
+    assert!(report.warnings[0].contains("100 of the first 100 records"), "{:?}", report.warnings);
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn declared_columns_that_no_record_has_are_warned_of() {
+    let site = Site::start().await;
+    site.topic("events", 1).await;
+    site.produce((0..20).map(|id| record("events", id, 0))).await;
+    let with = |name: &str, columns: &[(&str, &str)], unknown| JobConfig {
+        name: name.to_owned(),
+        path: name.to_owned(),
+        schema: Some(declared(columns)),
+        unknown_fields: Some(unknown),
+        ..job("events")
+    };
+    let right = with("right", &[("id", "int64"), ("text", "utf8?")], UnknownFields::Reject);
+    assert_eq!(site.land(&right).await.unwrap().warnings, [""; 0]);
+
+    let ignored = with("ignored", &[("id", "int64"), ("txet", "utf8?")], UnknownFields::Ignore);
+    let report = site.land(&ignored).await.unwrap();
+    assert_eq!((report.landed, report.warnings.len()), (20, 1));
+    let warning = "none of the first 20 records of topic events has the declared column \"txet\"";
+    assert!(report.warnings[0].contains(warning), "{:?}", report.warnings);
+    // Said once, not at every run.
+    site.produce([record("events", 20, 0)]).await;
+    assert_eq!(site.land(&ignored).await.unwrap().warnings, [""; 0]);
+
+    let rejected = with("rejected", &[("id", "int64"), ("txet", "utf8?")], UnknownFields::Reject);
+    let report = site.land(&rejected).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters), (0, 21));
+    let warning = "21 of the first 21 records of topic events are dead letters (the first: field \"text\" is \
+                   not in the schema)";
+    assert!(report.warnings[0].contains(warning), "{:?}", report.warnings);
     site.stop().await;
 }
 
