@@ -20,7 +20,7 @@ pub(crate) struct DeclaredCheck {
 
 impl DeclaredCheck {
     pub(crate) fn new(job: &Job, state: &State) -> Self {
-        Self { open: job.declared.is_some(), is_first: state.last.is_empty(), reason: None }
+        Self { open: job.declared.is_some(), is_first: state.schema.is_none(), reason: None }
     }
 
     /// Notes why a record became a dead letter.
