@@ -91,13 +91,6 @@ fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
     until("the broker ends", || !millrace_streams::broker::is_held(&home.path().join("broker")));
 }
 
-/// Records of a topic that have landed in a volume; 0 while it does not exist.
-fn landed(home: &Home, volume: &str, topic: &str) -> i64 {
-    let datafs = Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
-    let Ok(view) = datafs.view(&volume.parse().unwrap()) else { return 0 };
-    millrace_ingest::offsets(&view).unwrap().get(topic).map_or(0, |partitions| partitions.values().sum())
-}
-
 #[test]
 fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
     let home = Home::new();
@@ -105,9 +98,16 @@ fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
     let config = home.file("m.toml", format!("[[ingest.jobs]]\n{job}"));
     let line = |name: &str| home.file(name, "{\"id\":1}\n").to_str().unwrap().to_owned();
     home.ok(["produce", "t", &line("first")]);
+    let datafs = Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let landed = || -> i64 {
+        let offsets = millrace_ingest::offsets(&view).unwrap();
+        offsets.get("t").map_or(0, |partitions| partitions.values().sum())
+    };
     let follow =
         home.start(["--config", config.to_str().unwrap(), "ingest", "--job", "j", "--follow", "--json"]);
-    until("the first record has landed", || landed(&home, "v", "t") == 1);
+    until("the first record has landed", || landed() == 1);
     let holder = std::fs::read_to_string(home.path().join("broker/lock")).unwrap();
     let broker = Pid::from_raw(holder.lines().next().unwrap().parse().unwrap());
     kill(broker, Signal::SIGKILL).unwrap();
@@ -116,7 +116,7 @@ fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
             || !millrace_streams::broker::is_held(&home.path().join("broker"))
     });
     home.ok(["produce", "t", &line("second")]);
-    until("the second record has landed", || landed(&home, "v", "t") == 2);
+    until("the second record has landed", || landed() == 2);
     assert_eq!(follow.stop(), 0);
 }
 
