@@ -1,7 +1,8 @@
 //! What every command starts from: how to talk, the home, the configuration, and the engines that
 //! these name.
 
-use std::path::Path;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +18,9 @@ use crate::logging::Switch;
 use crate::output::Output;
 use crate::settings::Loaded;
 use crate::shared_broker::{self, Share};
+
+/// How often a session looks whether the broker of its home is still there.
+const LOST_POLL: Duration = Duration::from_secs(1);
 
 /// What a command runs with.
 #[derive(Clone)]
@@ -109,12 +113,12 @@ impl Context {
         let config = &self.loaded.settings.streams;
         let root = self.home.root();
         if !config.is_embedded() {
-            return Ok(TopicSession { kafka: config.kafka(root)?, _share: None });
+            return Ok(TopicSession { kafka: config.kafka(root)?, joined: None });
         }
         let (address, share) = shared_broker::join(self).await?;
         let kafka =
             KafkaConfig { bootstrap_servers: address.to_string(), properties: config.properties.clone() };
-        Ok(TopicSession { kafka, _share: Some(share) })
+        Ok(TopicSession { kafka, joined: Some(Joined { home: root.to_owned(), address, _share: share }) })
     }
 }
 
@@ -122,7 +126,35 @@ impl Context {
 pub(crate) struct TopicSession {
     /// How clients reach them.
     pub(crate) kafka: KafkaConfig,
-    _share: Option<Share>,
+    /// The broker of this home; a cluster has none.
+    joined: Option<Joined>,
+}
+
+/// The broker of a home, as a session found it.
+struct Joined {
+    home: PathBuf,
+    address: SocketAddr,
+    _share: Share,
+}
+
+impl TopicSession {
+    /// Whether the broker of this home has ended, or another one has taken its place at another address. The
+    /// session then reaches nothing any more: a new one does. Never so for a cluster, whose clients look for its
+    /// brokers themselves.
+    pub(crate) fn is_lost(&self) -> bool {
+        let joined = self.joined.as_ref();
+        joined.is_some_and(|joined| !shared_broker::is_at(&joined.home, joined.address))
+    }
+
+    /// Waits until [`TopicSession::is_lost`].
+    pub(crate) async fn lost(&self) {
+        loop {
+            tokio::time::sleep(LOST_POLL).await;
+            if self.is_lost() {
+                return;
+            }
+        }
+    }
 }
 
 /// Creates a volume unless it exists.

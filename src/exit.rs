@@ -98,7 +98,11 @@ fn ingest(error: &millrace_ingest::Error) -> Exit {
     match error {
         E::InvalidJob { .. } => Exit::Usage,
         E::TopicMissing { .. } | E::VolumeMissing { .. } | E::OffsetLost { .. } => Exit::NotFound,
-        E::Fenced { .. } | E::SchemaMismatch { .. } | E::JobChanged { .. } => Exit::Conflict,
+        E::Fenced { .. }
+        | E::SchemaMismatch { .. }
+        | E::JobChanged { .. }
+        | E::FolderTaken { .. }
+        | E::TopicReplaced { .. } => Exit::Conflict,
         E::NoSpace { .. } => Exit::NoSpace,
         E::CorruptState { .. } => Exit::Corrupt,
         _ => Exit::Failed,

@@ -110,6 +110,11 @@ pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
     }
 }
 
+/// Whether the broker of the home still answers at that address.
+pub(crate) fn is_at(home: &Path, address: SocketAddr) -> bool {
+    broker::running_address(&broker::dir(home)) == Some(address)
+}
+
 /// A shared lock on the file. A broker that ends holds it alone until it has ended.
 async fn share(context: &Context, path: &Path) -> Result<Share> {
     let file = open(path)?;

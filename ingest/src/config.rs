@@ -94,8 +94,8 @@ pub struct JobConfig {
     pub unknown_fields: Option<UnknownFields>,
     /// Publish after this many records.
     pub flush_rows_max: u64,
-    /// Publish after this many bytes of keys and values. Also bounds memory: see the crate's
-    /// documentation.
+    /// Publish after records that take this many bytes of memory: keys, values and headers, and about 100 bytes
+    /// for each record. Also bounds memory: see the crate's documentation.
     pub flush_bytes_max: u64,
     /// Publish when the oldest unpublished record was read this many milliseconds ago, whether or
     /// not more records come.

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::schema::{COLUMNS_MAX, Field, Schema, check_name, infer_value};
+use crate::schema::{COLUMNS_MAX, Field, Schema, Shape, check_name, infer_value};
 
 /// Bounds on one record.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -101,6 +101,12 @@ impl Decoder {
         &self.schema
     }
 
+    /// Columns that no record had a field for so far, dead letters included.
+    pub(crate) fn unseen(&self) -> impl Iterator<Item = &str> {
+        let columns = self.schema.fields.iter().zip(&self.seen);
+        columns.filter(|(_, seen)| **seen == 0).map(|(field, _)| field.name.as_str())
+    }
+
     /// Decodes one record value (`None`: a tombstone) as one more row of `columns`. On any verdict
     /// but [`Outcome::Landed`] the columns are as before.
     pub fn decode(&mut self, value: Option<&[u8]>, columns: &mut Columns) -> Outcome {
@@ -144,9 +150,10 @@ impl Decoder {
                     }
                     self.seen[i] = self.record;
                     let field = &self.schema.fields[i];
+                    let value = scanner.rest();
                     columns
                         .append(i, field.nullable, &mut scanner)
-                        .map_err(|fault| Reject::of_column(field, fault))?;
+                        .map_err(|fault| Reject::of_column(field, fault, value, &self.limits))?;
                     set += 1;
                 }
                 None => {
@@ -200,7 +207,12 @@ impl Decoder {
                 Ok(None)
             }
             UnknownFields::AddColumn => {
-                let Some(kind) = infer_value(scanner)?.into_type() else {
+                let value = scanner.rest();
+                let shape = infer_value(scanner)?;
+                if shape == (Shape::Beyond { exact: false }) {
+                    return Err(Reject::beyond(name, value, &self.limits));
+                }
+                let Some(kind) = shape.into_type() else {
                     // null says nothing that a missing column does not say.
                     return Ok(None);
                 };

@@ -88,6 +88,43 @@ pub enum Error {
         /// What changed.
         what: String,
     },
+    /// A folder of the job belongs to another job: files of both would replace each other.
+    #[error(
+        "ingest job {job} of volume {volume} wants folder {folder}, but {owner_folder} belongs to job {owner} \
+         (topic {owner_topic}): choose another path or dead_letter directory for one of them"
+    )]
+    FolderTaken {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// Folder that the job wants, for files or for dead letters.
+        folder: String,
+        /// Job that owns a folder in it or around it.
+        owner: String,
+        /// Topic of that job.
+        owner_topic: String,
+        /// Folder of that job.
+        owner_folder: String,
+    },
+    /// The topic is another one of the same name: to go on would skip its first records and mix the two.
+    #[error(
+        "ingest job {job}: topic {topic} was deleted and created again: at offset {offset} of partition \
+         {partition} it holds another record than the one that landed in volume {volume}; land it under a \
+         new job name and path, or in another volume"
+    )]
+    TopicReplaced {
+        /// Job.
+        job: String,
+        /// Volume.
+        volume: String,
+        /// Topic.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// Offset of the last record that landed.
+        offset: i64,
+    },
     /// The committed offset is not in the topic any more: records were deleted before they landed,
     /// or the topic is another one. Nothing can be landed without losing or mixing records.
     #[error(

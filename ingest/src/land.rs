@@ -4,6 +4,7 @@
 //! commits all of it with the new offsets in one transaction when rows, bytes or time say so.
 
 mod dead;
+mod declared;
 mod file;
 mod pending;
 mod target;
@@ -24,15 +25,16 @@ use crate::error::{Error, Result};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
 use crate::schema::{Field, Inference, Schema};
-use crate::state::State;
+use crate::state::{Last, Moved, State};
 
 use dead::DeadLetters;
+use declared::DeclaredCheck;
 use pending::Pending;
 use target::{Layout, Target};
 
 /// Files that are written at the same time; beyond it all are completed (and published later).
 const FILES_OPEN_MAX: usize = 256;
-/// Record bytes that wait for the schema; it is inferred from fewer records beyond it.
+/// Memory of records that wait for the schema; it is inferred from fewer records beyond it.
 const HELD_BYTES_MAX: usize = 16 << 20;
 /// A sample of fewer records says too little to refuse a topic.
 const SAMPLE_MIN: usize = 10;
@@ -78,6 +80,7 @@ pub(crate) struct Lander {
     pending: Pending,
     report: IngestReport,
     progress: watch::Sender<Progress>,
+    declared: DeclaredCheck,
 }
 
 impl Lander {
@@ -93,6 +96,7 @@ impl Lander {
         let schema = job.resolve_schema(state.schema.as_ref())?;
         let dead = DeadLetters::new(&job, producer);
         let report = IngestReport { offsets: state.offsets.clone(), ..IngestReport::default() };
+        let declared = DeclaredCheck::new(&job, &state);
         let mut lander = Self {
             job,
             view,
@@ -109,6 +113,7 @@ impl Lander {
             pending: Pending::default(),
             report,
             progress,
+            declared,
         };
         if let Some(schema) = schema {
             lander.fix(Arc::new(schema));
@@ -137,6 +142,7 @@ impl Lander {
             }
         }
         self.commit()?;
+        self.check_declared(true);
         Ok(self.report)
     }
 
@@ -149,7 +155,7 @@ impl Lander {
     fn is_due(&self) -> bool {
         let config = &self.job.config;
         self.pending.records() + self.held_rows as u64 >= config.flush_rows_max
-            || self.pending.bytes >= config.flush_bytes_max
+            || self.pending.memory >= config.flush_bytes_max
             || self.completed.len() >= FILES_PUBLISHED_MAX
             || self.time_left() == Some(Duration::ZERO)
     }
@@ -163,9 +169,7 @@ impl Lander {
     fn take(&mut self, input: Input) -> Result<()> {
         self.pending.since.get_or_insert_with(Instant::now);
         if let (None, Input::Records(batch)) = (&self.layout, &input) {
-            let records = self.records(batch)?;
-            let values = (0..records.len()).filter_map(|row| records.value(row));
-            self.held_bytes += values.map(<[u8]>::len).sum::<usize>();
+            self.held_bytes += self.records(batch)?.memory_total();
             self.held_rows += batch.num_rows();
         } else if self.layout.is_some() || self.held.is_empty() {
             return self.land(input);
@@ -281,22 +285,30 @@ impl Lander {
     fn decode(&mut self, batch: &RecordBatch) -> Result<()> {
         let records = self.records(batch)?;
         let mut rejected: Vec<(usize, Reject)> = Vec::new();
+        let mut last: BTreeMap<i32, usize> = BTreeMap::new();
         let before = self.pending.records();
         for row in 0..records.len() {
             let (partition, offset) = (records.partition(row), records.offset(row));
             if !self.advance(partition, offset + 1) {
                 continue;
             }
+            last.insert(partition, row);
             let value = records.value(row);
             self.pending.bytes +=
                 (value.map_or(0, <[u8]>::len) + records.key(row).map_or(0, <[u8]>::len)) as u64;
             match self.decode_record(partition, offset, records.timestamp_ms(row), value)? {
                 Some(reject) => {
                     *self.pending.dead.entry(reject.class).or_default() += 1;
+                    self.declared.rejected(&reject);
                     rejected.push((row, reject));
                 }
                 None => self.pending.landed += 1,
             }
+        }
+        self.pending.memory += records.memory_total() as u64;
+        for (partition, row) in last {
+            let last = Last { offset: records.offset(row), digest: records.digest(row) };
+            self.pending.last.insert(partition, last);
         }
         if !rejected.is_empty() {
             let completed = &mut self.completed;
@@ -394,7 +406,7 @@ impl Lander {
         if self.layout.is_none() && !self.held.is_empty() {
             self.decide_schema()?;
         }
-        let pending = std::mem::take(&mut self.pending);
+        let mut pending = std::mem::take(&mut self.pending);
         if pending.records() == 0 && !pending.passed {
             return Ok(());
         }
@@ -406,16 +418,23 @@ impl Lander {
         for Completed { path, file } in self.completed.drain(..) {
             publish = publish.file(path, file);
         }
-        let moved: BTreeMap<i32, i64> = self
+        let offsets = self
             .next
             .iter()
             .filter(|(partition, next)| self.state.offsets.get(partition) != Some(next))
             .map(|(partition, next)| (*partition, *next))
             .collect();
+        let moved = Moved { offsets, last: std::mem::take(&mut pending.last) };
         let schema = self.layout.as_ref().map(|(layout, _)| layout.schema());
-        self.state.commit(&self.view, &self.job, publish, &moved, schema.map(Arc::as_ref))?;
+        self.state.commit(&self.view, &self.job, publish, moved, schema.map(Arc::as_ref))?;
         self.count(&pending, files, started.elapsed());
+        self.check_declared(false);
         Ok(())
+    }
+
+    fn check_declared(&mut self, ended: bool) {
+        let Some((_, decoder)) = &self.layout else { return };
+        self.declared.check(&self.job, decoder, &mut self.report, ended);
     }
 
     fn count(&mut self, pending: &Pending, files: u64, elapsed: Duration) {

@@ -20,10 +20,14 @@
 //! - Nothing is dropped: `records = landed + dead letters`, whatever bytes a topic holds. A batch that
 //!   cannot be decoded counts as one record and is one dead letter, which names its offsets.
 //!
-//! One thing it cannot see: a topic that was deleted and created again is refused as
-//! [`Error::OffsetLost`] while any partition is shorter than the committed offset, but once all
-//! are longer it looks like the old one, and the records below the offset are never read. Land a
-//! topic that was created again under a new job name and path.
+//! - A folder of files or dead letters belongs to one job, with all below it; another one is refused as
+//!   [`Error::FolderTaken`], also when both start at the same time.
+//!
+//! A topic that was deleted and created again is refused as [`Error::OffsetLost`] while a partition is shorter
+//! than the committed offset, else as [`Error::TopicReplaced`]: at each start the last record that landed of
+//! each partition is read again and compared. It goes unseen where that record was removed from the topic
+//! meanwhile, and where the topic grows beyond the position within seconds while a run reads it. Land such a
+//! topic under a new job name and path.
 //!
 //! # Files
 //!
@@ -47,7 +51,8 @@
 //! Reading stops while the landing thread is busy: besides the consumer's own queue (32 MiB) there
 //! are at most three batches of 4 MiB. A file under construction holds at most one row group and
 //! two upload parts (about 8 + 8 MiB), and all of them together no more than their share of
-//! `flush_bytes_max` of records, because a publish completes them.
+//! `flush_bytes_max` of records, because a publish completes them. What a record takes is counted
+//! ([`Records::memory`](millrace_streams::topic::Records::memory)), so that tiny ones are bounded, too.
 //!
 //! ```no_run
 //! use millrace_datafs::{Config as DatafsConfig, Datafs};

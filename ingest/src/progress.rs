@@ -68,9 +68,26 @@ pub struct IngestReport {
     pub bytes: u64,
     /// Next offset per partition, as committed.
     pub offsets: BTreeMap<i32, i64>,
+    /// What looks like a mistake in the configuration, in one line each.
+    pub warnings: Vec<String>,
     /// How long the run took.
     #[serde(rename = "elapsed_ms", serialize_with = "as_millis")]
     pub elapsed: Duration,
+}
+
+impl IngestReport {
+    /// Adds what a later run of the same job did.
+    pub fn add(&mut self, later: IngestReport) {
+        self.records += later.records;
+        self.landed += later.landed;
+        self.dead_letters += later.dead_letters;
+        self.files += later.files;
+        self.commits += later.commits;
+        self.bytes += later.bytes;
+        self.offsets.extend(later.offsets);
+        self.warnings.extend(later.warnings);
+        self.elapsed += later.elapsed;
+    }
 }
 
 fn as_millis<S: serde::Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {

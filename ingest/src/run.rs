@@ -1,5 +1,6 @@
 //! A run: from the volume's offsets to the topic's end, or for ever.
 
+mod recognise;
 #[cfg(test)]
 mod tests;
 
@@ -106,6 +107,11 @@ pub async fn run_with_progress(
     };
     let (view, state) = blocking(&job, claim).await?;
     let positions = start(&job, &state.offsets, &marks)?;
+    tokio::select! {
+        biased;
+        () = cancel.cancelled() => return Ok(IngestReport::default()),
+        recognised = recognise::check(&job, kafka, &state.last, &marks) => recognised?,
+    }
     tracing::info!(
         job = job.name(),
         topic = job.topic(),

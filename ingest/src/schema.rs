@@ -9,7 +9,7 @@ mod infer;
 mod tests;
 mod types;
 
-pub(crate) use infer::{Inference, infer_value};
+pub(crate) use infer::{Inference, Shape, infer_value};
 pub use types::{ParseTypeError, Type};
 
 use std::collections::HashSet;

@@ -7,7 +7,10 @@
 //! | `ingest/<job>/fence` | `<owner>:<commit number>`: who may commit next |
 //! | `ingest/<job>/schema` | [`Schema`] as JSON |
 //! | `ingest/<job>/<topic>/<partition>` | next offset to land, in decimal |
+//! | `ingest/<job>/last` | [`Last`] by partition as JSON: by it the topic is recognised |
+//! | `ingest/claims` | folders and the jobs that own them, see [`claims`] |
 
+mod claims;
 #[cfg(test)]
 mod tests;
 
@@ -15,15 +18,16 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use millrace_datafs::{Publish, View};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Job, nested};
+use crate::config::Job;
 use crate::error::{Error, Result};
 use crate::schema::Schema;
 
 const PREFIX: &str = "ingest/";
-/// How often a claim is tried again when others claim at the same time.
-const CLAIMS_MAX: usize = 8;
+/// How often a claim is tried again when others claim at the same time: all jobs of a service may.
+const CLAIMS_MAX: usize = 100;
 
 /// What a job never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +36,24 @@ struct Identity {
     format_version: u32,
     topic: String,
     path: String,
+}
+
+/// The last record of a partition that landed or became a dead letter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Last {
+    pub(crate) offset: i64,
+    /// As [`millrace_streams::topic::Records::digest`] has it.
+    pub(crate) digest: String,
+}
+
+/// What a commit moves.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Moved {
+    /// Next offset by partition.
+    pub(crate) offsets: BTreeMap<i32, i64>,
+    /// Last record by partition, where there is a newer one.
+    pub(crate) last: BTreeMap<i32, Last>,
 }
 
 /// The state of a job as committed.
@@ -43,6 +65,8 @@ pub(crate) struct State {
     commits: u64,
     /// Next offset per partition, as committed.
     pub(crate) offsets: BTreeMap<i32, i64>,
+    /// Last record per partition, as committed; not there for what earlier releases landed.
+    pub(crate) last: BTreeMap<i32, Last>,
     /// Columns of the files, once there are any.
     pub(crate) schema: Option<Schema>,
 }
@@ -56,42 +80,46 @@ fn key(job: &str, what: &str) -> String {
 }
 
 impl State {
-    /// Takes the job over: from now on commits of any earlier owner fail as fenced.
+    /// Takes the job over, with its folders: from now on commits of any earlier owner fail as fenced.
     ///
     /// Durable when it returns. Blocks on metadata.
     pub(crate) fn claim(view: &View, job: &Job) -> Result<Self> {
-        let volume_error = |e| volume_error(job, e);
         for _ in 0..CLAIMS_MAX {
-            let identity =
-                Identity { format_version: 1, topic: job.topic().to_owned(), path: job.path.clone() };
-            check_identity(view, job, &identity)?;
-            let fence_key = key(job.name(), "fence");
-            let before = view.key_get(&fence_key).map_err(volume_error)?;
-            let owner = RandomState::new().build_hasher().finish();
-            let fence = fence_value(owner, 0);
-            let identity_bytes = serde_json::to_vec(&identity).map_err(|e| Error::CorruptState {
-                volume: job.config.volume.clone(),
-                key: key(job.name(), "job"),
-                reason: e.to_string(),
-            })?;
-            let publish = Publish::new()
-                .expect_key(&fence_key, before)
-                .put_key(&fence_key, fence.clone())
-                .put_key(key(job.name(), "job"), identity_bytes);
+            let (publish, fence, owner) = Self::prepare(view, job)?;
             match view.publish(publish) {
                 Ok(()) => {}
                 Err(millrace_datafs::Error::Conflict { .. }) => continue,
-                Err(error) => return Err(volume_error(error)),
+                Err(error) => return Err(volume_error(job, error)),
             }
             return Ok(Self {
                 fence,
                 owner,
                 commits: 0,
                 offsets: read_offsets(view, job)?,
+                last: read_json(view, job, "last")?.unwrap_or_default(),
                 schema: read_schema(view, job)?,
             });
         }
         Err(fenced(job))
+    }
+
+    /// What takes the job over, with the fence's new value and the owner in it.
+    fn prepare(view: &View, job: &Job) -> Result<(Publish, Vec<u8>, u64)> {
+        let identity = Identity { format_version: 1, topic: job.topic().to_owned(), path: job.path.clone() };
+        let identities = identities(view, job)?;
+        check_identity(job, identities.get(job.name()), &identity)?;
+        let fence_key = key(job.name(), "fence");
+        let before = view.key_get(&fence_key).map_err(|e| volume_error(job, e))?;
+        let owner = RandomState::new().build_hasher().finish();
+        let fence = fence_value(owner, 0);
+        let identity_key = key(job.name(), "job");
+        let identity_bytes = to_json(job, &identity_key, &identity)?;
+        let publish = Publish::new()
+            .expect_key(&fence_key, before)
+            .put_key(&fence_key, fence.clone())
+            .put_key(identity_key, identity_bytes);
+        let publish = claims::add(view, job, &identities, publish)?;
+        Ok((publish, fence, owner))
     }
 
     /// Adds this commit's keys to `publish` and commits it: files, offsets and schema move in one
@@ -101,14 +129,15 @@ impl State {
         view: &View,
         job: &Job,
         publish: Publish,
-        offsets: &BTreeMap<i32, i64>,
+        moved: Moved,
         schema: Option<&Schema>,
     ) -> Result<()> {
         let fence = fence_value(self.owner, self.commits + 1);
-        let publish = self.with_keys(job, publish, &fence, offsets, schema)?;
+        let publish = self.with_keys(job, publish, &fence, &moved, schema)?;
         let outcome = view.publish(publish);
         self.conclude(view, job, outcome, fence)?;
-        self.offsets.extend(offsets);
+        self.offsets.extend(moved.offsets);
+        self.last.extend(moved.last);
         if let Some(schema) = schema {
             self.schema = Some(schema.clone());
         }
@@ -120,25 +149,28 @@ impl State {
         job: &Job,
         publish: Publish,
         fence: &[u8],
-        offsets: &BTreeMap<i32, i64>,
+        moved: &Moved,
         schema: Option<&Schema>,
     ) -> Result<Publish> {
         let fence_key = key(job.name(), "fence");
         let mut publish = publish.expect_key(&fence_key, Some(self.fence.clone())).put_key(&fence_key, fence);
-        for (partition, next) in offsets {
+        for (partition, next) in &moved.offsets {
             let key = offset_key(job.name(), job.topic(), *partition);
             let before = self.offsets.get(partition).map(|next| decimal(*next));
             publish = publish.expect_key(&key, before).put_key(&key, decimal(*next));
+        }
+        if !moved.last.is_empty() {
+            let mut last = self.last.clone();
+            last.extend(moved.last.clone());
+            let key = key(job.name(), "last");
+            let bytes = to_json(job, &key, &last)?;
+            publish = publish.put_key(key, bytes);
         }
         if let Some(schema) = schema
             && self.schema.as_ref() != Some(schema)
         {
             let key = key(job.name(), "schema");
-            let bytes = serde_json::to_vec(schema).map_err(|e| Error::CorruptState {
-                volume: job.config.volume.clone(),
-                key: key.clone(),
-                reason: e.to_string(),
-            })?;
+            let bytes = to_json(job, &key, schema)?;
             publish = publish.put_key(key, bytes);
         }
         Ok(publish)
@@ -197,36 +229,47 @@ pub(crate) fn volume_error(job: &Job, source: millrace_datafs::Error) -> Error {
     }
 }
 
-/// Refuses a job that moved, and a folder that belongs to another job.
-fn check_identity(view: &View, job: &Job, identity: &Identity) -> Result<()> {
+/// The jobs that the volume knows, by their names.
+fn identities(view: &View, job: &Job) -> Result<BTreeMap<String, Identity>> {
+    let mut identities = BTreeMap::new();
     for (key, value) in view.key_scan(PREFIX).map_err(|e| volume_error(job, e))? {
         let Some((name, "job")) = key.strip_prefix(PREFIX).and_then(|k| k.split_once('/')) else {
             continue;
         };
-        let other: Identity = serde_json::from_slice(&value).map_err(|e| Error::CorruptState {
-            volume: job.config.volume.clone(),
-            key: key.clone(),
-            reason: e.to_string(),
-        })?;
-        let changed = |what: String| Error::JobChanged {
-            job: job.name().to_owned(),
-            volume: job.config.volume.clone(),
-            what,
-        };
-        if name != job.name() {
-            if nested(&other.path, &identity.path) || nested(&identity.path, &other.path) {
-                return Err(changed(format!(
-                    "wants folder {}, but {} belongs to job {name}",
-                    identity.path, other.path
-                )));
-            }
-        } else if other.topic != identity.topic {
-            return Err(changed(format!("lands topic {} there, not {}", other.topic, identity.topic)));
-        } else if other.path != identity.path {
-            return Err(changed(format!("lands in folder {} there, not {}", other.path, identity.path)));
-        }
+        let identity = serde_json::from_slice(&value).map_err(|e| corrupt(job, &key, &e))?;
+        identities.insert(name.to_owned(), identity);
     }
-    Ok(())
+    Ok(identities)
+}
+
+/// Refuses a job that lands another topic or somewhere else than before.
+fn check_identity(job: &Job, before: Option<&Identity>, identity: &Identity) -> Result<()> {
+    let Some(before) = before else { return Ok(()) };
+    let what = if before.topic != identity.topic {
+        format!("lands topic {} there, not {}", before.topic, identity.topic)
+    } else if before.path != identity.path {
+        format!("lands in folder {} there, not {}", before.path, identity.path)
+    } else {
+        return Ok(());
+    };
+    Err(Error::JobChanged { job: job.name().to_owned(), volume: job.config.volume.clone(), what })
+}
+
+fn corrupt(job: &Job, key: &str, error: &serde_json::Error) -> Error {
+    Error::CorruptState { volume: job.config.volume.clone(), key: key.to_owned(), reason: error.to_string() }
+}
+
+fn to_json(job: &Job, key: &str, value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|e| corrupt(job, key, &e))
+}
+
+/// A value of the job that is kept as JSON.
+fn read_json<T: DeserializeOwned>(view: &View, job: &Job, what: &str) -> Result<Option<T>> {
+    let key = key(job.name(), what);
+    match view.key_get(&key).map_err(|e| volume_error(job, e))? {
+        Some(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|e| corrupt(job, &key, &e)),
+        None => Ok(None),
+    }
 }
 
 fn read_offsets(view: &View, job: &Job) -> Result<BTreeMap<i32, i64>> {
@@ -241,14 +284,14 @@ fn read_offsets(view: &View, job: &Job) -> Result<BTreeMap<i32, i64>> {
 }
 
 fn read_schema(view: &View, job: &Job) -> Result<Option<Schema>> {
-    let key = key(job.name(), "schema");
-    let Some(bytes) = view.key_get(&key).map_err(|e| volume_error(job, e))? else {
+    let Some(schema) = read_json::<Schema>(view, job, "schema")? else {
         return Ok(None);
     };
-    let corrupt =
-        |reason: String| Error::CorruptState { volume: job.config.volume.clone(), key: key.clone(), reason };
-    let schema: Schema = serde_json::from_slice(&bytes).map_err(|e| corrupt(e.to_string()))?;
-    Schema::new(schema.origin, schema.fields).map(Some).map_err(|e| corrupt(e.to_string()))
+    Schema::new(schema.origin, schema.fields).map(Some).map_err(|e| Error::CorruptState {
+        volume: job.config.volume.clone(),
+        key: key(job.name(), "schema"),
+        reason: e.to_string(),
+    })
 }
 
 fn parse_offset(view: &View, key: &str, partition: &str, value: &[u8]) -> Result<(i32, i64)> {

@@ -1,12 +1,12 @@
 //! `millrace ingest`: one topic into a volume, exactly once.
 
 use anyhow::Result;
-use millrace_datafs::Name;
-use millrace_ingest::{JobConfig, Progress, Until};
+use millrace_datafs::{Datafs, Name};
+use millrace_ingest::{IngestReport, JobConfig, Progress, Until};
 use tokio::sync::watch;
 
 use crate::cli::IngestArgs;
-use crate::context::{Context, ensure_volume};
+use crate::context::{Context, TopicSession, ensure_volume};
 use crate::failure::{Exit, fail};
 use crate::output::{bytes, count};
 
@@ -19,35 +19,25 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
         let datafs = datafs.clone();
         context.blocking(move || ensure_volume(&datafs, &volume)).await?;
     }
-    let session = context.topics().await?;
-    let until = if args.follow { Until::Forever } else { Until::CaughtUp };
-    let bar = context.out.progress("ingest", "records", (!args.follow).then_some(0));
-    let (sender, mut watched) = watch::channel(Progress::default());
-    let drawn = bar.clone();
-    let follow = args.follow;
-    let drawing = tokio::spawn(async move {
-        while watched.changed().await.is_ok() {
-            let progress = watched.borrow_and_update().clone();
-            let done = progress.landed + progress.dead_letters;
-            if !follow {
-                drawn.set_length(done + progress.lag());
+    let mut session = context.topics().await?;
+    let mut report = IngestReport::default();
+    loop {
+        let (ended, lost) = land(context, &job, &datafs, &session, args.follow, report.records).await?;
+        let again = args.follow && (lost || session.is_lost());
+        match ended {
+            Ok(part) => report.add(part),
+            Err(error) if again && error.is_retryable() => {
+                tracing::warn!(job = job.name, error = %error, "the broker of this home ended");
             }
-            drawn.set_position(done);
+            Err(error) => return Err(error.into()),
         }
-    });
-    let report = millrace_ingest::run_with_progress(
-        &job,
-        &datafs,
-        &session.kafka,
-        context.stop.child_token(),
-        until,
-        sender,
-    )
-    .await;
-    drawing.await?;
-    bar.finish_and_clear();
+        if context.stop.is_cancelled() || !again {
+            break;
+        }
+        context.out.note("the broker of this home ended: ingest goes on with its successor");
+        session = context.topics().await?;
+    }
     drop(session);
-    let report = report?;
     context.out.table(
         &serde_json::json!({ "job": job.name, "topic": job.topic, "volume": job.volume, "path": job.path, "report": report }),
         &["topic", "volume", "records", "landed", "dead letters", "files", "read"],
@@ -61,7 +51,52 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
             bytes(report.bytes),
         ]],
     )?;
-    if follow { Ok(()) } else { context.interrupted("ingest") }
+    if args.follow { Ok(()) } else { context.interrupted("ingest") }
+}
+
+/// Lands with one session: what came of it, and whether the broker of this home ended meanwhile.
+async fn land(
+    context: &Context,
+    job: &JobConfig,
+    datafs: &Datafs,
+    session: &TopicSession,
+    follow: bool,
+    before: u64,
+) -> Result<(millrace_ingest::Result<IngestReport>, bool)> {
+    let bar = context.out.progress("ingest", "records", (!follow).then_some(0));
+    let (sender, mut watched) = watch::channel(Progress::default());
+    let drawn = bar.clone();
+    let drawing = tokio::spawn(async move {
+        while watched.changed().await.is_ok() {
+            let progress = watched.borrow_and_update().clone();
+            let done = before + progress.landed + progress.dead_letters;
+            if !follow {
+                drawn.set_length(done + progress.lag());
+            }
+            drawn.set_position(done);
+        }
+    });
+    let until = if follow { Until::Forever } else { Until::CaughtUp };
+    let stop = context.stop.child_token();
+    let mut landing = std::pin::pin!(millrace_ingest::run_with_progress(
+        job,
+        datafs,
+        &session.kafka,
+        stop.clone(),
+        until,
+        sender,
+    ));
+    let ended = tokio::select! {
+        ended = &mut landing => (ended, false),
+        // Without --follow it ends by itself when no broker answers.
+        () = session.lost(), if follow => {
+            stop.cancel();
+            (landing.await, true)
+        }
+    };
+    drawing.await?;
+    bar.finish_and_clear();
+    Ok(ended)
 }
 
 fn job(context: &Context, args: &IngestArgs) -> Result<JobConfig> {

@@ -9,6 +9,7 @@ mod admin;
 pub mod batch;
 mod client;
 mod consumer;
+mod headers;
 mod producer;
 
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};

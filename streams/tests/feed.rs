@@ -1,6 +1,7 @@
 //! The feed over real Parquet and Arrow IPC files: order, resume, bad input, caching.
 
 mod bounded;
+mod compressed;
 mod data;
 mod order;
 mod reading;

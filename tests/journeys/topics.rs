@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use millrace_datafs::Datafs;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -87,6 +88,35 @@ fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
     assert_eq!(records(&home, "t"), 3);
     // The last command ends the broker, so that a copy of the home is whole.
     until("the broker ends", || !millrace_streams::broker::is_held(&home.path().join("broker")));
+}
+
+#[test]
+fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
+    let home = Home::new();
+    let job = "name = \"j\"\ntopic = \"t\"\nvolume = \"v\"\npath = \"d\"\nflush_ms = 100\n";
+    let config = home.file("m.toml", format!("[[ingest.jobs]]\n{job}"));
+    let line = |name: &str| home.file(name, "{\"id\":1}\n").to_str().unwrap().to_owned();
+    home.ok(["produce", "t", &line("first")]);
+    let datafs = Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    let view = datafs.view(&"v".parse().unwrap()).unwrap();
+    let landed = || -> i64 {
+        let offsets = millrace_ingest::offsets(&view).unwrap();
+        offsets.get("t").map_or(0, |partitions| partitions.values().sum())
+    };
+    let follow =
+        home.start(["--config", config.to_str().unwrap(), "ingest", "--job", "j", "--follow", "--json"]);
+    until("the first record has landed", || landed() == 1);
+    let holder = std::fs::read_to_string(home.path().join("broker/lock")).unwrap();
+    let broker = Pid::from_raw(holder.lines().next().unwrap().parse().unwrap());
+    kill(broker, Signal::SIGKILL).unwrap();
+    until("the broker is gone", || {
+        std::fs::read_to_string(home.path().join("broker/lock")).unwrap() != holder
+            || !millrace_streams::broker::is_held(&home.path().join("broker"))
+    });
+    home.ok(["produce", "t", &line("second")]);
+    until("the second record has landed", || landed() == 2);
+    assert_eq!(follow.stop(), 0);
 }
 
 #[test]

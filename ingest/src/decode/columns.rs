@@ -198,10 +198,7 @@ impl Values {
             Self::Float32(values) => values.push(scanner.number()?.to_f32()?),
             Self::Float64(values) => values.push(scanner.number()?.to_f64()?),
             Self::Timestamp(values) => values.push(match scanner.kind()? {
-                Kind::Number => {
-                    let ms = scanner.number()?.to_i64()?;
-                    ms.checked_mul(1000).ok_or(Fault::Range)?
-                }
+                Kind::Number => text::timestamp_of_ms(scanner.number()?.to_i64()?)?,
                 _ => text::timestamp_us(&scanner.string()?)?,
             }),
             Self::Utf8(strings) => {

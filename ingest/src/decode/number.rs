@@ -103,6 +103,11 @@ impl<'a> Number<'a> {
         }
     }
 
+    /// Whether it has neither fraction nor exponent.
+    pub(crate) fn is_integer(self) -> bool {
+        self.integer
+    }
+
     /// The exact integer.
     pub(crate) fn to_i64(self) -> Result<i64, Fault> {
         if !self.integer {

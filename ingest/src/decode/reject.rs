@@ -2,10 +2,13 @@
 
 use std::fmt;
 
-use crate::schema::{Field, SchemaError};
+use super::{Limits, Scanner};
+use crate::schema::{Field, SchemaError, Type};
 
 /// Longest piece of a record's own text inside a reason, in characters.
 const QUOTE_CHARS_MAX: usize = 120;
+/// Longest value inside a reason, in characters.
+const VALUE_CHARS_MAX: usize = 60;
 
 /// Class of a reason: the label of the dead-letter metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -104,6 +107,17 @@ fn quote(text: &str) -> String {
     format!("{quoted:?}")
 }
 
+/// A value as the record has it, on one line and shortened.
+fn shown(rest: &str, limits: &Limits) -> String {
+    let value = Scanner::value_of(rest, limits);
+    let on_one_line = |c: char| if c.is_control() { ' ' } else { c };
+    let mut shown: String = value.chars().take(VALUE_CHARS_MAX).map(on_one_line).collect();
+    if shown.len() < value.len() {
+        shown.push('…');
+    }
+    shown
+}
+
 impl Reject {
     fn new(class: RejectClass, reason: impl fmt::Display) -> Self {
         Self { class, reason: reason.to_string() }
@@ -153,9 +167,28 @@ impl Reject {
         Self::new(RejectClass::MissingField, "an object without any value")
     }
 
-    pub(crate) fn of_column(field: &Field, fault: Fault) -> Self {
+    /// A number without a column that no type of column takes.
+    pub(crate) fn beyond(name: &str, rest: &str, limits: &Limits) -> Self {
+        let (name, value) = (quote(name), shown(rest, limits));
+        Self::new(
+            RejectClass::OutOfRange,
+            format_args!("field {name}: neither int64 nor float64 can hold this number: {value}"),
+        )
+    }
+
+    /// Of a value that its column does not take; `rest` is the record's text from the value on.
+    pub(crate) fn of_column(field: &Field, fault: Fault, rest: &str, limits: &Limits) -> Self {
         let name = quote(&field.name);
         let kind = &field.kind;
+        let told = Self::told(&name, kind, fault);
+        match fault {
+            // They say where, and the record may end there.
+            Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => told,
+            _ => Self::new(told.class, format_args!("{}: {}", told.reason, shown(rest, limits))),
+        }
+    }
+
+    fn told(name: &str, kind: &Type, fault: Fault) -> Self {
         match fault {
             Fault::Syntax { .. } | Fault::Deep { .. } => Self::from(fault),
             Fault::Found(found) => Self::new(

@@ -52,6 +52,17 @@ impl<'a> Scanner<'a> {
         Ok(scanner)
     }
 
+    /// What was not read yet.
+    pub(crate) fn rest(&self) -> &'a str {
+        &self.text[self.at..]
+    }
+
+    /// The text of the value at the start of `text`; all of it where that is no value.
+    pub(crate) fn value_of(text: &'a str, limits: &Limits) -> &'a str {
+        let mut scanner = Self { text, at: 0, depth: 0, depth_max: limits.depth_max };
+        scanner.skip_value().unwrap_or(text)
+    }
+
     fn byte(&self) -> Option<u8> {
         self.text.as_bytes().get(self.at).copied()
     }

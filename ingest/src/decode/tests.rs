@@ -172,14 +172,15 @@ fn rejected_records_name_the_reason() {
         (r#"{"s":"abc"#, NotJson, "inside a string"),
         (r#"{"a":1,"a":2}"#, DuplicateField, r#""a" is there twice"#),
         (r#"{"x":1}"#, UnknownField, r#""x" is not in the schema"#),
-        (r#"{"a":"1"}"#, WrongType, "expected int32, found a string"),
+        (r#"{"a":"1"}"#, WrongType, r#"field "a": expected int32, found a string: "1""#),
         (r#"{"a":1.0}"#, WrongType, "fraction"),
         (r#"{"a":1e2}"#, WrongType, "fraction or exponent"),
         (r#"{"a":2147483648}"#, OutOfRange, "range of int32"),
         (r#"{"a":99999999999999999999}"#, OutOfRange, "range of int32"),
         (r#"{"f":1e39}"#, OutOfRange, "range of float32"),
         (r#"{"f":16777217}"#, OutOfRange, "exactly"),
-        (r#"{"d":1e400}"#, OutOfRange, "range of float64"),
+        (r#"{"d":1e400}"#, OutOfRange, r#"field "d": a number out of the range of float64: 1e400"#),
+        (r#"{"d":-1e400}"#, OutOfRange, "range of float64: -1e400"),
         (r#"{"d":1e-400}"#, OutOfRange, "range of float64"),
         (r#"{"d":9007199254740993}"#, OutOfRange, "exactly"),
         (r#"{"d":18446744073709551617}"#, OutOfRange, "exactly"),
@@ -188,8 +189,15 @@ fn rejected_records_name_the_reason() {
         (r#"{"b":"A==="}"#, WrongType, "base64"),
         (r#"{"t":"yesterday"}"#, WrongType, "RFC 3339"),
         (r#"{"t":"2026-11-21T00:00:00.0000001Z"}"#, OutOfRange, "exactly"),
-        (r#"{"t":9223372036854775807}"#, OutOfRange, "range"),
-        (r#"{"t":true}"#, WrongType, "found a boolean"),
+        (r#"{"t":9223372036854775807}"#, OutOfRange, "range of timestamp: 9223372036854775807"),
+        (r#"{"t":9000000000000000}"#, OutOfRange, "range of timestamp: 9000000000000000"),
+        (r#"{"t":-9000000000000000}"#, OutOfRange, "range of timestamp: -9000000000000000"),
+        (r#"{"t":1.5}"#, WrongType, "fraction or exponent: 1.5"),
+        (r#"{"t":true}"#, WrongType, "found a boolean: true"),
+        (r#"{"t":"2016-12-31T23:59:60Z"}"#, OutOfRange, r#"exactly: "2016-12-31T23:59:60Z""#),
+        (r#"{"t":"2026-11-21T24:00:00Z"}"#, WrongType, r#"time: "2026-11-21T24:00:00Z""#),
+        (r#"{"t":"2026-11-21T00:00:00.0000000001Z"}"#, OutOfRange, "exactly"),
+        (r#"{"t":"2026-02-30T00:00:00Z"}"#, WrongType, "RFC 3339"),
     ] {
         let (found, reason) = harness.reject(record);
         assert_eq!(found, class, "{record}: {reason}");
@@ -201,6 +209,45 @@ fn rejected_records_name_the_reason() {
     let columns = harness.take();
     assert!(columns[0].as_primitive::<arrow::datatypes::Int32Type>().iter().all(|v| v == Some(5)));
     assert_eq!(columns[5].len(), rows);
+}
+
+#[test]
+fn values_in_reasons_are_short_and_on_one_line() {
+    let mut harness = Harness::new(&[("a", "int32?")]);
+    let (_, reason) = harness.reject(&format!(r#"{{"a":"{}"}}"#, "ä".repeat(10_000)));
+    assert!(reason.ends_with("ää…") && reason.chars().count() < 150, "{reason}");
+    let (_, reason) = harness.reject("{\"a\":[1,\n2],\"b\":3}");
+    assert!(reason.ends_with("found an array: [1, 2]"), "{reason}");
+    // A value that is cut, too.
+    let (_, reason) = harness.reject("{\"a\":[1");
+    assert!(reason.ends_with("found an array: [1"), "{reason}");
+}
+
+#[test]
+fn numbers_at_the_edges_are_exact() {
+    let mut harness = Harness::new(&[("i", "int64"), ("d", "float64"), ("t", "timestamp")]);
+    harness.land(r#"{"i":-0,"d":-0,"t":-0}"#);
+    harness
+        .land(r#"{"i":9223372036854775807,"d":1.7976931348623157e308,"t":"2026-11-21T23:59:59.999999000Z"}"#);
+    harness.land(r#"{"i":-9223372036854775808,"d":5e-324,"t":"1969-12-31T23:59:59.999999-00:00"}"#);
+    harness.land(r#"{"i":0,"d":0e999999,"t":-8000000000000000}"#);
+    for big in ["9223372036854775808", "18446744073709551615", "-9223372036854775809", "1e18", "1e400"] {
+        let (_, reason) = harness.reject(&format!(r#"{{"i":{big}}}"#));
+        assert!(reason.contains(r#"field "i""#) && reason.contains("int64"), "{reason}");
+        assert!(reason.ends_with(&format!(": {big}")), "{reason}");
+    }
+    let columns = harness.take();
+    assert_eq!(columns[0].as_primitive(), &Int64Array::from(vec![0, i64::MAX, i64::MIN, 0]));
+    let doubles = columns[1].as_primitive::<arrow::datatypes::Float64Type>();
+    let bits: Vec<u64> = doubles.values().iter().map(|value| value.to_bits()).collect();
+    assert_eq!(bits, [-0.0f64, f64::MAX, f64::from_bits(1), 0.0].map(f64::to_bits));
+    let times = columns[2].as_primitive::<arrow::datatypes::TimestampMicrosecondType>().values();
+    assert_eq!(times[..], [0, 1_795_305_599_999_999, -1, -8_000_000_000_000_000_000]);
+
+    let mut add = Harness::with(&[("i", "int64?")], UnknownFields::AddColumn);
+    let (class, reason) = add.reject(r#"{"new":1e400}"#);
+    assert_eq!(class, RejectClass::OutOfRange);
+    assert!(reason.contains(r#"field "new""#) && reason.ends_with(": 1e400"), "{reason}");
 }
 
 #[test]

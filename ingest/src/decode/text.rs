@@ -115,10 +115,25 @@ fn sextet(byte: u8) -> Option<u32> {
 }
 
 /// Microseconds since 1970 of an RFC 3339 string.
+///
+/// A leap second has no number of its own in this count, and digits behind the microsecond have no place.
 pub(crate) fn timestamp_us(text: &str) -> Result<i64, Fault> {
     let time = DateTime::parse_from_rfc3339(text).map_err(|_| Fault::Text("an RFC 3339 time"))?;
-    if time.nanosecond() % 1000 != 0 {
+    // The parser drops what lies behind the nanosecond, so the text itself decides.
+    let fraction = text.split_once('.').map_or("", |(_, behind)| behind);
+    let mut digits = fraction.bytes().take_while(u8::is_ascii_digit).skip(6);
+    if time.nanosecond() >= 1_000_000_000 || digits.any(|digit| digit != b'0') {
         return Err(Fault::Lossy);
     }
-    Ok(time.timestamp_micros())
+    checked_us(time.timestamp_micros())
+}
+
+/// Microseconds since 1970 of a number of milliseconds.
+pub(crate) fn timestamp_of_ms(ms: i64) -> Result<i64, Fault> {
+    checked_us(ms.checked_mul(1000).ok_or(Fault::Range)?)
+}
+
+/// Refuses a time that has no date: readers would fail on it.
+fn checked_us(us: i64) -> Result<i64, Fault> {
+    DateTime::from_timestamp_micros(us).map(|_| us).ok_or(Fault::Range)
 }

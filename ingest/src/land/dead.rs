@@ -82,8 +82,7 @@ impl DeadLetters {
                         continue;
                     };
                     let (first, last) = (records.offset(first.0), records.offset(last.0));
-                    let bytes =
-                        rejected.iter().map(|(row, _)| records.value(*row).map_or(0, <[u8]>::len)).sum();
+                    let bytes = rejected.iter().map(|(row, _)| records.memory(*row)).sum();
                     let letters = letters(batch, &rejected).map_err(|source| Error::Arrow {
                         job: job.name().to_owned(),
                         source: Box::new(source),

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::decode::RejectClass;
 use crate::metrics::metrics;
 use crate::progress::IngestReport;
+use crate::state::Last;
 
 /// Records that no publish holds yet.
 #[derive(Debug, Default)]
@@ -14,6 +15,10 @@ pub(crate) struct Pending {
     pub(crate) dead: BTreeMap<RejectClass, u64>,
     /// Bytes of keys and values.
     pub(crate) bytes: u64,
+    /// Memory that the records take, which is more than their bytes where they are tiny.
+    pub(crate) memory: u64,
+    /// The last of them per partition.
+    pub(crate) last: BTreeMap<i32, Last>,
     /// Whether positions moved without a record.
     pub(crate) passed: bool,
     /// When the oldest of them was taken from the topic.

@@ -8,76 +8,121 @@ use crate::decode::{Kind, Limits, Reject, Scanner};
 /// Lists nested deeper than this become `json` columns.
 const INFERRED_LIST_DEPTH_MAX: usize = 4;
 
-/// What is known of a column so far.
+/// What one value says about its column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shape {
-    /// Only `null` was seen.
+    /// `null`.
     Null,
-    /// Only `[]` was seen.
+    /// `[]`.
     EmptyList,
-    /// A typed value was seen.
+    /// A value of that type.
     Known(Type),
+    /// An integer that int64 holds and float64 does not.
+    Wide,
+    /// A number that int64 cannot hold and that is no fraction in the range of float64; `exact` where float64 holds
+    /// it all the same. It says nothing about the type of the others.
+    Beyond { exact: bool },
 }
 
 impl Shape {
-    /// The type to give a column, or `None` while nothing but `null` was seen.
+    /// The type for a column of this value alone, or `None` for `null`.
     pub(crate) fn into_type(self) -> Option<Type> {
         match self {
             Self::Null => None,
             // Nothing of `[]` may get lost, and its items could still be anything.
             Self::EmptyList => Some(Type::Json),
             Self::Known(kind) => Some(kind),
+            Self::Wide => Some(Type::Int64),
+            Self::Beyond { .. } => Some(Type::Float64),
         }
     }
 
-    /// Joins two observations of one top-level column; `None` where no type takes both.
-    fn join(&self, other: &Self) -> Option<Self> {
-        match (self, other) {
-            (Self::Null, other) | (other, Self::Null) => Some(other.clone()),
-            (Self::EmptyList, Self::EmptyList) => Some(Self::EmptyList),
-            (Self::EmptyList, Self::Known(kind)) | (Self::Known(kind), Self::EmptyList) => match kind {
-                Type::List(_) => Some(Self::Known(kind.clone())),
-                _ => Some(Self::Known(Type::Json)),
-            },
-            (Self::Known(a), Self::Known(b)) => widen(a, b).map(Self::Known),
+    /// The type of a list's item; `None` where a list of them is JSON text.
+    fn into_item(self) -> Option<Type> {
+        match self {
+            Self::Null | Self::EmptyList => None,
+            shape => shape.into_type(),
         }
+    }
+
+    /// The type that the value speaks for; `json`, which takes everything, is none.
+    fn voted(&self) -> Option<Type> {
+        match self {
+            Self::Known(Type::Json) | Self::Null | Self::EmptyList | Self::Beyond { .. } => None,
+            Self::Known(kind) => Some(kind.clone()),
+            Self::Wide => Some(Type::Int64),
+        }
+    }
+
+    /// Whether a column of that type takes the value.
+    fn fits(&self, kind: &Type) -> bool {
+        match self {
+            Self::Null | Self::Beyond { .. } => false,
+            Self::EmptyList => matches!(kind, Type::List(_)),
+            Self::Known(found) => takes(kind, found),
+            Self::Wide => *kind == Type::Int64,
+        }
+    }
+
+    /// Whether only a column of JSON text takes it for sure.
+    fn is_open(&self) -> bool {
+        matches!(self, Self::EmptyList | Self::Known(Type::Json))
     }
 }
 
-/// The shapes of one column that contradict each other, each with the number of its records.
+/// The different shapes of one column, each with the number of its records.
 #[derive(Debug, Default)]
 struct Candidates(Vec<(Shape, u64)>);
 
 impl Candidates {
-    fn add(&mut self, shape: &Shape) {
-        let weight = u64::from(*shape != Shape::Null);
-        let joined = self.0.iter_mut().find_map(|known| Some((known.0.join(shape)?, known)));
-        match joined {
-            None => self.0.push((shape.clone(), weight)),
-            // It takes the values of all.
-            Some((json @ Shape::Known(Type::Json), _)) => {
-                let all = self.0.iter().map(|(_, records)| records).sum::<u64>() + weight;
-                self.0 = vec![(json, all)];
-            }
-            Some((both, known)) => *known = (both, known.1 + weight),
+    fn add(&mut self, shape: Shape) {
+        match self.0.iter_mut().find(|(known, _)| *known == shape) {
+            Some((_, records)) => *records += 1,
+            None => self.0.push((shape, 1)),
         }
     }
 
-    /// The shape of most records, the first one among equals. Records of the other shapes become dead
-    /// letters that name the column.
+    fn records(&self, of: impl Fn(&Shape) -> bool) -> u64 {
+        self.0.iter().filter(|(shape, _)| of(shape)).map(|(_, records)| records).sum()
+    }
+
+    /// The type that takes most records, the first one among equals. Records that it does not take become dead
+    /// letters that name the column. Where there are objects or mixed lists and no type takes more than half of
+    /// the records, it is `json`, which takes all.
     fn into_type(self) -> Option<Type> {
-        let most = self.0.iter().map(|(_, records)| *records).max()?;
-        self.0.into_iter().find(|(_, records)| *records == most)?.0.into_type()
+        let mut best: Option<(Type, u64)> = None;
+        for kind in self.0.iter().filter_map(|(shape, _)| shape.voted()) {
+            let records = self.records(|shape| shape.fits(&kind));
+            if best.as_ref().is_none_or(|(_, most)| records > *most) {
+                best = Some((kind, records));
+            }
+        }
+        let open = self.records(Shape::is_open);
+        let all = self.records(|shape| !matches!(shape, Shape::Null | Shape::Beyond { .. }));
+        match best {
+            Some((kind, records)) if open == 0 || 2 * records > all => Some(kind),
+            _ if open > 0 => Some(Type::Json),
+            // Nothing but numbers that float64 at most takes.
+            _ => self.0.into_iter().find_map(|(shape, _)| shape.into_type()),
+        }
+    }
+}
+
+/// Whether a column of `kind` takes values of `found` without loss.
+fn takes(kind: &Type, found: &Type) -> bool {
+    match (kind, found) {
+        (Type::Float64, Type::Int64) => true,
+        (Type::List(kind), Type::List(found)) => takes(kind, found),
+        (kind, found) => kind == found,
     }
 }
 
 /// The type that takes both, if there is one without loss.
 fn widen(a: &Type, b: &Type) -> Option<Type> {
     match (a, b) {
-        (a, b) if a == b => Some(a.clone()),
-        (Type::Int64, Type::Float64) | (Type::Float64, Type::Int64) => Some(Type::Float64),
         (Type::Json, _) | (_, Type::Json) => Some(Type::Json),
-        (Type::List(a), Type::List(b)) => Some(Type::List(Box::new(widen(a, b)?))),
+        (a, b) if takes(a, b) => Some(a.clone()),
+        (a, b) if takes(b, a) => Some(b.clone()),
         _ => None,
     }
 }
@@ -107,7 +152,12 @@ fn infer_nested(scanner: &mut Scanner<'_>, depth: usize) -> Result<Shape, crate:
         }
         Kind::Number => {
             let number = scanner.number()?;
-            Shape::Known(if number.to_i64().is_ok() { Type::Int64 } else { Type::Float64 })
+            match (number.to_i64().is_ok(), number.to_f64().is_ok()) {
+                (true, true) => Shape::Known(Type::Int64),
+                (true, false) => Shape::Wide,
+                (false, true) if !number.is_integer() => Shape::Known(Type::Float64),
+                (false, exact) => Shape::Beyond { exact },
+            }
         }
         Kind::Array if depth >= INFERRED_LIST_DEPTH_MAX => {
             scanner.skip_value()?;
@@ -119,19 +169,18 @@ fn infer_nested(scanner: &mut Scanner<'_>, depth: usize) -> Result<Shape, crate:
             scanner.begin_array()?;
             let mut first = true;
             while scanner.next_item(&mut first)? {
-                match infer_nested(scanner, depth + 1)? {
-                    Shape::Null | Shape::EmptyList => json = true,
-                    Shape::Known(kind) => {
-                        items = match items {
-                            None => Some(kind),
-                            Some(before) => {
-                                let both = widen(&before, &kind);
-                                json |= both.is_none();
-                                Some(both.unwrap_or(before))
-                            }
-                        }
+                let Some(kind) = infer_nested(scanner, depth + 1)?.into_item() else {
+                    json = true;
+                    continue;
+                };
+                items = match items {
+                    None => Some(kind),
+                    Some(before) => {
+                        let both = widen(&before, &kind);
+                        json |= both.is_none();
+                        Some(both.unwrap_or(before))
                     }
-                }
+                };
             }
             match items {
                 _ if json => Shape::Known(Type::Json),
@@ -157,10 +206,10 @@ impl Inference {
         if let Ok(fields) = record_shapes(value, limits) {
             for (name, shape) in fields {
                 match self.columns.get_mut(&name) {
-                    Some(known) => known.add(&shape),
+                    Some(known) => known.add(shape),
                     None if self.order.len() < COLUMNS_MAX && check_name(&name).is_ok() => {
                         self.order.push(name.clone());
-                        self.columns.entry(name).or_default().add(&shape);
+                        self.columns.entry(name).or_default().add(shape);
                     }
                     None => {}
                 }

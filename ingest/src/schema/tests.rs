@@ -144,6 +144,39 @@ fn a_column_gets_the_type_of_most_records() {
 }
 
 #[test]
+fn one_odd_record_among_many_changes_no_column() {
+    for odd in [
+        "\"n/a\"",
+        "{}",
+        "{\"b\":[1]}",
+        "[]",
+        "[1,null]",
+        "[1,\"x\"]",
+        "true",
+        "1e400",
+        "99999999999999999999",
+    ] {
+        for at in [0, 1, 500, 999] {
+            let mut inference = Inference::default();
+            for record in 0..1000 {
+                let value = if record == at { odd.to_owned() } else { record.to_string() };
+                inference.observe(format!("{{\"a\":{value}}}").as_bytes(), &Limits::default());
+            }
+            assert_eq!(inference.finish().fields[0].kind, Type::Int64, "{odd} at {at}");
+        }
+    }
+    // As many of both: text takes all of them.
+    assert_eq!(infer(&[r#"{"a":1}"#, r#"{"a":{}}"#]), [("a".to_owned(), "json".to_owned())]);
+    // Integers that a float cannot hold are no floats because of one fraction.
+    let (wide, fraction) = (r#"{"a":9007199254740993}"#, r#"{"a":1.5}"#);
+    assert_eq!(infer(&[fraction, wide, wide]), [("a".to_owned(), "int64".to_owned())]);
+    assert_eq!(infer(&[wide, fraction, fraction]), [("a".to_owned(), "float64".to_owned())]);
+    // Numbers that no integer column takes.
+    assert_eq!(infer(&[r#"{"a":1e400}"#]), [("a".to_owned(), "float64".to_owned())]);
+    assert_eq!(infer(&[r#"{"a":[1,1e400]}"#]), [("a".to_owned(), "list<float64>".to_owned())]);
+}
+
+#[test]
 fn inference_skips_what_is_no_record_and_keeps_the_order() {
     let found = infer(&["not json", "[1]", r#"{"b":1,"_offset":2,"a":"x"}"#, r#"{"c":null}"#]);
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();

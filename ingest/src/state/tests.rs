@@ -4,7 +4,7 @@
 use millrace_datafs::{Config, Datafs};
 
 use super::*;
-use crate::config::JobConfig;
+use crate::config::{DeadLetter, JobConfig};
 
 struct Volume {
     _home: tempfile::TempDir,
@@ -29,8 +29,7 @@ impl Volume {
     }
 
     fn commit(&self, state: &mut State, next: i64) -> Result<()> {
-        let moved = BTreeMap::from([(0, next)]);
-        state.commit(&self.view, &self.job, Publish::new(), &moved, None)
+        state.commit(&self.view, &self.job, Publish::new(), to(next), None)
     }
 
     fn offset(&self) -> Option<i64> {
@@ -40,8 +39,7 @@ impl Volume {
     /// A commit whose outcome the engine could not tell, `made` or not.
     fn unknown(&self, state: &mut State, next: i64, made: bool) -> Result<()> {
         let fence = fence_value(state.owner, state.commits + 1);
-        let moved = BTreeMap::from([(0, next)]);
-        let publish = state.with_keys(&self.job, Publish::new(), &fence, &moved, None).unwrap();
+        let publish = state.with_keys(&self.job, Publish::new(), &fence, &to(next), None).unwrap();
         if made {
             self.view.publish(publish).unwrap();
         }
@@ -53,6 +51,12 @@ impl Volume {
     }
 }
 
+/// Partition 0 moves there.
+fn to(next: i64) -> Moved {
+    let last = Last { offset: next - 1, digest: format!("digest of {}", next - 1) };
+    Moved { offsets: BTreeMap::from([(0, next)]), last: BTreeMap::from([(0, last)]) }
+}
+
 #[test]
 fn commits_move_offsets_until_another_owner_claims() {
     let volume = Volume::new();
@@ -61,7 +65,7 @@ fn commits_move_offsets_until_another_owner_claims() {
     volume.commit(&mut first, 5).unwrap();
     volume.commit(&mut first, 9).unwrap();
     let mut second = volume.claim();
-    assert_eq!(second.offsets, BTreeMap::from([(0, 9)]));
+    assert_eq!((&second.offsets, &second.last), (&to(9).offsets, &to(9).last));
     let error = volume.commit(&mut first, 12).unwrap_err();
     assert!(matches!(error, Error::Fenced { .. }), "{error:?}");
     assert_eq!(volume.offset(), Some(9));
@@ -85,4 +89,66 @@ fn an_unknown_outcome_is_resolved_by_the_volume() {
     // Somebody else owns the job by now.
     let error = volume.unknown(&mut state, 11, false).unwrap_err();
     assert!(matches!(error, Error::Fenced { .. }), "{error:?}");
+}
+
+#[test]
+fn of_two_jobs_that_claim_one_folder_at_the_same_time_one_is_refused() {
+    let volume = Volume::new();
+    let job = |name: &str, topic: &str, path: &str| {
+        JobConfig::new(name, topic, "records", path).validate().unwrap()
+    };
+    let rival = job("rival", "others", "data");
+    // Both have looked before one of them claims.
+    let (first, ..) = State::prepare(&volume.view, &volume.job).unwrap();
+    let (second, ..) = State::prepare(&volume.view, &rival).unwrap();
+    volume.view.publish(first).unwrap();
+    let error = volume.view.publish(second).unwrap_err();
+    assert!(matches!(error, millrace_datafs::Error::Conflict { .. }), "{error:?}");
+    let error = State::claim(&volume.view, &rival).unwrap_err();
+    assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
+    assert!(error.to_string().contains("data belongs to job job (topic events)"), "{error}");
+    volume.claim();
+}
+
+#[test]
+fn folders_of_dead_letters_belong_to_a_job_too() {
+    let volume = Volume::new();
+    volume.claim();
+    let among = |config: JobConfig| State::claim(&volume.view, &config.validate().unwrap());
+    let letters = |name: &str, path: &str, directory: &str| JobConfig {
+        dead_letter: DeadLetter::Directory(directory.to_owned()),
+        ..JobConfig::new(name, "others", "records", path)
+    };
+    for config in [
+        JobConfig::new("b", "others", "records", "dead_letters/job"),
+        letters("b", "dead_letters", "letters"),
+        JobConfig::new("b", "others", "records", "data/below"),
+        letters("b", "elsewhere", "data"),
+        letters("b", "elsewhere", "dead_letters/job"),
+    ] {
+        let error = among(config.clone()).unwrap_err();
+        assert!(
+            matches!(&error, Error::FolderTaken { owner, .. } if owner == "job"),
+            "{config:?}: {error:?}"
+        );
+    }
+    among(letters("b", "elsewhere", "dead_letters")).unwrap();
+    let error = among(JobConfig::new("c", "others", "records", "elsewhere/c")).unwrap_err();
+    assert!(matches!(&error, Error::FolderTaken { owner, .. } if owner == "b"), "{error:?}");
+}
+
+#[test]
+fn a_job_of_an_earlier_release_keeps_its_folder() {
+    let volume = Volume::new();
+    let identity = br#"{"format_version":1,"topic":"events","path":"data"}"#;
+    let publish = Publish::new()
+        .put_key("ingest/job/job", identity.to_vec())
+        .put_key("ingest/job/fence", fence_value(7, 3))
+        .put_key("ingest/job/events/0", b"9".to_vec());
+    volume.view.publish(publish).unwrap();
+    let rival = JobConfig::new("rival", "events", "records", "data/inner").validate().unwrap();
+    let error = State::claim(&volume.view, &rival).unwrap_err();
+    assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
+    let state = volume.claim();
+    assert_eq!((state.offsets[&0], state.last.len()), (9, 0));
 }

@@ -54,6 +54,30 @@ async fn a_batch_that_cannot_be_decoded_becomes_a_dead_letter() {
     site.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_whose_header_name_is_not_utf8_lands_or_becomes_a_dead_letter() {
+    let mut site = Site::start().await;
+    site.topic("events", 1).await;
+    site.produce((0..5).map(|id| record("events", id, 0))).await;
+    // Attributes, time, offset, no key, a value, one header: a name of two bytes, the value "h".
+    let odd = |value: &[u8]| {
+        let head = [&[0, 0, 0, 1, 2 * value.len() as u8][..], value].concat();
+        let record = [&head[..], &[2, 4, 0xff, 0xfe, 2, b'h']].concat();
+        [&[2 * record.len() as u8][..], &record].concat()
+    };
+    site.append("events", 5, 0, 1, &odd(br#"{"id":5}"#)).await;
+    site.produce((6..8).map(|id| record("events", id, 0))).await;
+    site.append("events", 8, 0, 1, &odd(b"no JSON")).await;
+    site.produce((9..12).map(|id| record("events", id, 0))).await;
+    let report = site.land(&job("events")).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters, report.offsets[&0]), (11, 1, 12));
+    assert_eq!(site.prove(&job("events")).await, (11, 1));
+    let dead = site.rows("dead_letters/job").await;
+    let headers = column(&dead[&(0, 8)], "_headers").as_list::<i32>().value(0);
+    assert_eq!(headers.as_struct().column(0).as_string::<i32>().value(0), "\u{fffd}\u{fffd}");
+    site.stop().await;
+}
+
 /// How long the slow broker keeps the first fetch of each connection.
 const FETCH_DELAY: Duration = Duration::from_secs(8);
 

@@ -3,8 +3,9 @@
 use std::process::Command;
 
 use millrace_datafs::Publish;
+use millrace_ingest::decode::UnknownFields;
 use millrace_ingest::{Config, DeadLetter, Error, JobConfig, Until, offsets, run};
-use millrace_streams::topic::OutRecord;
+use millrace_streams::topic::{self, OutRecord};
 use tokio_util::sync::CancellationToken;
 
 use crate::landing::declared;
@@ -57,15 +58,20 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
     for (job, what) in [
         (JobConfig { path: "else".to_owned(), ..changed.clone() }, "lands in folder data"),
         (JobConfig { topic: "others".to_owned(), ..changed.clone() }, "lands topic events"),
-        (JobConfig { name: "second".to_owned(), ..changed.clone() }, "belongs to job job"),
-        (
-            JobConfig { name: "second".to_owned(), path: "data/inner".to_owned(), ..changed.clone() },
-            "wants folder data/inner, but data belongs to job job",
-        ),
     ] {
         let error = site.land(&job).await.unwrap_err();
         assert!(matches!(error, Error::JobChanged { .. }), "{error:?}");
         one_line(&error, &[what]);
+    }
+    for (path, what) in [
+        ("data", "wants folder data, but data belongs to job job (topic events)"),
+        ("data/inner", "wants folder data/inner, but data belongs to job job"),
+        ("dead_letters/job", "but dead_letters/job belongs to job job"),
+    ] {
+        let job = JobConfig { name: "second".to_owned(), path: path.to_owned(), ..changed.clone() };
+        let error = site.land(&job).await.unwrap_err();
+        assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
+        one_line(&error, &[what, "choose another path"]);
     }
     assert_eq!(site.prove(&changed).await, (2, 0));
     site.stop().await;
@@ -93,6 +99,39 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_that_was_created_again_is_refused_however_long_it_is() {
+    let site = Site::start().await;
+    site.topic("events", 2).await;
+    let records = |text: &str, count: usize| -> Vec<OutRecord> {
+        let value = |id: usize| format!("{{\"id\": {id}, \"text\": \"{text} {id}\"}}");
+        (0..count).map(|id| OutRecord::new("events", value(id)).partition(1)).collect()
+    };
+    site.produce(records("old", 5)).await;
+    assert_eq!(site.land(&job("events")).await.unwrap().landed, 5);
+    // The same topic, longer: it goes on.
+    site.produce(records("more", 2)).await;
+    assert_eq!(site.land(&job("events")).await.unwrap().landed, 2);
+
+    topic::delete_topic(&site.kafka, "events").await.unwrap();
+    site.topic("events", 2).await;
+    // As long as the old one was, and longer.
+    for produced in [7, 3] {
+        site.produce(records("new", produced)).await;
+        let error = site.land(&job("events")).await.unwrap_err();
+        assert!(
+            matches!(error, Error::TopicReplaced { partition: 1, offset: 6, .. }),
+            "after {produced} more: {error:?}"
+        );
+        one_line(&error, &["topic events was deleted and created again", "new job name and path"]);
+        assert!(!error.is_retryable());
+    }
+    assert_eq!(site.prove(&job("events")).await, (7, 0));
+    let other = JobConfig { name: "again".to_owned(), path: "again".to_owned(), ..job("events") };
+    assert_eq!(site.land(&other).await.unwrap().landed, 10);
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
     let site = Site::start().await;
     site.topic("numbers", 1).await;
@@ -114,7 +153,42 @@ async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
     assert!(!offsets(&site.view()).unwrap().contains_key("noise"), "nothing was committed");
     // Declared columns say that dead letters are meant.
     let declared = JobConfig { schema: Some(declared(&[("v", "int64")])), ..noise };
-    assert_eq!(site.land(&declared).await.unwrap().dead_letters, 100);
+    let report = site.land(&declared).await.unwrap();
+    assert_eq!(report.dead_letters, 100);
+    assert!(report.warnings[0].contains("100 of the first 100 records"), "{:?}", report.warnings);
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn declared_columns_that_no_record_has_are_warned_of() {
+    let site = Site::start().await;
+    site.topic("events", 1).await;
+    site.produce((0..20).map(|id| record("events", id, 0))).await;
+    let with = |name: &str, columns: &[(&str, &str)], unknown| JobConfig {
+        name: name.to_owned(),
+        path: name.to_owned(),
+        schema: Some(declared(columns)),
+        unknown_fields: Some(unknown),
+        ..job("events")
+    };
+    let right = with("right", &[("id", "int64"), ("text", "utf8?")], UnknownFields::Reject);
+    assert_eq!(site.land(&right).await.unwrap().warnings, [""; 0]);
+
+    let ignored = with("ignored", &[("id", "int64"), ("txet", "utf8?")], UnknownFields::Ignore);
+    let report = site.land(&ignored).await.unwrap();
+    assert_eq!((report.landed, report.warnings.len()), (20, 1));
+    let warning = "none of the first 20 records of topic events has the declared column \"txet\"";
+    assert!(report.warnings[0].contains(warning), "{:?}", report.warnings);
+    // Said once, not at every run.
+    site.produce([record("events", 20, 0)]).await;
+    assert_eq!(site.land(&ignored).await.unwrap().warnings, [""; 0]);
+
+    let rejected = with("rejected", &[("id", "int64"), ("txet", "utf8?")], UnknownFields::Reject);
+    let report = site.land(&rejected).await.unwrap();
+    assert_eq!((report.landed, report.dead_letters), (0, 21));
+    let warning = "21 of the first 21 records of topic events are dead letters (the first: field \"text\" is \
+                   not in the schema)";
+    assert!(report.warnings[0].contains(warning), "{:?}", report.warnings);
     site.stop().await;
 }
 

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
 use super::api::{self, Reply, SPOKEN};
+use super::log::segments::Retention;
 use super::log::tests::batch;
 use super::memory::{Held, Memory};
 use super::store::Store;
@@ -308,6 +309,45 @@ async fn old_records_are_removed_at_start() {
     let store = Store::open(dir.path(), &anywhere()).unwrap();
     let partition = store.partition("t", 0).unwrap();
     assert_eq!((partition.start_offset(), partition.high_watermark()), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn work_on_a_deleted_topic_leaves_its_successor_alone() {
+    let dir = TempDir::new().unwrap();
+    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..anywhere() }).unwrap();
+    store.create("t", 1).unwrap();
+    let old = store.partition("t", 0).unwrap();
+    for _ in 0..2 {
+        old.append(&batch((-1, -1, -1), 1_000, &[b"old"])).unwrap();
+        old.settled().await.unwrap();
+    }
+    store.delete("t").unwrap();
+    store.create("t", 1).unwrap();
+    let new = store.partition("t", 0).unwrap();
+    new.append(&batch((-1, -1, -1), 1_000, &[b"new"])).unwrap();
+    new.settled().await.unwrap();
+    let folder = || {
+        let entries = std::fs::read_dir(dir.path().join("topics/t/0")).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let before = folder();
+
+    // Work that had found the partition before its topic was deleted.
+    old.retain(Retention { before_ms: Some(i64::MAX), bytes_max: Some(0) });
+    old.sync().unwrap();
+    old.close().unwrap();
+    assert_eq!(old.settled().await.unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
+    assert_eq!(old.by_time(0).unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
+    assert_eq!(old.read(0, 1 << 20, true).unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
+    assert_eq!(folder(), before);
+    drop((store, old, new));
+
+    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let kept = store.partition("t", 0).unwrap();
+    assert_eq!((kept.start_offset(), kept.high_watermark()), (0, 1));
+    assert!(!kept.read(0, 1 << 20, true).unwrap().is_empty());
 }
 
 #[tokio::test]

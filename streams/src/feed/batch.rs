@@ -38,11 +38,20 @@ pub struct FeedOptions {
     pub decode_concurrency: usize,
     /// Batches that a stream assembles ahead of its reader, 1 to 1024.
     pub prefetch_batches: usize,
+    /// Largest compressed record batch of an Arrow IPC file, in bytes once it is decompressed, of the columns that
+    /// are delivered and with the file's dictionaries. It can only be decoded as a whole: a larger one is refused.
+    pub record_batch_bytes_max: u64,
 }
 
 impl Default for FeedOptions {
     fn default() -> Self {
-        Self { columns: None, cache_bytes_max: 0, decode_concurrency: 0, prefetch_batches: 4 }
+        Self {
+            columns: None,
+            cache_bytes_max: 0,
+            decode_concurrency: 0,
+            prefetch_batches: 4,
+            record_batch_bytes_max: 1 << 30,
+        }
     }
 }
 
@@ -63,8 +72,8 @@ pub struct FeedBatch {
 
 /// Random access to the global batches of a plan. Cheap to clone; clones share the cache.
 ///
-/// Memory: the cache limit, plus `decode_concurrency` row groups encoded and decoded, plus the
-/// batches handed out or streamed ahead. The default limit comes from the plan, which bounds lanes
+/// Memory: the cache limit, plus `decode_concurrency` row groups encoded and decoded (compressed record
+/// batches of Arrow IPC files up to `record_batch_bytes_max`), plus the batches handed out or streamed ahead. The default limit comes from the plan, which bounds lanes
 /// and windows by [`crate::feed::PlanOptions::working_set_bytes_max`].
 ///
 /// Everything async needs a tokio runtime. Futures may be dropped at any point: decoding that has
@@ -133,7 +142,9 @@ impl Feed {
         let ahead = plan.order().per_lane().saturating_mul(options.prefetch_batches as u64 + 1);
         let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
         let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
-        let reader = GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency);
+        let decoded_max = options.record_batch_bytes_max;
+        let reader =
+            GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency, decoded_max);
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes: bytes / plan.rows(),

@@ -78,6 +78,21 @@ pub enum FeedError {
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
+    /// A part of a file that can only be decoded as a whole takes more memory than the feed may use for it.
+    #[error(
+        "read {file}: {what} takes {bytes} bytes once it is decompressed, more than the {limit} that a feed takes \
+         (record_batch_bytes_max); write the file again with smaller record batches"
+    )]
+    Oversized {
+        /// Path of the file inside the store.
+        file: String,
+        /// Which part of the file.
+        what: String,
+        /// Its size once decompressed, as far as the file says.
+        bytes: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// A file uses a feature of its format that this program does not read.
     #[error("read {file}: {what} cannot be read by this program ({reason}); write the file again without it")]
     Unsupported {

@@ -3,17 +3,19 @@
 //!
 //! The format: <https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format>.
 
+mod decoded;
+
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use arrow::array::ArrayRef;
 use arrow::buffer::Buffer;
-use arrow::datatypes::{Schema, SchemaRef};
+use arrow::datatypes::{Fields, Schema, SchemaRef};
 use arrow::error::ArrowError;
 use arrow::ipc::convert::fb_to_schema;
 use arrow::ipc::reader::FileDecoder;
-use arrow::ipc::{Block, MetadataVersion, root_as_footer, root_as_message};
+use arrow::ipc::{Block, MetadataVersion, root_as_footer};
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
 
@@ -21,6 +23,7 @@ use crate::dataset::{Footer, RowGroup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::StoreFile;
 use crate::feed::reader::columns_of;
+use decoded::{Message, decoded_bytes};
 
 /// Length of the footer plus the closing magic.
 const TRAILER_BYTES: u64 = 10;
@@ -43,37 +46,55 @@ impl IpcFile {
         &self.rows
     }
 
-    pub(crate) async fn open(file: StoreFile, path: &str) -> Result<Self> {
+    /// Memory that it takes, nearly all of it dictionaries.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.dictionaries.iter().map(|(_, buffer)| buffer.len() as u64).sum()
+    }
+
+    /// Reads the footer and the heads of the record batches.
+    async fn describe(file: &StoreFile, path: &str) -> Result<(Self, Vec<Block>)> {
         let what = "the Arrow IPC footer";
         let bad = |text: &str| FeedError::corrupt(path, what, ArrowError::IpcError(text.to_string()));
         if file.bytes < TRAILER_BYTES {
             return Err(bad("shorter than its closing magic"));
         }
         let end = file.bytes - TRAILER_BYTES;
-        let trailer = fetch(&file, path, end..file.bytes).await?;
+        let trailer = fetch(file, path, end..file.bytes).await?;
         if trailer.get(4..) != Some(MAGIC) {
             return Err(bad("no closing magic; the file was not finished"));
         }
         let length = trailer
             .first_chunk::<4>()
             .and_then(|b| u64::try_from(i32::from_le_bytes(*b)).ok())
-            .filter(|&n| n <= end)
+            .filter(|&n| n <= end.min(METADATA_BYTES_MAX))
             .ok_or_else(|| bad("impossible length"))?;
-        let bytes = fetch(&file, path, end - length..end).await?;
+        let bytes = fetch(file, path, end - length..end).await?;
         let footer = root_as_footer(&bytes).map_err(|e| bad(&e.to_string()))?;
         let schema = fb_to_schema(footer.schema().ok_or_else(|| bad("no schema"))?);
         let blocks: Vec<Block> =
             footer.recordBatches().map(|b| b.iter().copied().collect()).unwrap_or_default();
         let mut rows = Vec::with_capacity(blocks.len());
         for block in &blocks {
-            rows.push(rows_of(&file, path, block).await?);
+            rows.push(rows_of(file, path, block).await?);
         }
-        let mut dictionaries = Vec::new();
-        for block in footer.dictionaries().iter().flatten() {
-            let range = block_range(block, file.bytes, path)?;
-            dictionaries.push((*block, Buffer::from(fetch(&file, path, range).await?)));
+        let dictionaries = footer.dictionaries().iter().flatten().copied().collect();
+        let version = footer.version();
+        Ok((Self { schema: Arc::new(schema), version, blocks, rows, dictionaries: Vec::new() }, dictionaries))
+    }
+
+    /// Reads all but the record batches, dictionaries of at most `bytes_max` bytes.
+    pub(crate) async fn open(file: StoreFile, path: &str, bytes_max: u64) -> Result<Self> {
+        let (mut ipc, blocks) = Self::describe(&file, path).await?;
+        let mut left = bytes_max;
+        for block in blocks {
+            let range = block_range(&block, file.bytes, path)?;
+            let bytes = range.end - range.start;
+            left = left
+                .checked_sub(bytes)
+                .ok_or_else(|| oversized(path, "the dictionaries", bytes_max - left + bytes, bytes_max))?;
+            ipc.dictionaries.push((block, Buffer::from(fetch(&file, path, range).await?)));
         }
-        Ok(Self { schema: Arc::new(schema), version: footer.version(), blocks, rows, dictionaries })
+        Ok(ipc)
     }
 
     fn schema(&self) -> &Schema {
@@ -83,7 +104,7 @@ impl IpcFile {
 
 /// Describes the file as a footer of Parquet would.
 pub(crate) async fn read_footer(file: StoreFile, path: &str) -> Result<Footer> {
-    let ipc = IpcFile::open(file, path).await?;
+    let (ipc, _) = IpcFile::describe(&file, path).await?;
     let row_groups = ipc
         .blocks
         .iter()
@@ -100,19 +121,34 @@ pub(crate) async fn read_block(file: StoreFile, ipc: &IpcFile, index: usize, pat
 }
 
 /// Decodes one record batch, only the columns of `schema`.
+///
+/// A record batch can only be decoded as a whole, and one that compresses well may be a thousand times as large
+/// as in the file. So what its buffers say of their sizes is looked at first: beyond `bytes_max` it is refused.
 pub(crate) fn decode_block(
     ipc: &IpcFile,
     index: usize,
     bytes: &Buffer,
     schema: &SchemaRef,
+    bytes_max: u64,
     path: &str,
 ) -> Result<HashMap<String, ArrayRef>> {
-    let corrupt = |e| FeedError::corrupt(path, format!("record batch {index}"), e);
+    let what = format!("record batch {index}");
+    let corrupt = |e| FeedError::corrupt(path, &what, e);
     let wanted = ipc.schema.fields().iter().enumerate();
     let projection: Vec<usize> =
         wanted.filter(|(_, f)| schema.index_of(f.name()).is_ok()).map(|(i, _)| i).collect();
     if projection.is_empty() {
         return Ok(HashMap::new());
+    }
+    let is_wanted = |column: usize| projection.contains(&column);
+    let head = Message::parse(&ipc.blocks[index], bytes).map_err(corrupt)?;
+    let mut total = decoded_bytes(&head, ipc.schema.fields(), is_wanted).map_err(corrupt)?;
+    for (block, buffer) in &ipc.dictionaries {
+        let head = Message::parse(block, buffer).map_err(corrupt)?;
+        total = total.saturating_add(decoded_bytes(&head, &Fields::empty(), is_wanted).map_err(corrupt)?);
+    }
+    if total > bytes_max {
+        return Err(oversized(path, &what, total, bytes_max));
     }
     let mut decoder = FileDecoder::new(Arc::clone(&ipc.schema), ipc.version).with_projection(projection);
     for (block, buffer) in &ipc.dictionaries {
@@ -120,6 +156,10 @@ pub(crate) fn decode_block(
     }
     let batch = decoder.read_record_batch(&ipc.blocks[index], bytes).map_err(corrupt)?;
     Ok(batch.as_ref().map(columns_of).unwrap_or_default())
+}
+
+fn oversized(path: &str, what: &str, bytes: u64, limit: u64) -> FeedError {
+    FeedError::Oversized { file: path.to_string(), what: what.to_string(), bytes, limit }
 }
 
 async fn rows_of(file: &StoreFile, path: &str, block: &Block) -> Result<u64> {
@@ -133,10 +173,7 @@ async fn rows_of(file: &StoreFile, path: &str, block: &Block) -> Result<u64> {
         return Err(bad("impossible length"));
     }
     let bytes = fetch(file, path, range.start..range.start + length).await?;
-    // A continuation marker precedes the length since version 0.15 of the format.
-    let skip = if bytes.starts_with(&[0xff; 4]) { 8 } else { 4 };
-    let message = bytes.get(skip..).ok_or_else(|| bad("too short"))?;
-    let message = root_as_message(message).map_err(|e| bad(&e.to_string()))?;
+    let message = decoded::message_of(&bytes).map_err(|e| bad(&e.to_string()))?;
     let header = message.header_as_record_batch().ok_or_else(|| bad("not a record batch"))?;
     // Rows are addressed with 32 bits inside a row group.
     u32::try_from(header.length()).map(u64::from).map_err(|_| bad("impossible row count"))

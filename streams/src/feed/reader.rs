@@ -24,6 +24,8 @@ use crate::feed::ipc;
 
 /// Parsed footers kept; a footer is some tens of kilobytes.
 const FOOTERS_KEPT: usize = 512;
+/// Dictionaries of Arrow IPC files that are kept with the footers, in bytes; the newest file's whatever its size.
+const DICTIONARIES_BYTES_KEPT: u64 = 256 << 20;
 
 /// Decodes the row groups of one plan, projected and conformed to one schema.
 pub(crate) struct GroupReader {
@@ -32,6 +34,8 @@ pub(crate) struct GroupReader {
     schema: SchemaRef,
     footers: Mutex<Footers>,
     permits: Semaphore,
+    /// Largest compressed record batch once it is decompressed.
+    decoded_bytes_max: u64,
 }
 
 #[derive(Default)]
@@ -44,11 +48,13 @@ struct Footers {
 impl Footers {
     fn admit(&mut self, file: u32) {
         self.order.push_back(file);
-        if self.order.len() > FOOTERS_KEPT
+        let mut bytes: u64 = self.ipc.values().map(|ipc| ipc.bytes()).sum();
+        while (self.order.len() > FOOTERS_KEPT || bytes > DICTIONARIES_BYTES_KEPT)
+            && self.order.len() > 1
             && let Some(oldest) = self.order.pop_front()
         {
             self.parquet.remove(&oldest);
-            self.ipc.remove(&oldest);
+            bytes -= self.ipc.remove(&oldest).map_or(0, |ipc| ipc.bytes());
         }
     }
 }
@@ -59,8 +65,10 @@ impl GroupReader {
         plan: Arc<Plan>,
         schema: SchemaRef,
         concurrency: usize,
+        decoded_bytes_max: u64,
     ) -> Self {
-        Self { store, plan, schema, footers: Mutex::default(), permits: Semaphore::new(concurrency.max(1)) }
+        let permits = Semaphore::new(concurrency.max(1));
+        Self { store, plan, schema, footers: Mutex::default(), permits, decoded_bytes_max }
     }
 
     /// Path of the file that holds a row group of the plan.
@@ -95,8 +103,9 @@ impl GroupReader {
             FileFormat::ArrowIpc => {
                 let footer = self.ipc_footer(address.file, file).await?;
                 let block = ipc::read_block(source, &footer, index, &path).await?;
+                let bytes_max = self.decoded_bytes_max;
                 tokio::task::spawn_blocking(move || {
-                    let columns = ipc::decode_block(&footer, index, &block, &schema, &path)?;
+                    let columns = ipc::decode_block(&footer, index, &block, &schema, bytes_max, &path)?;
                     finish(columns, rows, &schema, &path)
                 })
             }
@@ -129,7 +138,7 @@ impl GroupReader {
             return Ok(Arc::clone(found));
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
-        let reading = ipc::IpcFile::open(source, &file.path);
+        let reading = ipc::IpcFile::open(source, &file.path, self.decoded_bytes_max);
         let footer = Arc::new(calm(&file.path, "the footer", reading).await?);
         check_unchanged(file, footer.rows())?;
         let mut footers = self.footers.lock();

@@ -1,5 +1,6 @@
 //! Records as Arrow batches: the schema, a builder for it, and row access without downcasts.
 
+use std::borrow::Cow;
 use std::sync::{Arc, LazyLock};
 
 use arrow::array::{
@@ -10,9 +11,13 @@ use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::datatypes::{
     DataType, Field, Fields, Int32Type, Schema, SchemaRef, TimeUnit, TimestampMillisecondType,
 };
+use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 
+/// Memory of a record beside its key, value and headers: its places in the columns, and in those of whoever
+/// decodes it.
+const RECORD_OVERHEAD_BYTES: usize = 100;
 /// Memory of a header beside its name and value.
 const HEADER_OVERHEAD_BYTES: usize = 32;
 
@@ -38,7 +43,8 @@ fn header_item() -> Arc<Field> {
 
 /// The schema of consumed records: `_topic` dictionary of Utf8, `_partition` Int32, `_offset`
 /// Int64, `_timestamp` Timestamp(ms, UTC) nullable, `_key` Binary nullable, `_headers`
-/// List<Struct{key Utf8, value Binary nullable}>, `_value` Binary nullable.
+/// List<Struct{key Utf8, value Binary nullable}>, `_value` Binary nullable. What is not UTF-8 in the
+/// name of a header is U+FFFD.
 pub fn schema() -> SchemaRef {
     SCHEMA.clone()
 }
@@ -142,10 +148,54 @@ impl<'a> Records<'a> {
         range.map(|i| (keys.value(i), values.is_valid(i).then(|| values.value(i)))).collect()
     }
 
+    /// Memory that a row takes, in bytes: key, value and headers, and what every record and header costs
+    /// beside them, so that many tiny records are not taken for nothing.
+    pub fn memory(&self, row: usize) -> usize {
+        self.memory_before(row + 1) - self.memory_before(row)
+    }
+
+    /// As [`Records::memory`], of all rows.
+    pub fn memory_total(&self) -> usize {
+        self.memory_before(self.len())
+    }
+
+    /// As [`Records::memory`], of the rows up to and excluding `row`.
+    pub(crate) fn memory_before(&self, row: usize) -> usize {
+        let headers = self.headers.value_offsets();
+        let (first, next) = (headers[0] as usize, headers[row] as usize);
+        let items = self.headers.values().as_struct();
+        let names = items.column(0).as_string::<i32>().value_offsets();
+        let values = items.column(1).as_binary::<i32>().value_offsets();
+        let of_headers = (names[next] - names[first]) as usize + (values[next] - values[first]) as usize;
+        self.payload_before(row)
+            + of_headers
+            + (next - first) * HEADER_OVERHEAD_BYTES
+            + row * RECORD_OVERHEAD_BYTES
+    }
+
     /// Key and value bytes of the rows up to and excluding `row`.
-    pub(crate) fn bytes_before(&self, row: usize) -> usize {
+    pub(crate) fn payload_before(&self, row: usize) -> usize {
         let of = |array: &BinaryArray| (array.value_offsets()[row] - array.value_offsets()[0]) as usize;
         of(self.key) + of(self.value)
+    }
+
+    /// A digest of time, key, value and headers of a row, in hexadecimal. What a topic holds at an offset
+    /// never changes, so another digest at the same offset is a record of another topic.
+    pub fn digest(&self, row: usize) -> String {
+        let mut digest = Sha256::new();
+        let mut add = |bytes: Option<&[u8]>| {
+            // No field is as long as what stands for null.
+            digest.update(bytes.map_or(u64::MAX, |bytes| bytes.len() as u64).to_le_bytes());
+            digest.update(bytes.unwrap_or_default());
+        };
+        add(self.timestamp_ms(row).map(i64::to_le_bytes).as_ref().map(<[u8; 8]>::as_slice));
+        add(self.key(row));
+        add(self.value(row));
+        for (name, value) in self.headers(row) {
+            add(Some(name.as_bytes()));
+            add(value);
+        }
+        hex::encode(&digest.finalize()[..16])
     }
 }
 
@@ -242,7 +292,7 @@ impl Chunk {
         timestamp_ms: Option<i64>,
         key: Option<&[u8]>,
         value: Option<&[u8]>,
-        headers: impl Iterator<Item = (&'h str, Option<&'h [u8]>)>,
+        headers: impl Iterator<Item = (Cow<'h, str>, Option<&'h [u8]>)>,
     ) {
         self.topic.push(topic);
         self.partition.push(partition);
@@ -252,7 +302,7 @@ impl Chunk {
         self.value.push(value);
         for (key, value) in headers {
             self.header_bytes += key.len() + HEADER_OVERHEAD_BYTES;
-            self.header_keys.push(key.to_owned());
+            self.header_keys.push(key.into_owned());
             self.header_values.push(value);
         }
         self.header_offsets.push(self.header_keys.len() as i32);

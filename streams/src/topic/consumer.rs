@@ -14,7 +14,7 @@ use arrow::compute::concat_batches;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _};
 use rdkafka::error::KafkaError;
-use rdkafka::message::{Headers, Message};
+use rdkafka::message::Message;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rdkafka::types::RDKafkaErrorCode as Code;
 use tokio::sync::mpsc;
@@ -22,6 +22,7 @@ use tokio::sync::mpsc;
 use super::admin::watermarks_of;
 use super::batch::{Chunk, Records, schema};
 use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, translate};
+use super::headers::headers;
 use crate::config::KafkaConfig;
 use crate::error::{Error, Result};
 use crate::metrics;
@@ -201,8 +202,8 @@ impl Consumer {
     }
 
     /// The next records: waits up to `wait_max` for the first, then takes what is ready, at most
-    /// `rows_max` rows and `bytes_max` bytes of keys and values (but always one row). `None` when
-    /// no record came in time, or as soon as [`Consumer::positions`] moved without one. Never an
+    /// `rows_max` rows and `bytes_max` bytes of memory ([`Records::memory`]), but always one row. `None`
+    /// when no record came in time, or as soon as [`Consumer::positions`] moved without one. Never an
     /// empty batch.
     ///
     /// Cancel safe: no record is lost when the future is dropped.
@@ -247,12 +248,12 @@ impl Consumer {
             let (mut fits, mut too_many) = (0, rows_left + 1);
             while fits + 1 < too_many {
                 let middle = fits.midpoint(too_many);
-                if records.bytes_before(middle) <= bytes_left { fits = middle } else { too_many = middle }
+                if records.memory_before(middle) <= bytes_left { fits = middle } else { too_many = middle }
             }
             if fits == 0 && parts.is_empty() {
                 fits = 1;
             }
-            let taken_bytes = records.bytes_before(fits);
+            let taken_bytes = records.memory_before(fits);
             let whole = fits == chunk.num_rows();
             if !whole {
                 self.pending.push_front(Read::Chunk(chunk.slice(fits, chunk.num_rows() - fits)));
@@ -273,7 +274,7 @@ impl Consumer {
         };
         self.advance(&batch)?;
         metrics::CONSUMED_RECORDS.inc_by(rows as u64);
-        metrics::CONSUMED_BYTES.inc_by(bytes as u64);
+        metrics::CONSUMED_BYTES.inc_by(Records::new(&batch)?.payload_before(rows) as u64);
         Ok(Some(batch))
     }
 
@@ -492,16 +493,16 @@ impl Reader {
             return;
         }
         *next = offset + 1;
+        let headers = headers(message).inspect_err(|code| {
+            let topic = &self.topics[topic];
+            tracing::warn!(topic, partition, offset, error = %code, "the headers of a record cannot be read: it comes without them");
+        });
         chunk.push(
             (topic as i32, partition, offset),
             message.timestamp().to_millis(),
             message.key(),
             message.payload(),
-            message
-                .headers()
-                .into_iter()
-                .flat_map(|headers| headers.iter())
-                .map(|header| (header.key, header.value)),
+            headers.into_iter().flatten(),
         );
     }
 

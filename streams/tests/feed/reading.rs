@@ -240,7 +240,7 @@ fn parquet_with(batch: &RecordBatch, codec: Compression) -> Vec<u8> {
     writer.into_inner().unwrap()
 }
 
-fn ipc_with(batch: &RecordBatch, codec: CompressionType) -> Vec<u8> {
+pub(crate) fn ipc_with(batch: &RecordBatch, codec: CompressionType) -> Vec<u8> {
     let options = IpcWriteOptions::default().try_with_compression(Some(codec)).unwrap();
     let mut writer = FileWriter::try_new_with_options(Vec::new(), &batch.schema(), options).unwrap();
     writer.write(batch).unwrap();

@@ -1,15 +1,18 @@
-//! Batches of a log that a consumer cannot decode, and offsets that hold no records.
+//! Batches of a log that a consumer cannot decode, odd records, and offsets that hold no records.
 
 use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
+use arrow::compute::concat_batches;
 use millrace_streams::broker::Broker;
-use millrace_streams::topic::{Consumer, EARLIEST, OutRecord, Producer, create_topic, watermarks};
+use millrace_streams::topic::{
+    Consumer, EARLIEST, OutRecord, Producer, Records, create_topic, schema, watermarks,
+};
 use millrace_streams::{Error, KafkaConfig};
 use tempfile::TempDir;
 
-use super::wire::{batch, records};
+use super::wire::{Wire, batch, records};
 use super::{broker_in, kafka_of, rows, take};
 
 /// Appends batches to the log of a topic as an earlier release or another broker wrote them, unchecked.
@@ -90,6 +93,27 @@ async fn positions_pass_transaction_markers() {
         }
     };
     tokio::time::timeout(Duration::from_secs(20), reached).await.expect("the position passes the markers");
+    broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_header_name_that_is_not_utf8_is_read_with_replacements() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let kafka = kafka_of(&broker);
+    create_topic(&kafka, "t", 1).await.unwrap();
+    // Attributes, time, offset, no key, the value "v", one header: a name of two bytes, the value "h".
+    let record = [0, 0, 0, 1, 2, b'v', 2, 4, 0xff, 0xfe, 2, b'h'];
+    let payload = [&[2 * record.len() as u8][..], &record].concat();
+    let answer = Wire::connect(broker.addr()).produce("t", batch((-1, -1, -1), 0, 1, &payload));
+    assert_eq!(answer.error_code, 0, "{:?}", answer.error_message);
+    produce(&kafka, 1).await;
+    let mut consumer = Consumer::assign(&kafka, &[("t".to_string(), 0, EARLIEST)]).await.unwrap();
+    let all = concat_batches(&schema(), &take(&mut consumer, 2).await).unwrap();
+    let all = Records::new(&all).unwrap();
+    assert_eq!(all.value(0), Some(&b"v"[..]));
+    assert_eq!(all.headers(0), [("\u{fffd}\u{fffd}", Some(&b"h"[..]))]);
+    assert_eq!(all.value(1), Some(&b"0"[..]), "reading goes on behind it");
     broker.stop().await.unwrap();
 }
 

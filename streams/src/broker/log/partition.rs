@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::batch::{self, Malformed};
@@ -28,6 +28,10 @@ impl Refused {
 }
 
 /// A partition. `visible` is the high watermark: consumers read what is below it.
+///
+/// It stands for one creation of its topic. A topic that is deleted and created again has the same
+/// folder, so nothing may touch a file after [`Partition::delete`]: all but that goes through
+/// [`Partition::log`], which looks under the lock.
 #[derive(Debug)]
 pub(crate) struct Partition {
     topic: String,
@@ -102,10 +106,7 @@ impl Partition {
         if let Some(damage) = &self.damage {
             return Err(Refused::new(code::UNKNOWN_SERVER_ERROR, &damage.reason));
         }
-        let mut log = self.log.lock();
-        if self.deleted.load(Ordering::Acquire) {
-            return Err(self.gone());
-        }
+        let mut log = self.log()?;
         let appended = log.append(records, &header).map_err(|error| self.storage_failed(&error))?;
         self.storage_failed.store(false, Ordering::Relaxed);
         match appended {
@@ -131,7 +132,7 @@ impl Partition {
         if self.flush == Flush::Os {
             return Ok(());
         }
-        let end = self.log.lock().end_offset();
+        let end = self.log()?.end_offset();
         let _turn = self.flushing.lock().await;
         if self.durable.load(Ordering::Acquire) >= end {
             return Ok(());
@@ -141,12 +142,15 @@ impl Partition {
         Ok(())
     }
 
-    /// Forces the log to the disk.
+    /// Forces the log to the disk. Of a deleted topic there is nothing to keep.
     pub(crate) fn sync(&self) -> io::Result<()> {
         if self.damage.is_some() {
             return Ok(());
         }
-        let (file, end) = self.log.lock().sync_target()?;
+        let Ok(mut log) = self.log() else { return Ok(()) };
+        let (file, end) = log.sync_target()?;
+        // Appends go on during the flush.
+        drop(log);
         if let Some(Err(error)) = file.map(|file| file.sync_data()) {
             self.log.lock().spoil();
             return Err(error);
@@ -165,7 +169,8 @@ impl Partition {
     /// Forces the log to the disk and notes what is known of it, for a fast start.
     pub(crate) fn close(&self) -> io::Result<()> {
         self.sync()?;
-        if let Err(error) = self.log.lock().checkpoint() {
+        let Ok(mut log) = self.log() else { return Ok(()) };
+        if let Err(error) = log.checkpoint() {
             tracing::warn!(
                 topic = self.topic, partition = self.index, error = %error,
                 "cannot write a checkpoint of a log: the next start reads all of it"
@@ -174,12 +179,12 @@ impl Partition {
         Ok(())
     }
 
-    /// Removes what is beyond `retention`; a damaged partition stays as it is.
+    /// Removes what is beyond `retention`; a damaged partition and one of a deleted topic stay as they are.
     pub(crate) fn retain(&self, retention: Retention) {
         if self.damage.is_some() {
             return;
         }
-        let mut log = self.log.lock();
+        let Ok(mut log) = self.log() else { return };
         let settled = self.high_watermark() == log.end_offset();
         match log.retain(retention, settled) {
             Ok(0) => {}
@@ -218,7 +223,7 @@ impl Partition {
         if offset == high {
             return Ok(0);
         }
-        Ok(self.log.lock().bytes_from(offset, enough))
+        Ok(self.log()?.bytes_from(offset, enough))
     }
 
     /// Whole batches from the one that holds `offset` on.
@@ -227,14 +232,14 @@ impl Partition {
         if offset == high {
             return Ok(Vec::new());
         }
-        let place = self.log.lock().place(offset).map_err(|error| self.storage_failed(&error))?;
+        let place = self.log()?.place(offset).map_err(|error| self.storage_failed(&error))?;
         place.read(offset, high, bytes_max, at_least_one).map_err(|error| self.storage_failed(&error))
     }
 
     /// Offset and timestamp of the first visible record at or after `timestamp`.
     pub(crate) fn by_time(&self, timestamp: i64) -> Result<Option<(i64, i64)>, Refused> {
         let high = self.high_watermark();
-        let found = self.log.lock().by_time(timestamp).map_err(|error| self.storage_failed(&error))?;
+        let found = self.log()?.by_time(timestamp).map_err(|error| self.storage_failed(&error))?;
         match (&found, &self.damage) {
             (None, Some(damage)) => Err(Refused::new(code::CORRUPT_MESSAGE, &damage.reason)),
             _ => Ok(found.filter(|(offset, _)| *offset < high)),
@@ -242,11 +247,21 @@ impl Partition {
     }
 
     /// Turns every further call away, wakes the waiting ones and closes the files, whose space is free
-    /// once they are removed.
+    /// once they are removed. When it returns, no call touches a file in the partition's folder any more.
     pub(crate) fn delete(&self) {
         self.deleted.store(true, Ordering::Release);
+        // Waits for a call that looked before.
         self.log.lock().close();
         self.visible.send_modify(|_| {});
+    }
+
+    /// The log, unless its topic was deleted: then its files may be those of a successor.
+    fn log(&self) -> Result<MutexGuard<'_, Segments>, Refused> {
+        let log = self.log.lock();
+        if self.deleted.load(Ordering::Acquire) {
+            return Err(self.gone());
+        }
+        Ok(log)
     }
 
     fn check(&self, offset: i64) -> Result<i64, Refused> {

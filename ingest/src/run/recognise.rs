@@ -1,0 +1,96 @@
+//! Whether the topic is still the one whose records the volume holds.
+//!
+//! A topic that was deleted and created again has the same name, and once it is as long as the old one its
+//! offsets look the same. What a topic holds at an offset never changes, so the last record that landed is
+//! read again and compared.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use millrace_streams::KafkaConfig;
+use millrace_streams::topic::{Consumer, Records};
+
+use super::{BATCH_BYTES_MAX, BATCH_ROWS_MAX, Marks, WAIT, topic_error};
+use crate::config::Job;
+use crate::error::{Error, Result};
+use crate::state::Last;
+
+/// How long the brokers may take to send the records.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// Compares the last record of each partition with what the topic holds there. Those that retention or
+/// compaction removed meanwhile cannot be compared and are passed over.
+///
+/// # Errors
+/// [`Error::TopicReplaced`]; [`Error::Topic`] when the brokers do not send the records.
+pub(super) async fn check(
+    job: &Job,
+    kafka: &KafkaConfig,
+    last: &BTreeMap<i32, Last>,
+    marks: &Marks,
+) -> Result<()> {
+    let is_held = |partition: &i32, offset: i64| {
+        marks.get(partition).is_some_and(|(low, high)| (*low..*high).contains(&offset))
+    };
+    let mut open: BTreeMap<i32, &Last> = last
+        .iter()
+        .filter(|(partition, last)| is_held(partition, last.offset))
+        .map(|(partition, last)| (*partition, last))
+        .collect();
+    if open.is_empty() {
+        return Ok(());
+    }
+    let start: Vec<(String, i32, i64)> =
+        open.iter().map(|(partition, last)| (job.topic().to_owned(), *partition, last.offset)).collect();
+    let mut consumer = match Consumer::assign(kafka, &start).await {
+        // Removed since the ends were asked for.
+        Err(millrace_streams::Error::OffsetOutOfRange { .. }) => return Ok(()),
+        consumer => consumer.map_err(|e| topic_error(job, kafka, e))?,
+    };
+    let began = Instant::now();
+    while !open.is_empty() {
+        match consumer.next(BATCH_ROWS_MAX as usize, BATCH_BYTES_MAX as usize, WAIT).await {
+            Ok(Some(batch)) => {
+                let records = Records::new(&batch).map_err(|e| topic_error(job, kafka, e))?;
+                compare(job, &records, &mut open)?;
+            }
+            Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
+            Err(millrace_streams::Error::OffsetOutOfRange { .. }) => return Ok(()),
+            Err(error) => return Err(topic_error(job, kafka, error)),
+        }
+        // Behind offsets that hold no record any more.
+        for ((_, partition), next) in consumer.positions() {
+            if open.get(partition).is_some_and(|last| last.offset < *next) {
+                open.remove(partition);
+            }
+        }
+        if !open.is_empty() && began.elapsed() >= WAIT_MAX {
+            let error = millrace_streams::Error::Unreachable {
+                bootstrap_servers: kafka.bootstrap_servers.clone(),
+                waited_ms: began.elapsed().as_millis() as u64,
+                reason: "the last record that landed did not come".to_owned(),
+            };
+            return Err(topic_error(job, kafka, error));
+        }
+    }
+    Ok(())
+}
+
+/// Takes out of `open` the partitions whose record is among these.
+fn compare(job: &Job, records: &Records<'_>, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
+    for row in 0..records.len() {
+        let (partition, offset) = (records.partition(row), records.offset(row));
+        let Some(last) = open.get(&partition).filter(|last| last.offset <= offset) else { continue };
+        if last.offset == offset && last.digest != records.digest(row) {
+            return Err(Error::TopicReplaced {
+                job: job.name().to_owned(),
+                volume: job.config.volume.clone(),
+                topic: job.topic().to_owned(),
+                partition,
+                offset,
+            });
+        }
+        open.remove(&partition);
+    }
+    Ok(())
+}
