@@ -298,7 +298,10 @@ pub struct Limits {
     /// Bytes of answers that the client of a connection may leave unread; an answer beyond them becomes
     /// RESOURCE_EXHAUSTED, unless it is the only one.
     pub unsent_bytes_max: usize,
-    /// How long a client may keep a connection without a request, stop within one, or not take its
+    /// Bytes of answers that clients may leave unread, over all connections; an answer beyond them becomes
+    /// RESOURCE_EXHAUSTED, unless it is the only one or the connection has 64 KiB of them at most.
+    pub answer_bytes_max: usize,
+    /// How long a client may keep a connection without a request, stop within one, or not take an
     /// answer, in milliseconds; within that time 64 KiB or the rest have to go through. Over HTTP/2 and
     /// gRPC a client that answers pings may be idle for longer.
     pub stalled_ms_max: u64,
@@ -317,6 +320,7 @@ impl Default for Limits {
             connections_max: 1024,
             body_bytes_max: 1 << 30,
             unsent_bytes_max: 256 << 20,
+            answer_bytes_max: 1 << 30,
             stalled_ms_max: 60_000,
         }
     }
