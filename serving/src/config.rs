@@ -293,7 +293,7 @@ pub struct Limits {
     /// Connections that may be open on each port; more are told so and closed.
     pub connections_max: usize,
     /// Bytes of request bodies that may be on their way in at a time, over all connections, compressed
-    /// and not; more are refused as RESOURCE_EXHAUSTED.
+    /// and not; more are refused as RESOURCE_EXHAUSTED. Bodies up to 64 KiB have the bound for themselves.
     pub body_bytes_max: usize,
     /// Bytes of answers that the client of a connection may leave unread; an answer beyond them becomes
     /// RESOURCE_EXHAUSTED, unless it is the only one.

@@ -88,9 +88,9 @@ impl Drop for Begun {
     }
 }
 
-/// What a thread is at.
+/// What a thread polls.
 #[derive(Debug, Default)]
-enum At {
+enum Current {
     /// No call that can be ended.
     #[default]
     Other,
@@ -98,37 +98,37 @@ enum At {
 }
 
 thread_local! {
-    static AT: Cell<At> = const { Cell::new(At::Other) };
+    static CURRENT: Cell<Current> = const { Cell::new(Current::Other) };
 }
 
 /// Tells the call that is polled on this thread that its answer has begun.
 pub(super) fn begin(answer: &Arc<Taking>) {
-    if let At::Call(_) = AT.take() {
-        AT.set(At::Call(Begun(Some(answer.clone()))));
+    if let Current::Call(_) = CURRENT.take() {
+        CURRENT.set(Current::Call(Begun(Some(answer.clone()))));
     }
 }
 
 /// A call that is polled on this thread.
 struct Polled {
-    outer: At,
+    outer: Current,
 }
 
 impl Polled {
     fn begin(begun: Begun) -> Polled {
-        Polled { outer: AT.replace(At::Call(begun)) }
+        Polled { outer: CURRENT.replace(Current::Call(begun)) }
     }
 
     fn end(self) -> Begun {
-        match AT.take() {
-            At::Call(begun) => begun,
-            At::Other => Begun::default(),
+        match CURRENT.take() {
+            Current::Call(begun) => begun,
+            Current::Other => Begun::default(),
         }
     }
 }
 
 impl Drop for Polled {
     fn drop(&mut self) {
-        AT.set(std::mem::take(&mut self.outer));
+        CURRENT.set(std::mem::take(&mut self.outer));
     }
 }
 
