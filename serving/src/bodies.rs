@@ -5,32 +5,44 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::error::InferError;
+use crate::turns::Turns;
 
 /// A client has to send so many bytes of a body, or its rest, in each period of patience.
 pub(crate) const PROGRESS_BYTES: usize = 64 << 10;
 
-/// The bytes of all bodies. Clones are one.
+/// The bytes of all bodies, and the turns in which large ones are read. Clones are one.
 #[derive(Debug, Clone)]
 pub(crate) struct Bodies(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    bytes: AtomicUsize,
+    /// Bytes of bodies up to [`SMALL_BYTES`].
+    small: AtomicUsize,
+    /// Bytes of larger ones.
+    large: AtomicUsize,
+    /// For each of both.
     bytes_max: usize,
+    turns: Turns,
 }
 
 impl Bodies {
     pub(crate) fn new(bytes_max: usize) -> Bodies {
-        Bodies(Arc::new(Shared { bytes: AtomicUsize::new(0), bytes_max }))
+        let (small, large) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Bodies(Arc::new(Shared { small, large, bytes_max, turns: Turns::new() }))
     }
 
     /// A body of which nothing has come.
     pub(crate) fn begin(&self) -> InBody {
         InBody { bodies: self.clone(), bytes: 0 }
     }
+
+    /// The turns in which large bodies are read.
+    pub(crate) fn turns(&self) -> &Turns {
+        &self.0.turns
+    }
 }
 
-/// Bodies up to this size are bounded by the connections and their streams alone.
+/// Bodies up to this size, of health checks and control calls among them, never wait for larger ones.
 const SMALL_BYTES: usize = 64 << 10;
 
 /// The bytes of one body, which count until this is dropped.
@@ -41,29 +53,43 @@ pub(crate) struct InBody {
 }
 
 impl InBody {
-    /// Counts bytes that have come.
+    /// Counts bytes that have come. A body that is the only one of its kind, small or large, may have any size.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
     pub(crate) fn grow(&mut self, bytes: usize) -> Result<(), InferError> {
-        let Shared { bytes: all, bytes_max } = &*self.bodies.0;
-        let before = all.fetch_add(bytes, Ordering::Relaxed);
-        self.bytes += bytes;
-        // Small ones, of health checks and control calls among them, never wait for large ones; one alone may have
-        // any size.
-        let is_alone = before.saturating_add(bytes) == self.bytes;
-        if self.bytes <= SMALL_BYTES || is_alone || before.saturating_add(bytes) <= *bytes_max {
+        let Shared { small, large, bytes_max, .. } = &*self.bodies.0;
+        let after = self.bytes.saturating_add(bytes);
+        let (kind, moved) = match (self.bytes <= SMALL_BYTES, after <= SMALL_BYTES) {
+            (true, false) => {
+                small.fetch_sub(self.bytes, Ordering::Relaxed);
+                (large, after)
+            }
+            (_, true) => (small, bytes),
+            (false, false) => (large, bytes),
+        };
+        let before = kind.fetch_add(moved, Ordering::Relaxed);
+        self.bytes = after;
+        let all = before.saturating_add(moved);
+        if all == after || all <= *bytes_max {
             return Ok(());
         }
         let reason = format!(
-            "the server is receiving {before} bytes of requests, with these {bytes} more than limits.body_bytes_max ({bytes_max}): try again later"
+            "the server is receiving {before} bytes of requests, with these {moved} more than limits.body_bytes_max ({bytes_max}): try again later"
         );
         Err(InferError::Overloaded { reason })
     }
 
+    /// The turns in which large bodies are read.
+    pub(crate) fn turns(&self) -> &Turns {
+        self.bodies.turns()
+    }
+
     /// Bytes that no longer belong to the body.
     pub(crate) fn shrink(&mut self) {
-        self.bodies.0.bytes.fetch_sub(std::mem::take(&mut self.bytes), Ordering::Relaxed);
+        let Shared { small, large, .. } = &*self.bodies.0;
+        let kind = if self.bytes <= SMALL_BYTES { small } else { large };
+        kind.fetch_sub(std::mem::take(&mut self.bytes), Ordering::Relaxed);
     }
 }
 
@@ -99,5 +125,53 @@ impl Patience {
     /// Ends when the time is over.
     pub(crate) fn over(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
         self.sleep.as_mut()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn refused(grown: Result<(), InferError>) -> bool {
+        match grown {
+            Ok(()) => false,
+            Err(error) => {
+                assert!(error.to_string().contains("limits.body_bytes_max"), "{error}");
+                true
+            }
+        }
+    }
+
+    #[test]
+    fn small_bodies_are_not_refused_because_of_large_ones() {
+        let bodies = Bodies::new(2 * SMALL_BYTES);
+        let mut large = bodies.begin();
+        large.grow(1).unwrap();
+        large.grow(100 * SMALL_BYTES).expect("the only large one may have any size");
+        let mut other = bodies.begin();
+        assert!(refused(other.grow(SMALL_BYTES + 1)));
+        let mut small = [bodies.begin(), bodies.begin()];
+        for body in &mut small {
+            body.grow(SMALL_BYTES - 1).unwrap();
+            body.grow(1).unwrap();
+        }
+        assert!(refused(small[0].grow(1)), "it is a large one from now on");
+        small[0].shrink();
+        drop((large, other));
+        small[0].grow(2 * SMALL_BYTES).expect("the large ones have gone");
+    }
+
+    #[test]
+    fn small_bodies_have_a_bound_of_their_own() {
+        let bodies = Bodies::new(2 * SMALL_BYTES);
+        let mut held: Vec<InBody> = std::iter::repeat_with(|| bodies.begin()).take(3).collect();
+        held[0].grow(SMALL_BYTES).unwrap();
+        held[1].grow(SMALL_BYTES).unwrap();
+        assert!(refused(held[2].grow(1)));
+        held.clear();
+        let Shared { small, large, .. } = &*bodies.0;
+        assert_eq!((small.load(Ordering::Relaxed), large.load(Ordering::Relaxed)), (0, 0));
     }
 }

@@ -1,16 +1,22 @@
 //! Protobuf messages of the inference service as tonic reads and writes them. A message that cannot be
 //! read is the sender's fault and INVALID_ARGUMENT; tonic's own codec answers INTERNAL.
 
+use std::any::TypeId;
 use std::fmt;
 use std::marker::PhantomData;
 
 use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use prost::Message;
+use prost::encoding::{WireType, decode_key, decode_varint};
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
 
+use crate::blocking::in_place;
 use crate::error::InferError;
+use crate::infer::TENSORS_MAX;
+use crate::turns::READ_BYTES;
+use crate::wire::inference::ModelInferRequest;
 
 /// A flag and a length before each message of gRPC.
 pub(crate) const PREFIX_BYTES: usize = 5;
@@ -58,13 +64,103 @@ impl<U> fmt::Debug for MessageDecoder<U> {
     }
 }
 
-impl<U: Message + Default> Decoder for MessageDecoder<U> {
+impl<U: Message + Default + 'static> Decoder for MessageDecoder<U> {
     type Item = U;
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        decode(bytes).map(Some)
+        // Clients decode other messages, on runtimes of any kind.
+        if TypeId::of::<U>() != TypeId::of::<ModelInferRequest>() || !is_long(bytes.chunk())? {
+            return decode(bytes).map(Some);
+        }
+        in_place(true, || {
+            check_tensors(bytes.chunk())?;
+            decode(bytes).map(Some)
+        })
     }
+}
+
+/// Fields of a large request that are looked at before it is taken for one that takes long to read.
+const FIELDS_MAX: usize = 4096;
+
+/// Whether reading a request takes long. Its raw contents are taken as they are.
+///
+/// # Errors
+/// As [`check_tensors`].
+pub(crate) fn is_long(request: &[u8]) -> Result<bool, Status> {
+    if request.len() < READ_BYTES {
+        return Ok(false);
+    }
+    let Some(fields) = Fields::of(request, FIELDS_MAX) else { return Ok(true) };
+    fields.check()?;
+    Ok(fields.read_bytes >= READ_BYTES)
+}
+
+/// The fields of a request, as its bytes have them.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Fields {
+    inputs: usize,
+    outputs: usize,
+    raw: usize,
+    /// Bytes of all fields but the raw contents, which are taken as they are.
+    read_bytes: usize,
+}
+
+impl Fields {
+    /// `None` for more than so many fields, and for what is no message.
+    fn of(message: &[u8], fields_max: usize) -> Option<Fields> {
+        let (mut fields, mut count, mut rest) = (Fields::default(), 0_usize, message);
+        while !rest.is_empty() {
+            count += 1;
+            if count > fields_max {
+                return None;
+            }
+            let before = rest.len();
+            let (tag, wire) = decode_key(&mut rest).ok()?;
+            let bytes = match wire {
+                WireType::Varint => decode_varint(&mut rest).map(|_| 0).ok()?,
+                WireType::LengthDelimited => usize::try_from(decode_varint(&mut rest).ok()?).ok()?,
+                WireType::SixtyFourBit => 8,
+                WireType::ThirtyTwoBit => 4,
+                // None of the fields is one.
+                WireType::StartGroup | WireType::EndGroup => return None,
+            };
+            rest = rest.get(bytes..)?;
+            // As `proto/inference.proto` numbers them.
+            match tag {
+                5 => fields.inputs += 1,
+                6 => fields.outputs += 1,
+                7 => fields.raw += 1,
+                _ => {}
+            }
+            if tag != 7 {
+                fields.read_bytes += before - rest.len();
+            }
+        }
+        Some(fields)
+    }
+
+    /// # Errors
+    /// [`InferError::Invalid`] for more tensors than a request may have.
+    fn check(&self) -> Result<(), InferError> {
+        let counts =
+            [(self.inputs, "inputs"), (self.outputs, "outputs"), (self.raw, "entries in raw_input_contents")];
+        match counts.into_iter().find(|(count, _)| *count > TENSORS_MAX) {
+            Some((count, what)) => {
+                Err(InferError::invalid(format!("{count} {what}, the limit is {TENSORS_MAX}")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Refuses too many tensors before they are made: an empty one has two bytes in a message and 300 in memory. What is no
+/// message is left to [`decode`].
+///
+/// # Errors
+/// INVALID_ARGUMENT.
+pub(crate) fn check_tensors(request: &[u8]) -> Result<(), Status> {
+    Ok(Fields::of(request, usize::MAX).map_or(Ok(()), |fields| fields.check())?)
 }
 
 /// Reads a message that is all that is left.
@@ -94,4 +190,63 @@ pub(crate) fn framed(message: &impl Message) -> Result<Bytes, Status> {
     framed.put_u32(length);
     message.encode(&mut framed).map_err(|error| InferError::internal(error.to_string()))?;
     Ok(framed.freeze())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::wire::inference::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
+
+    #[test]
+    fn fields_of_a_request_are_counted_before_it_is_read() {
+        let request = ModelInferRequest {
+            model_name: "model".into(),
+            inputs: vec![
+                InferInputTensor::default(),
+                InferInputTensor { name: "x".into(), ..Default::default() },
+            ],
+            outputs: vec![InferRequestedOutputTensor::default(); 3],
+            raw_input_contents: vec![Bytes::from(vec![0; 1000]); 4],
+            ..Default::default()
+        };
+        let message = request.encode_to_vec();
+        let raw = ModelInferRequest { raw_input_contents: request.raw_input_contents, ..Default::default() };
+        let read_bytes = message.len() - raw.encoded_len();
+        let fields = Fields { inputs: 2, outputs: 3, raw: 4, read_bytes };
+        assert_eq!(Fields::of(&message, 10), Some(fields));
+        assert_eq!(Fields::of(&message, 9), None, "there are ten");
+        assert_eq!(Fields::of(&message[..message.len() - 1], 10), None, "the last one is cut off");
+    }
+
+    #[test]
+    fn tensors_beyond_the_limit_are_refused_before_they_are_made() {
+        for (tag, what) in [(0x2a, "inputs"), (0x32, "outputs"), (0x3a, "entries in raw_input_contents")] {
+            // Inputs would take 300 MiB.
+            let message = [tag, 0].repeat(1 << 20);
+            let refused = check_tensors(&message).unwrap_err();
+            assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+            assert_eq!(refused.message(), format!("1048576 {what}, the limit is {TENSORS_MAX}"));
+            assert!(is_long(&message).unwrap(), "it is looked at in a turn");
+        }
+        check_tensors(&[0x2a, 0].repeat(TENSORS_MAX)).unwrap();
+    }
+
+    #[test]
+    fn raw_contents_do_not_make_a_request_long() {
+        let request = |raw: usize, typed: usize| {
+            let contents = crate::wire::inference::InferTensorContents {
+                fp32_contents: vec![0.0; typed],
+                ..Default::default()
+            };
+            let input = InferInputTensor { contents: Some(contents), ..Default::default() };
+            let raw_input_contents = vec![Bytes::from(vec![0; raw])];
+            ModelInferRequest { inputs: vec![input], raw_input_contents, ..Default::default() }
+                .encode_to_vec()
+        };
+        assert!(!is_long(&request(10 * READ_BYTES, 1)).unwrap());
+        assert!(is_long(&request(1, READ_BYTES)).unwrap());
+        assert!(is_long(&[0xff; READ_BYTES]).unwrap(), "what is no message is refused in a turn");
+    }
 }

@@ -3,12 +3,14 @@
 
 use std::io::{self, Read, Write};
 
+use bytes::Bytes;
 use flate2::bufread::MultiGzDecoder;
 use flate2::write::{GzEncoder, ZlibEncoder};
 use flate2::{Compression, Decompress, FlushDecompress, Status};
 
 use crate::blocking::in_place;
 use crate::error::InferError;
+use crate::turns::{READ_BYTES, Turns};
 
 /// Sizes from which compressing takes long enough (1 ms and more) to hand other tasks of the thread on.
 const LONG_BYTES: usize = 128 << 10;
@@ -50,6 +52,25 @@ impl Encoding {
             Encoding::Gzip => gunzip(body, bytes_max),
             Encoding::Deflate => inflate(body, bytes_max),
         })
+    }
+
+    /// [`Encoding::decompress`], in a turn where the body is large or much comes out of it.
+    ///
+    /// # Errors
+    /// As [`Encoding::decompress`], and [`InferError::Unavailable`] when the process is stopping.
+    pub(crate) async fn decompress_in_turn(
+        self,
+        turns: Turns,
+        body: Bytes,
+        bytes_max: usize,
+    ) -> Result<Vec<u8>, InferError> {
+        if body.len() < READ_BYTES {
+            match self.decompress(&body, bytes_max.min(READ_BYTES)) {
+                Err(InferError::TooLarge { .. }) if bytes_max > READ_BYTES => {}
+                done => return done,
+            }
+        }
+        turns.run(true, move || self.decompress(&body, bytes_max)).await?
     }
 
     /// Compresses a body, at the level that costs least.

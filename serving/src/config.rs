@@ -293,12 +293,15 @@ pub struct Limits {
     /// Connections that may be open on each port; more are told so and closed.
     pub connections_max: usize,
     /// Bytes of request bodies that may be on their way in at a time, over all connections, compressed
-    /// and not; more are refused as RESOURCE_EXHAUSTED.
+    /// and not; more are refused as RESOURCE_EXHAUSTED. Bodies up to 64 KiB have the bound for themselves.
     pub body_bytes_max: usize,
     /// Bytes of answers that the client of a connection may leave unread; an answer beyond them becomes
     /// RESOURCE_EXHAUSTED, unless it is the only one.
     pub unsent_bytes_max: usize,
-    /// How long a client may keep a connection without a request, stop within one, or not take its
+    /// Bytes of answers that clients may leave unread, over all connections; an answer beyond them becomes
+    /// RESOURCE_EXHAUSTED, unless it is the only one or the connection has 64 KiB of them at most.
+    pub answer_bytes_max: usize,
+    /// How long a client may keep a connection without a request, stop within one, or not take an
     /// answer, in milliseconds; within that time 64 KiB or the rest have to go through. Over HTTP/2 and
     /// gRPC a client that answers pings may be idle for longer.
     pub stalled_ms_max: u64,
@@ -317,6 +320,7 @@ impl Default for Limits {
             connections_max: 1024,
             body_bytes_max: 1 << 30,
             unsent_bytes_max: 256 << 20,
+            answer_bytes_max: 1 << 30,
             stalled_ms_max: 60_000,
         }
     }

@@ -1,13 +1,16 @@
 //! Connections: how many may be open, and how long a client may keep one without sending or taking
 //! anything. HTTP/1.1 and HTTP/2 on one port, with TLS or without.
 
+mod answer;
 mod answering;
 mod calls;
 mod quota;
 mod rests;
+mod taking;
 mod timer;
 
-pub(crate) use quota::{Answer, Call, Held, Quota};
+pub(crate) use answer::{Answer, Call};
+pub(crate) use quota::{Answers, Held, Quota};
 
 use std::io;
 use std::net::SocketAddr;
@@ -54,6 +57,7 @@ pub(crate) struct Listener {
     gauge: IntGauge,
     stalled: Duration,
     unsent_bytes_max: usize,
+    answers: Answers,
     streams_max: u32,
     securing: Option<Securing>,
     realtime: Realtime,
@@ -93,6 +97,7 @@ impl Listener {
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
             unsent_bytes_max: limits.unsent_bytes_max,
+            answers: Answers::new(limits.answer_bytes_max),
             streams_max: streams_max(limits),
             securing: None,
             realtime: Realtime::default(),
@@ -102,6 +107,11 @@ impl Listener {
     /// Threads that read what clients send are of the real-time class where that is wanted.
     pub(crate) fn prompt(self, realtime: Realtime) -> Listener {
         Listener { realtime, ..self }
+    }
+
+    /// Answers count together with those of the other listeners that have the same bound.
+    pub(crate) fn counted(self, answers: &Answers) -> Listener {
+        Listener { answers: answers.clone(), ..self }
     }
 
     /// Takes connections with TLS alone, if there is something to secure them with.

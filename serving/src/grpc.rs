@@ -18,22 +18,25 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use bytes::Bytes;
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::access::{self, Logged};
+use crate::blocking::in_place;
 use crate::bodies::Bodies;
 use crate::config::Limits;
 use crate::control::Controls;
 use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
 use crate::infer::{self, Entered, Inference, TENSORS_MAX};
-use crate::parameters::{Schedule, check_request};
+use crate::parameters::{Of, Parameters, Schedule, check_request};
 use crate::peer::peer;
 use crate::repository::{Asked, Model};
 use crate::sequence::{self, Place};
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::tokens::{Caller, Guard};
+use crate::turns::{COPIED_BYTES, READ_BYTES};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
@@ -94,7 +97,8 @@ pub(crate) fn service(
     limits: &Limits,
     bodies: Bodies,
 ) -> Logged<Guarded<Messages<unary::Unary>>> {
-    let service = Arc::new(Service { inference, controls, memory, guard: guard.clone() });
+    let service =
+        Arc::new(Service { inference, controls, memory, guard: guard.clone(), bodies: bodies.clone() });
     let others = GrpcInferenceServiceServer::from_arc(Arc::clone(&service))
         .max_decoding_message_size(limits.message_bytes_max)
         .max_encoding_message_size(usize::MAX)
@@ -112,6 +116,7 @@ pub(crate) struct Service {
     controls: Controls,
     memory: SharedMemory,
     guard: Guard,
+    bodies: Bodies,
 }
 
 impl Service {
@@ -159,14 +164,35 @@ impl Service {
     ) -> Result<(pb::ModelInferResponse, Arc<Model>), InferError> {
         let Admitted { model, place, entered: _entered } = admitted;
         let id = std::mem::take(&mut request.id);
-        let decode = || decode(request, origin, &self.memory);
+        let decode = self.decode(request, origin);
         let encode = |response: infer::Response, reply: Reply| {
-            let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
-            write_regions(&outputs)?;
-            Ok(write_response(response.model, response.version, id, outputs, reply.form))
+            in_place(response.bytes() >= COPIED_BYTES, || {
+                let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
+                write_regions(&outputs)?;
+                Ok(write_response(response.model, response.version, id, outputs, reply.form))
+            })
         };
         let message = self.inference.answer_in(place, &model, decode, encode).await?;
         Ok((message, model))
+    }
+
+    /// Makes tensors of a message, in a turn where they are large.
+    async fn decode(
+        &self,
+        request: pb::ModelInferRequest,
+        origin: Origin,
+    ) -> Result<(infer::Request, Reply), InferError> {
+        let Sizes { read, copied, placed } = Sizes::of(&request);
+        if read < READ_BYTES && copied.saturating_add(placed) < COPIED_BYTES {
+            return decode(request, origin, &self.memory);
+        }
+        let (mut in_body, memory) = (self.bodies.begin(), self.memory.clone());
+        in_body.grow(read.saturating_add(copied))?;
+        let work = move || {
+            let _in_body = in_body;
+            decode(request, origin, &memory)
+        };
+        self.bodies.turns().run(true, work).await?
     }
 }
 
@@ -382,6 +408,49 @@ struct Origin {
 struct Reply {
     form: Form,
     deliveries: Vec<Delivery>,
+}
+
+/// What there is to do for the tensors of a request.
+struct Sizes {
+    /// About how many bytes are read element by element.
+    read: usize,
+    /// Bytes of raw contents that are copied.
+    copied: usize,
+    /// Bytes that are said to lie in shared memory.
+    placed: usize,
+}
+
+impl Sizes {
+    fn of(request: &pb::ModelInferRequest) -> Sizes {
+        let (mut elements, mut placed, mut has_strings) = (0, 0_usize, false);
+        for input in &request.inputs {
+            has_strings |= input.datatype == "BYTES";
+            if let Some(typed) = &input.contents {
+                elements += typed.bool_contents.len()
+                    + typed.int_contents.len()
+                    + typed.int64_contents.len()
+                    + typed.uint_contents.len()
+                    + typed.uint64_contents.len()
+                    + typed.fp32_contents.len()
+                    + typed.fp64_contents.len()
+                    + typed.bytes_contents.len();
+            }
+            if !input.parameters.is_empty() {
+                let size = input.parameters.count(&Of("input", &input.name), "shared_memory_byte_size");
+                // What is no size is refused when the inputs are read.
+                let size = size.ok().flatten().unwrap_or(0);
+                placed = placed.saturating_add(usize::try_from(size).unwrap_or(usize::MAX));
+            }
+        }
+        let read = elements.saturating_mul(8);
+        let copied = request.raw_input_contents.iter().map(Bytes::len).sum::<usize>();
+        // Byte strings are told apart one by one.
+        if has_strings {
+            Sizes { read: read.saturating_add(copied), copied: 0, placed }
+        } else {
+            Sizes { read, copied, placed }
+        }
+    }
 }
 
 fn decode(

@@ -64,6 +64,13 @@ pub struct Response {
     pub outputs: Vec<Tensor>,
 }
 
+impl Response {
+    /// Bytes of the outputs.
+    pub(crate) fn bytes(&self) -> usize {
+        self.outputs.iter().map(|output| output.data.raw_len()).sum()
+    }
+}
+
 #[derive(Debug, Default)]
 struct Gate {
     draining: AtomicBool,
@@ -165,21 +172,21 @@ impl Inference {
         decode: impl FnOnce() -> Result<(Request, X), InferError>,
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
     ) -> Result<R, InferError> {
-        self.answer_in(None, model, decode, encode).await
+        self.answer_in(None, model, async move { decode() }, encode).await
     }
 
     /// Decodes a request for a version, runs it and encodes the reply; `extra` is handed through to it.
-    /// The request failed when any of the three did, and its sequence is then as it was.
+    /// The request failed when any of the three did, and its sequence is then as it was. Decoding may wait for a turn.
     pub(crate) async fn answer_in<X, R>(
         &self,
         mut place: Option<Box<Place>>,
         model: &Model,
-        decode: impl FnOnce() -> Result<(Request, X), InferError>,
+        decode: impl Future<Output = Result<(Request, X), InferError>>,
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
     ) -> Result<R, InferError> {
         let arrived = Instant::now();
         let abandoned = Abandoned { model, arrived };
-        let outcome = match decode() {
+        let outcome = match decode.await {
             Ok((request, extra)) => {
                 // A copy of one request of a sequence would run without those before it.
                 let is_copied = model.is_shadowed() && place.is_none();

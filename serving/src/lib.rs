@@ -101,6 +101,7 @@ pub mod tensor;
 mod tls;
 mod tokens;
 mod trace;
+mod turns;
 pub mod wire;
 
 pub use config::{Config, Control, Device, Devices, Limits, ModelOptions, PipeConfig, Telemetry, Tls};

@@ -88,6 +88,11 @@ pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
 pub static IN_FLIGHT: LazyLock<IntGauge> =
     LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
 
+/// Request bodies that are read in turns because they are large, and wait for their turn or have it.
+pub static LARGE_BODIES: LazyLock<IntGauge> = LazyLock::new(|| {
+    gauge("millrace_serving_large_bodies", "Large request bodies being read or waiting to be")
+});
+
 /// Open connections, by service.
 pub static CONNECTIONS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_open_connections", "Open connections", &["service"]));

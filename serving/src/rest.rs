@@ -29,16 +29,18 @@ use futures::StreamExt;
 use serde_json::json;
 
 use crate::access;
+use crate::blocking::in_place;
 use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
 use crate::grpc::{SERVER_NAME, extensions};
-use crate::infer::Inference;
+use crate::infer::{self, Inference};
 use crate::peer::Peer;
 use crate::repository::Asked;
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;
+use crate::turns::{COPIED_BYTES, READ_BYTES};
 
 /// Header that says how long the JSON part of a body with binary tensors is.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
@@ -252,20 +254,27 @@ async fn infer(
     let asked = target.asked()?;
     let header_length = header_length(&headers)?;
     let (mut model, split) = app.inference.find_split(&target.model, asked)?;
-    let body = read(&app, body, &headers, app.limits.message_bytes_max).await?;
+    let mut body = read(&app, body, &headers, app.limits.message_bytes_max).await?;
+    let is_long = body.is_long(header_length);
+    let turns = app.bodies.turns();
     let mut place = None;
     if split || model.sequences.is_some() {
-        let (id, step) = body::head(&body.bytes, header_length);
+        let head = move || (body::head(&body.bytes, header_length), body);
+        let ((id, step), again) = turns.run(is_long, head).await?;
+        body = again;
         (model, place) = app.inference.admit(&target.model, asked, &id, step)?;
     }
-    let memory = &app.memory;
+    let (memory, client) = (app.memory.clone(), peer.map(|Extension(peer)| peer.address));
     // The body goes once it is decoded.
     let decode = move || {
-        let (mut request, reply) = body::decode(&body.bytes, header_length, memory)?;
-        request.client = peer.map(|Extension(peer)| peer.address);
-        Ok((request, reply))
+        let (mut request, reply) = body::decode(&body.bytes, header_length, &memory)?;
+        request.client = client;
+        Ok::<_, InferError>((request, reply))
     };
-    let encode = |response, reply| body::encode(model.signature(), response, reply);
+    let decode = async { turns.run(is_long, decode).await? };
+    let encode = |response: infer::Response, reply| {
+        in_place(response.bytes() >= READ_BYTES, || body::encode(model.signature(), response, reply))
+    };
     let (json_length, body) = app.inference.answer_in(place, &model, decode, encode).await?;
     let mut response = Response::new(Body::from(body));
     access::note(response.extensions_mut(), model.name(), model.version());
@@ -305,6 +314,18 @@ struct Received {
     _in_body: InBody,
 }
 
+impl Received {
+    /// Whether decoding it takes long: the JSON, or what follows it.
+    fn is_long(&self, header_length: Option<usize>) -> bool {
+        let (json, raw) = self
+            .bytes
+            .split_at(header_length.map_or(self.bytes.len(), |length| length.min(self.bytes.len())));
+        // Byte strings are read one by one.
+        let has_strings = || json.windows(7).any(|name| name == b"\"BYTES\"");
+        json.len() >= READ_BYTES || raw.len() >= COPIED_BYTES || (raw.len() >= READ_BYTES && has_strings())
+    }
+}
+
 /// Reads a body up to a limit, from a client that keeps sending, and takes the compression off. Only handlers of calls
 /// that may have a body read one, after the token was checked.
 async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Received, Failure> {
@@ -312,7 +333,7 @@ async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> R
     let mut in_body = app.bodies.begin();
     let sent = read_sent(app, body, headers, bytes_max, &mut in_body).await?;
     let Some(encoding) = encoding else { return Ok(Received { bytes: sent, _in_body: in_body }) };
-    let plain = encoding.decompress(&sent, bytes_max)?;
+    let plain = encoding.decompress_in_turn(app.bodies.turns().clone(), sent, bytes_max).await?;
     in_body.grow(plain.len())?;
     Ok(Received { bytes: plain.into(), _in_body: in_body })
 }

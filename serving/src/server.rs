@@ -20,7 +20,7 @@ use crate::access::Logged;
 use crate::blocking::blocking;
 use crate::bodies::Bodies;
 use crate::config::{Config, Limits};
-use crate::connections::Listener;
+use crate::connections::{Answers, Listener};
 use crate::control::Controls;
 use crate::error::{Error, Result};
 use crate::grpc::{Front, Guarded, Messages};
@@ -247,9 +247,13 @@ fn serve_on(
     let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
     let realtime = entrance.realtime;
-    let grpc = Listener::grpc(grpc, "gRPC", limits).secured(securing(Securing::grpc)).prompt(realtime);
+    // Metrics are scraped however many answers wait.
+    let answers = Answers::new(limits.answer_bytes_max);
+    let grpc = Listener::grpc(grpc, "gRPC", limits).counted(&answers);
+    let grpc = grpc.secured(securing(Securing::grpc)).prompt(realtime);
     transports.spawn(grpc.answer(calls, closing.clone()));
-    let http = Listener::http(http, "REST", limits).secured(securing(Securing::http)).prompt(realtime);
+    let http = Listener::http(http, "REST", limits).counted(&answers);
+    let http = http.secured(securing(Securing::http)).prompt(realtime);
     transports.spawn(http.answer(Logged::new(Noted::new(routes)).traced(telemetry), closing.clone()));
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);

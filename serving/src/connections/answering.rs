@@ -12,6 +12,7 @@ use tonic::codegen::{Service, StdError, http};
 
 use super::calls::Calls;
 use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
+use super::taking::Endings;
 use super::timer::Timer;
 use super::{HEAD_BYTES_MAX, Listener};
 use crate::metrics::CONNECTIONS_CUT;
@@ -37,7 +38,7 @@ impl Listener {
                 connection = self.accept() => {
                     let calls = Calls::new();
                     let protocol = self.protocol(calls.clone());
-                    let (quota, mut watch) = Quota::new(self.unsent_bytes_max);
+                    let (quota, mut watch) = Quota::new(self.unsent_bytes_max, &self.answers);
                     let peer = Peer { address: connection.peer, quota };
                     let service = Peered::new(&service, &peer, self.is_grpc);
                     let (leaving, stalled, name) = (leaving.clone(), self.stalled, self.service);
@@ -75,8 +76,8 @@ impl Listener {
         while connections.join_next().await.is_some() {}
     }
 
-    fn protocol(&self, calls: Calls) -> auto::Builder<Calls> {
-        let mut protocol = auto::Builder::new(calls);
+    fn protocol(&self, calls: Calls) -> auto::Builder<Endings<Calls>> {
+        let mut protocol = auto::Builder::new(Endings(calls));
         if self.is_grpc {
             protocol = protocol.http2_only();
             // Nobody reads it there.

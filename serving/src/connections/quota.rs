@@ -1,31 +1,45 @@
 //! The quota of one connection: answers that its client has not taken yet, and calls that its client cancels.
 //!
 //! A client of HTTP/2 decides when the server may send (flow control). Without a bound it could have answers made and
-//! never take them, while it answers pings. So a connection holds a bounded number of unsent bytes, and it ends when its
-//! client takes none of them for too long.
+//! never take them, while it answers pings. So a connection holds a bounded number of unsent bytes, and all connections
+//! together do. Each answer has to go on: the call of one that does not is ended, and the connection is when its client
+//! takes nothing at all.
 
-use std::convert::Infallible;
-use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
 use parking_lot::Mutex;
-use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
-use tonic::Status;
-use tonic::codegen::http::{self, HeaderValue, header};
+use tonic::codegen::http::StatusCode;
 
+use super::taking::Taking;
 use crate::error::InferError;
 
-/// Bytes of an answer that are handed to the connection at a time. Taking fewer of them is no progress.
-const PIECE_BYTES: usize = 64 << 10;
 /// Calls that a client may cancel each second, and so many at once. A client reaches this by deadlines only if that
 /// many of its calls run out of time; a flood of calls that are cancelled at once reaches a million.
 pub(super) const CANCELLED_PER_SECOND_MAX: usize = 10_000;
+/// Unsent answers of one connection up to this size, of health checks among them, are never refused because of those
+/// of other connections.
+const SMALL_BYTES: usize = 64 << 10;
+/// Answers of a connection between two looks for those that have ended, at least.
+const FOLLOWED_MIN: usize = 64;
+
+/// The bytes of the answers that clients have not taken, over all connections. Clones are one.
+#[derive(Debug, Clone)]
+pub(crate) struct Answers(Arc<Total>);
+
+#[derive(Debug)]
+struct Total {
+    unsent: AtomicUsize,
+    unsent_max: usize,
+}
+
+impl Answers {
+    pub(crate) fn new(unsent_max: usize) -> Answers {
+        Answers(Arc::new(Total { unsent: AtomicUsize::new(0), unsent_max }))
+    }
+}
 
 /// The quota of one connection. Clones are one.
 #[derive(Debug, Clone)]
@@ -37,11 +51,48 @@ struct State {
     /// Those of them that wait for others of their stream.
     behind: AtomicUsize,
     unsent_max: usize,
+    /// The answers of all connections.
+    all: Answers,
     /// Counts pieces of answers that the client has taken, or given up.
     taken: AtomicUsize,
+    /// The number of the period of patience that runs.
+    period: AtomicUsize,
+    followed: Mutex<Followed>,
     cancelled: Mutex<Bucket>,
     /// Ends the connection.
     cut: Mutex<Option<oneshot::Sender<()>>>,
+}
+
+/// The answers of a connection that have begun and not ended, and some that have.
+#[derive(Debug, Default)]
+struct Followed {
+    answers: Vec<Weak<Taking>>,
+    /// With so many, those that have ended are left out.
+    full: usize,
+}
+
+impl Followed {
+    fn follow(&mut self, answer: Weak<Taking>) {
+        if self.answers.len() >= self.full {
+            self.answers.retain(|answer| answer.strong_count() > 0);
+            self.full = (2 * self.answers.len()).max(FOLLOWED_MIN);
+        }
+        self.answers.push(answer);
+    }
+}
+
+/// A refused answer.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    /// As HTTP tells it.
+    pub(super) status: StatusCode,
+    reason: String,
+}
+
+impl From<Refusal> for InferError {
+    fn from(Refusal { reason, .. }: Refusal) -> InferError {
+        InferError::Overloaded { reason }
+    }
 }
 
 /// A token bucket of cancelled calls.
@@ -62,21 +113,17 @@ impl Bucket {
     }
 }
 
-/// Wakes when a connection is to end for what its client does.
-#[derive(Debug)]
-pub(super) struct Watch {
-    quota: Quota,
-    cut: oneshot::Receiver<()>,
-}
-
 impl Quota {
-    pub(super) fn new(unsent_max: usize) -> (Quota, Watch) {
+    pub(super) fn new(unsent_max: usize, all: &Answers) -> (Quota, Watch) {
         let (sender, cut) = oneshot::channel();
         let state = State {
             unsent: AtomicUsize::new(0),
             behind: AtomicUsize::new(0),
             unsent_max,
+            all: all.clone(),
             taken: AtomicUsize::new(0),
+            period: AtomicUsize::new(0),
+            followed: Mutex::default(),
             cancelled: Mutex::new(Bucket { left: CANCELLED_PER_SECOND_MAX as f64, at: Instant::now() }),
             cut: Mutex::new(Some(sender)),
         };
@@ -84,11 +131,9 @@ impl Quota {
         (quota.clone(), Watch { quota, cut })
     }
 
-    /// Counts bytes of an answer as unsent until the guard is dropped. An answer that is the only one may have any size.
-    ///
-    /// # Errors
-    /// [`InferError::Overloaded`].
-    pub(crate) fn hold(&self, bytes: usize) -> Result<Held, InferError> {
+    /// Counts bytes of an answer as unsent until the guard is dropped. An answer that is the only one of its connection
+    /// and of all may have any size.
+    pub(super) fn hold(&self, bytes: usize) -> Result<Held, Refusal> {
         self.hold_as(bytes, false)
     }
 
@@ -97,26 +142,56 @@ impl Quota {
     /// # Errors
     /// [`InferError::Overloaded`].
     pub(crate) fn hold_behind(&self, bytes: usize) -> Result<Held, InferError> {
-        self.hold_as(bytes, true)
+        Ok(self.hold_as(bytes, true)?)
     }
 
-    fn hold_as(&self, bytes: usize, behind: bool) -> Result<Held, InferError> {
-        let State { unsent, unsent_max, .. } = &*self.0;
+    /// Counts nothing, for an answer that says why another one was refused.
+    pub(super) fn hold_nothing(&self) -> Held {
+        Held { quota: self.clone(), bytes: 0, behind: false }
+    }
+
+    fn hold_as(&self, bytes: usize, behind: bool) -> Result<Held, Refusal> {
+        let State { unsent, unsent_max, all, .. } = &*self.0;
         let before = unsent.fetch_add(bytes, Ordering::Relaxed);
+        let all_before = all.0.unsent.fetch_add(bytes, Ordering::Relaxed);
         if behind {
             self.0.behind.fetch_add(bytes, Ordering::Relaxed);
         }
         let held = Held { quota: self.clone(), bytes, behind };
-        if before == 0 || bytes == 0 || before.saturating_add(bytes) <= *unsent_max {
-            return Ok(held);
+        let (after, all_after) = (before.saturating_add(bytes), all_before.saturating_add(bytes));
+        if bytes > 0 && before > 0 && after > *unsent_max {
+            let reason = format!(
+                "the client has not taken {before} bytes of answers on this connection, with this one of {bytes} bytes more than limits.unsent_bytes_max ({unsent_max}): read answers before more requests are sent"
+            );
+            return Err(Refusal { status: StatusCode::TOO_MANY_REQUESTS, reason });
         }
-        let reason = format!(
-            "the client has not taken {before} bytes of answers on this connection, with this one of {bytes} bytes more than limits.unsent_bytes_max ({unsent_max}): read answers before more requests are sent"
-        );
-        Err(InferError::Overloaded { reason })
+        let all_max = all.0.unsent_max;
+        if bytes > 0 && all_before > 0 && after > SMALL_BYTES && all_after > all_max {
+            let reason = format!(
+                "clients have not taken {all_before} bytes of answers on all connections, with this one of {bytes} bytes more than limits.answer_bytes_max ({all_max}): try again later"
+            );
+            return Err(Refusal { status: StatusCode::SERVICE_UNAVAILABLE, reason });
+        }
+        Ok(held)
     }
 
-    fn cancelled(&self) {
+    /// Has the watch look after an answer that has begun.
+    pub(super) fn follow(&self, answer: &Arc<Taking>) {
+        self.0.followed.lock().follow(Arc::downgrade(answer));
+    }
+
+    /// The period of patience that runs.
+    pub(super) fn period(&self) -> usize {
+        self.0.period.load(Ordering::Relaxed)
+    }
+
+    /// The client has taken a piece of an answer, or given it up.
+    pub(super) fn took(&self) {
+        self.0.taken.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The client has cancelled a call.
+    pub(super) fn cancelled(&self) {
         if !self.0.cancelled.lock().take(Instant::now())
             && let Some(cut) = self.0.cut.lock().take()
         {
@@ -124,28 +199,67 @@ impl Quota {
             let _ = cut.send(());
         }
     }
+
+    /// What the client could take now, and what it has taken so far.
+    pub(super) fn look(&self) -> Looked {
+        let State { unsent, behind, taken, .. } = &*self.0;
+        let behind = behind.load(Ordering::Relaxed);
+        Looked {
+            to_take: unsent.load(Ordering::Relaxed).saturating_sub(behind),
+            taken: taken.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Ends a period of patience that began with a look, and the calls whose answers did not go on in it. The error is
+    /// what the client did that ends its connection.
+    pub(super) fn end_period(&self, before: Looked) -> Result<Looked, &'static str> {
+        let now = self.look();
+        if before.to_take > 0 && now.to_take > 0 && before.taken == now.taken {
+            return Err("took none of its answers");
+        }
+        let ended = self.0.period.fetch_add(1, Ordering::Relaxed);
+        // Outside of the lock: the end of a call lets go of its answer.
+        let answers: Vec<_> = self.0.followed.lock().answers.iter().filter_map(Weak::upgrade).collect();
+        match answers.iter().all(|answer| !answer.is_stalled(ended) || answer.end_call(ended + 1)) {
+            true => Ok(now),
+            false => Err("did not take an answer that was sent in part"),
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn unsent(&self) -> (usize, usize) {
+        (self.0.unsent.load(Ordering::Relaxed), self.0.all.0.unsent.load(Ordering::Relaxed))
+    }
+}
+
+/// A look at what a client takes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Looked {
+    to_take: usize,
+    /// Pieces.
+    taken: usize,
+}
+
+/// Wakes when a connection is to end for what its client does.
+#[derive(Debug)]
+pub(super) struct Watch {
+    quota: Quota,
+    cut: oneshot::Receiver<()>,
 }
 
 impl Watch {
     /// What the client did that ends its connection; pending while it does nothing of the kind.
     pub(super) async fn exceeded(&mut self, patience: Duration) -> &'static str {
-        let Watch { quota: Quota(state), cut } = self;
-        let to_take = || {
-            let behind = state.behind.load(Ordering::Relaxed);
-            state.unsent.load(Ordering::Relaxed).saturating_sub(behind)
-        };
-        let look = || (to_take(), state.taken.load(Ordering::Relaxed));
-        let mut before = look();
+        let mut looked = self.quota.look();
         loop {
             tokio::select! {
-                Ok(()) = &mut *cut => return "cancelled too many calls",
+                Ok(()) = &mut self.cut => return "cancelled too many calls",
                 () = tokio::time::sleep(patience) => {}
             }
-            let now = look();
-            if before.0 > 0 && now.0 > 0 && before.1 == now.1 {
-                return "took none of its answers";
+            match self.quota.end_period(looked) {
+                Ok(now) => looked = now,
+                Err(done) => return done,
             }
-            before = now;
         }
     }
 }
@@ -160,12 +274,26 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    fn split(&mut self, bytes: usize) -> Held {
+    pub(super) fn quota(&self) -> &Quota {
+        &self.quota
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes a part out, which the client can take.
+    pub(super) fn split(&mut self, bytes: usize) -> Held {
         self.bytes -= bytes;
         if self.behind {
             self.quota.0.behind.fetch_sub(bytes, Ordering::Relaxed);
         }
         Held { quota: self.quota.clone(), bytes, behind: false }
+    }
+
+    /// Counts the bytes of another one from now on.
+    pub(super) fn join(&mut self, mut other: Held) {
+        self.bytes += std::mem::take(&mut other.bytes);
     }
 }
 
@@ -175,198 +303,9 @@ impl Drop for Held {
             self.quota.0.behind.fetch_sub(self.bytes, Ordering::Relaxed);
         }
         self.quota.0.unsent.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
-
-/// Part of an answer, which counts until the connection has sent it.
-struct Piece {
-    bytes: Bytes,
-    held: Held,
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        self.held.quota.0.taken.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-impl AsRef<[u8]> for Piece {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
-    }
-}
-
-/// Counts a call as cancelled when it is dropped before it was answered.
-#[derive(Debug)]
-struct Unanswered(Option<Quota>);
-
-impl Drop for Unanswered {
-    fn drop(&mut self) {
-        if let Some(quota) = self.0.take() {
-            quota.cancelled();
-        }
-    }
-}
-
-pin_project! {
-    /// A call of a connection, whose answer counts against the quota.
-    pub(crate) struct Call<F> {
-        #[pin]
-        call: F,
-        unanswered: Unanswered,
-        is_grpc: bool,
-    }
-}
-
-impl<F> Call<F> {
-    pub(crate) fn new(call: F, quota: &Quota, is_grpc: bool) -> Call<F> {
-        Call { call, unanswered: Unanswered(Some(quota.clone())), is_grpc }
-    }
-}
-
-impl<F, B: Body> Future for Call<F>
-where
-    F: Future<Output = Result<http::Response<B>, Infallible>>,
-{
-    type Output = Result<http::Response<Answer<B>>, Infallible>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.project();
-        let Ok(response) = ready!(this.call.poll(cx));
-        let Some(quota) = this.unanswered.0.take() else { return Poll::Pending };
-        let bytes = usize::try_from(response.body().size_hint().lower()).unwrap_or(usize::MAX);
-        Poll::Ready(Ok(match quota.hold(bytes) {
-            Ok(held) => {
-                let is_grpc = *this.is_grpc;
-                response.map(|body| Answer { body: Some(body), left: Bytes::new(), held, is_grpc })
-            }
-            Err(error) => refused(&quota, error, *this.is_grpc),
-        }))
-    }
-}
-
-fn refused<B>(quota: &Quota, error: InferError, is_grpc: bool) -> http::Response<Answer<B>> {
-    let answer = |left| Answer {
-        body: None,
-        left,
-        held: Held { quota: quota.clone(), bytes: 0, behind: false },
-        is_grpc,
-    };
-    if is_grpc {
-        return Status::from(error).into_http::<()>().map(|()| answer(Bytes::new()));
-    }
-    let text = serde_json::json!({ "error": error.to_string() }).to_string();
-    let mut response = http::Response::new(answer(text.into()));
-    *response.status_mut() = http::StatusCode::TOO_MANY_REQUESTS;
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response
-}
-
-/// The body of an answer, handed out in pieces.
-pub(crate) struct Answer<B> {
-    /// None after the answer was refused.
-    body: Option<B>,
-    /// What the body gave and was not handed out yet.
-    left: Bytes,
-    /// Counts `left`, and what is known of the rest of the body.
-    held: Held,
-    is_grpc: bool,
-}
-
-impl<B: Body<Data = Bytes> + Unpin> Body for Answer<B> {
-    type Data = Bytes;
-    type Error = B::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        let this = &mut *self;
-        if this.left.is_empty() {
-            let Some(body) = &mut this.body else { return Poll::Ready(None) };
-            match ready!(Pin::new(body).poll_frame(cx)) {
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => this.left = data,
-                    Err(frame) => return Poll::Ready(Some(Ok(frame))),
-                },
-                other => return Poll::Ready(other),
-            }
-            let more = this.left.len().saturating_sub(this.held.bytes);
-            if more > 0 {
-                match this.held.quota.hold(more) {
-                    Ok(mut more) => this.held.bytes += std::mem::take(&mut more.bytes),
-                    // An answer of HTTP says how long it is before it begins.
-                    Err(error) if this.is_grpc => {
-                        this.body = None;
-                        this.left = Bytes::new();
-                        let mut trailers = Status::from(error).into_http::<()>().into_parts().0.headers;
-                        trailers.remove(header::CONTENT_TYPE);
-                        return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
-                    }
-                    Err(_) => {}
-                }
-            }
-        }
-        let bytes = this.left.split_to(this.left.len().min(PIECE_BYTES));
-        let held = this.held.split(bytes.len().min(this.held.bytes));
-        Poll::Ready(Some(Ok(Frame::data(Bytes::from_owner(Piece { bytes, held })))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.left.is_empty() && self.body.as_ref().is_none_or(Body::is_end_stream)
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let left = self.left.len() as u64;
-        let rest = self.body.as_ref().map_or(SizeHint::with_exact(0), Body::size_hint);
-        let mut hint = SizeHint::new();
-        hint.set_lower(rest.lower().saturating_add(left));
-        if let Some(upper) = rest.upper() {
-            hint.set_upper(upper.saturating_add(left));
-        }
-        hint
+        self.quota.0.all.0.unsent.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use http_body_util::{BodyExt, Full};
-
-    use super::*;
-
-    #[test]
-    fn cancelled_calls_are_bounded_by_a_rate() {
-        let start = Instant::now();
-        let mut bucket = Bucket { left: CANCELLED_PER_SECOND_MAX as f64, at: start };
-        let mut taken =
-            |now: Instant| (0..2 * CANCELLED_PER_SECOND_MAX).take_while(|_| bucket.take(now)).count();
-        assert_eq!(taken(start), CANCELLED_PER_SECOND_MAX);
-        let half = taken(start + Duration::from_millis(500));
-        assert!((CANCELLED_PER_SECOND_MAX / 2 - 2..=CANCELLED_PER_SECOND_MAX / 2).contains(&half), "{half}");
-    }
-
-    #[tokio::test]
-    async fn an_answer_counts_until_its_pieces_are_gone() {
-        let (quota, _watch) = Quota::new(100);
-        let unsent = || quota.0.unsent.load(Ordering::Relaxed);
-        let content: Bytes = (0..3 * PIECE_BYTES + 7).map(|index| index as u8).collect();
-        let response = || std::future::ready(Ok(http::Response::new(Full::new(content.clone()))));
-        let mut body = Call::new(response(), &quota, false).await.unwrap().into_body();
-        assert_eq!(unsent(), content.len(), "the only one may have any size");
-        let refused = Call::new(response(), &quota, false).await.unwrap();
-        assert_eq!(refused.status(), http::StatusCode::TOO_MANY_REQUESTS);
-        let mut pieces = Vec::new();
-        while let Some(frame) = body.frame().await {
-            pieces.push(frame.unwrap().into_data().unwrap());
-        }
-        drop(body);
-        assert_eq!((pieces.len(), pieces.concat()), (4, content.to_vec()));
-        assert_eq!(unsent(), content.len());
-        drop(pieces.pop());
-        assert_eq!(unsent(), 3 * PIECE_BYTES);
-        drop(pieces);
-        assert_eq!(unsent(), 0);
-    }
-}
+mod tests;

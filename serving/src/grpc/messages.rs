@@ -3,11 +3,13 @@
 //! without a bound and answers INTERNAL.
 
 use std::convert::Infallible;
+use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
+use futures::future::BoxFuture;
 use http_body::Frame;
 use tonic::Status;
 use tonic::codegen::{Service, StdError, http};
@@ -115,6 +117,10 @@ pub(crate) struct Frames<B> {
     left: usize,
     /// The payload of a compressed message as far as it came.
     packed: BytesMut,
+    /// The plain payload of a compressed message that came whole.
+    unpacking: Option<Unpacking>,
+    /// A payload whose prefix was handed on.
+    unpacked: Bytes,
     /// Whether a message has come whole.
     any: bool,
     /// Runs while the client owes something.
@@ -122,6 +128,15 @@ pub(crate) struct Frames<B> {
     /// What is wrong with what comes after the messages that were handed on last.
     failure: Option<InferError>,
     ended: bool,
+}
+
+/// A message whose compression is being taken off.
+struct Unpacking(BoxFuture<'static, Result<Vec<u8>, InferError>>);
+
+impl fmt::Debug for Unpacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Unpacking")
+    }
 }
 
 impl<B> Frames<B> {
@@ -144,6 +159,8 @@ impl<B> Frames<B> {
             prefix_bytes: 0,
             left: 0,
             packed: BytesMut::new(),
+            unpacking: None,
+            unpacked: Bytes::new(),
             any: false,
             patience: None,
             failure: None,
@@ -162,8 +179,7 @@ impl<B> Frames<B> {
         }
         let (mut plain, mut whole) = (0, 0);
         match self.look(&mut plain, &mut whole) {
-            Ok(Some(message)) => Ok(Some(message)),
-            Ok(None) => Ok((plain > 0).then(|| self.chunk.split_to(plain))),
+            Ok(()) => Ok((plain > 0).then(|| self.chunk.split_to(plain))),
             Err(failure) if whole > 0 => {
                 self.failure = Some(failure);
                 Ok(Some(self.chunk.split_to(whole)))
@@ -173,8 +189,8 @@ impl<B> Frames<B> {
     }
 
     /// Counts the bytes of plain messages, and those up to the end of the last one, until a compressed one
-    /// begins or has come; gives that one.
-    fn look(&mut self, plain: &mut usize, whole: &mut usize) -> Result<Option<Bytes>, InferError> {
+    /// begins or has come.
+    fn look(&mut self, plain: &mut usize, whole: &mut usize) -> Result<(), InferError> {
         while *plain < self.chunk.len() {
             if self.prefix_bytes < PREFIX_BYTES {
                 let byte = self.chunk[*plain];
@@ -204,19 +220,24 @@ impl<B> Frames<B> {
                 }
             }
             if self.prefix_bytes == PREFIX_BYTES && self.left == 0 {
-                let packed = self.packed();
+                let is_packed = self.packed();
                 self.prefix_bytes = 0;
-                self.any = true;
-                let message = if packed { Some(self.unpack()?) } else { None };
-                self.in_body.shrink();
-                self.patience = None;
-                if message.is_some() {
-                    return Ok(message);
+                if is_packed {
+                    self.unpacking = Some(self.unpack()?);
+                    return Ok(());
                 }
+                self.end_message();
                 *whole = *plain;
             }
         }
-        Ok(None)
+        Ok(())
+    }
+
+    /// A message has come whole, and is no longer one that is being received.
+    fn end_message(&mut self) {
+        self.any = true;
+        self.in_body.shrink();
+        self.patience = None;
     }
 
     fn check_flag(&self, flag: u8) -> Result<(), InferError> {
@@ -241,18 +262,24 @@ impl<B> Frames<B> {
         Ok(())
     }
 
-    fn unpack(&mut self) -> Result<Bytes, InferError> {
-        let packed = std::mem::take(&mut self.packed);
+    fn unpack(&mut self) -> Result<Unpacking, InferError> {
+        let packed = std::mem::take(&mut self.packed).freeze();
         // A flag of 1 was let through only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
-        let plain = encoding.decompress(&packed, self.bytes_max)?;
+        let turns = self.in_body.turns().clone();
+        Ok(Unpacking(Box::pin(encoding.decompress_in_turn(turns, packed, self.bytes_max))))
+    }
+
+    /// The prefix of a message whose compression was taken off; its payload is handed on next.
+    fn unpacked(&mut self, plain: Vec<u8>) -> Result<Bytes, InferError> {
         self.in_body.grow(plain.len())?;
-        let mut message = BytesMut::with_capacity(PREFIX_BYTES + plain.len());
-        message.put_u8(0);
+        self.end_message();
+        let mut prefix = BytesMut::with_capacity(PREFIX_BYTES);
+        prefix.put_u8(0);
         // `bytes_max` is at most what 32 bits hold.
-        message.put_u32(plain.len() as u32);
-        message.put_slice(&plain);
-        Ok(message.freeze())
+        prefix.put_u32(plain.len() as u32);
+        self.unpacked = plain.into();
+        Ok(prefix.freeze())
     }
 
     /// What is missing when the client says that it has sent everything.
@@ -293,6 +320,21 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
         loop {
             if self.ended {
                 return Poll::Ready(None);
+            }
+            if !self.unpacked.is_empty() {
+                let payload = std::mem::take(&mut self.unpacked);
+                return Poll::Ready(Some(Ok(Frame::data(payload))));
+            }
+            if let Some(Unpacking(unpacking)) = &mut self.unpacking {
+                let plain = ready!(unpacking.as_mut().poll(cx));
+                self.unpacking = None;
+                return Poll::Ready(Some(match plain.and_then(|plain| self.unpacked(plain)) {
+                    Ok(prefix) => Ok(Frame::data(prefix)),
+                    Err(error) => {
+                        self.ended = true;
+                        Err(error.into())
+                    }
+                }));
             }
             if !self.chunk.is_empty() {
                 match self.advance() {

@@ -21,8 +21,10 @@ use tonic::{Request, Status};
 
 use super::Service as Calls;
 use super::messages::{ACCEPTED, ENCODING, Frames};
-use crate::codec::{PREFIX_BYTES, decode, framed};
+use crate::blocking::in_place;
+use crate::codec::{PREFIX_BYTES, check_tensors, decode, framed, is_long};
 use crate::peer::{self, OfPeer, Peer};
+use crate::turns::COPIED_BYTES;
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -90,15 +92,31 @@ async fn answer(
     request: http::Request<impl http_body::Body<Data = Bytes, Error = Status> + Unpin>,
 ) -> Result<http::Response<Reply>, Status> {
     let (head, body) = request.into_parts();
-    let request: pb::ModelInferRequest = decode(read(body).await?)?;
+    let request = parse(calls, read(body).await?).await?;
     let request = Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, request);
     let (metadata, message, extensions) = calls.answer(client, request).await?.into_parts();
-    let answer = Answer { message: framed(&message)?, ended: false };
+    let is_long = message.raw_output_contents.iter().map(Bytes::len).sum::<usize>() >= COPIED_BYTES;
+    let answer = Answer { message: in_place(is_long, || framed(&message))?, ended: false };
     let mut response = http::Response::new(Reply::Answer(answer));
     *response.headers_mut() = metadata.into_headers();
     response.headers_mut().insert(http::header::CONTENT_TYPE, GRPC_CONTENT_TYPE);
     *response.extensions_mut() = extensions;
     Ok(response)
+}
+
+/// Reads a message, in a turn where it has many elements one by one.
+async fn parse(calls: &Calls, message: Bytes) -> Result<pb::ModelInferRequest, Status> {
+    if !is_long(&message)? {
+        return decode(message);
+    }
+    let mut in_body = calls.bodies.begin();
+    in_body.grow(message.len())?;
+    let work = move || {
+        let _in_body = in_body;
+        check_tensors(&message)?;
+        decode(message)
+    };
+    calls.bodies.turns().run(true, work).await?
 }
 
 /// The first message of a request, without its prefix, once all of the request has come. As with tonic, messages

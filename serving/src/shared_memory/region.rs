@@ -10,8 +10,10 @@ use bytes::Bytes;
 use nix::fcntl::OFlag;
 
 use super::Registration;
+use crate::blocking::in_place;
 use crate::error::{InferError, quote};
 use crate::parameters::Of;
+use crate::turns::COPIED_BYTES;
 
 /// Where Linux keeps POSIX shared memory objects.
 const OBJECTS: &str = "/dev/shm";
@@ -157,10 +159,8 @@ impl Span {
         let too_large =
             |_| InferError::invalid(format!("{} bytes are more than memory holds", self.byte_size));
         let mut bytes = vec![0; usize::try_from(self.byte_size).map_err(too_large)?];
-        self.region
-            .file
-            .read_exact_at(&mut bytes, self.start)
-            .map_err(|error| self.failed("read", &error))?;
+        let read = || self.region.file.read_exact_at(&mut bytes, self.start);
+        in_place(self.byte_size >= COPIED_BYTES as u64, read).map_err(|error| self.failed("read", &error))?;
         Ok(bytes.into())
     }
 

@@ -232,3 +232,96 @@ async fn broken_messages_of_grpc_are_the_senders_fault() {
     }
     server.stop().await;
 }
+
+/// A server for large messages of the model `echo_INT8`, and a request to it whose reply has the same bytes.
+async fn roomy() -> (Server, pb::ModelInferRequest, Bytes) {
+    let server = Server::start(config(), &[("echo_INT8", 1, echo(&[millrace_bundle::Datatype::Int8]))]).await;
+    // Beyond what is done at once of each kind: text, compressed bytes, and copies.
+    let raw =
+        Data::Int8((0..1 << 20).map(|index: i32| (index.wrapping_mul(31) >> 7) as i8).collect()).to_raw();
+    (server, raw_echo("INT8", &[raw.len() as i64], &raw), raw)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_bodies_of_every_form_are_answered() {
+    let (server, message, raw) = roomy().await;
+    let typed = {
+        let mut typed = message.clone();
+        typed.raw_input_contents.clear();
+        let int_contents = raw.iter().map(|byte| i32::from(*byte as i8)).collect();
+        typed.inputs[0].contents = Some(pb::InferTensorContents { int_contents, ..Default::default() });
+        typed
+    };
+    let int_contents = &typed.inputs[0].contents.as_ref().unwrap().int_contents;
+    for encoding in [None, Some(CompressionEncoding::Gzip), Some(CompressionEncoding::Deflate)] {
+        let mut client =
+            pb::grpc_inference_service_client::GrpcInferenceServiceClient::new(channel(&server).await)
+                .max_decoding_message_size(usize::MAX);
+        if let Some(encoding) = encoding {
+            client = client.send_compressed(encoding).accept_compressed(encoding);
+        }
+        let reply = client.model_infer(message.clone()).await.unwrap().into_inner();
+        assert!(reply.raw_output_contents[0] == raw, "{encoding:?}");
+        let reply = client.model_infer(typed.clone()).await.unwrap().into_inner();
+        assert!(reply.outputs[0].contents.as_ref().unwrap().int_contents == *int_contents, "{encoding:?}");
+        let requests = [message.clone(), typed.clone(), message.clone()];
+        let mut answers =
+            client.model_stream_infer(futures::stream::iter(requests)).await.unwrap().into_inner();
+        for is_typed in [false, true, false] {
+            let answer = answers.message().await.unwrap().unwrap();
+            assert_eq!(answer.error_message, "", "{encoding:?}");
+            let reply = answer.infer_response.unwrap();
+            let is_same = match is_typed {
+                true => reply.outputs[0].contents.as_ref().unwrap().int_contents == *int_contents,
+                false => reply.raw_output_contents[0] == raw,
+            };
+            assert!(is_same, "{encoding:?}");
+        }
+        assert!(answers.message().await.unwrap().is_none());
+    }
+    // As JSON, and as the bytes after it.
+    let elements: Vec<String> = raw.iter().map(|byte| (*byte as i8).to_string()).collect();
+    let input = |rest: String| {
+        format!(
+            r#"{{"inputs":[{{"name":"in_INT8","shape":[{}],"datatype":"INT8",{rest}}}],"parameters":{{"binary_data_output":true}}}}"#,
+            raw.len()
+        )
+    };
+    let text = input(format!(r#""data":[{}]"#, elements.join(",")));
+    let head = input(format!(r#""parameters":{{"binary_data_size":{}}}"#, raw.len()));
+    let head_length = head.len().to_string();
+    for (body, length) in
+        [(text.into_bytes(), None), ([head.as_bytes(), &raw].concat(), Some(head_length.as_str()))]
+    {
+        for encoding in ["identity", "gzip", "deflate"] {
+            let mut headers = vec![("content-encoding", encoding)];
+            headers.extend(length.map(|length| ("inference-header-content-length", length)));
+            let reply =
+                server.http("POST", "/v2/models/echo_INT8/infer", &headers, &packed(encoding, &body)).await;
+            assert_eq!(reply.status, 200, "{encoding}: {}", String::from_utf8_lossy(&reply.body));
+            let json: usize = reply.header("inference-header-content-length").unwrap().parse().unwrap();
+            assert!(reply.body[json..] == raw[..], "{encoding}");
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tensors_beyond_the_limit_are_refused_in_large_messages() {
+    let (server, ..) = roomy().await;
+    let mut channel = channel(&server).await;
+    for (tag, what) in [(0x2a, "inputs"), (0x32, "outputs"), (0x3a, "entries in raw_input_contents")] {
+        let message = [tag, 0].repeat(1 << 20);
+        for (method, encoding, body) in [
+            ("ModelInfer", None, frame(0, &message)),
+            ("ModelInfer", Some("gzip"), frame(1, &packed("gzip", &message))),
+            ("ModelStreamInfer", None, frame(0, &message)),
+            ("ModelStreamInfer", Some("deflate"), frame(1, &packed("deflate", &message))),
+        ] {
+            let (status, said) = bare_call(&mut channel, method, encoding, body).await;
+            let expected = format!("1048576 {what}, the limit is 1024");
+            assert!(status == 3 && said.contains(&expected), "{method} {encoding:?}: {status} {said}");
+        }
+    }
+    server.stop().await;
+}

@@ -221,6 +221,36 @@ async fn endless_and_too_many_headers_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_that_lie_about_their_length_are_refused() {
+    let server = server().await;
+    let address = server.serving.addresses().http;
+    let endless = format!(
+        "transfer-encoding: chunked\r\n\r\n{}",
+        format!("1000\r\n{}\r\n", " ".repeat(4096)).repeat(64)
+    );
+    for (what, rest) in [
+        ("two lengths", "content-length: 5\r\ncontent-length: 6\r\n\r\n{}"),
+        ("a negative length", "content-length: -1\r\n\r\n{}"),
+        ("a length beyond 64 bits", "content-length: 99999999999999999999\r\n\r\n{}"),
+        ("a length of everything", "content-length: 18446744073709551615\r\n\r\n{}"),
+        ("a chunk beyond 64 bits", "transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n{}"),
+        ("a chunk of a negative size", "transfer-encoding: chunked\r\n\r\n-1\r\n{}"),
+        ("chunks without an end", &endless),
+    ] {
+        let mut stream = connect(address).await;
+        let head = "POST /v2/models/mlp/infer HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n";
+        // The server may have answered and closed before it was sent everything.
+        let _ = stream.write_all(format!("{head}{rest}").as_bytes()).await;
+        let said = to_the_end(&mut stream).await;
+        // A client that still sends may be reset before it has read the answer.
+        let told = said.starts_with("HTTP/1.1 4") || (rest.contains("chunked") && said.is_empty());
+        assert!(told, "{what}: {said}");
+    }
+    assert_eq!(ask(&server, &as_rest(&good())).await.status, 200);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_beyond_the_limit_are_told_so() {
     let mut config = config();
     config.limits.connections_max = 3;

@@ -16,7 +16,9 @@ use crate::malformed::{as_rest, good, typed};
 use crate::support::*;
 
 /// What hangs is a failure; nothing here measures.
-const HANGING: Duration = Duration::from_secs(60);
+const HANGING: Duration = Duration::from_secs(300);
+/// Longer than any test: its clients may be as slow as they are.
+const PATIENT_MS: u64 = 3_600_000;
 const INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 const STREAM: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -75,6 +77,41 @@ async fn never_reading(address: SocketAddr, path: &str, bodies: Vec<Vec<u8>>) ->
     statuses
 }
 
+/// A connection whose client has called for that many bytes, and does not take any of them.
+struct Untaken {
+    _sender: h2::client::SendRequest<bytes::Bytes>,
+    _answer: http::Response<h2::RecvStream>,
+    _connection: tokio_util::task::AbortOnDropHandle<()>,
+}
+
+impl Untaken {
+    async fn new(address: SocketAddr, bytes: usize) -> Untaken {
+        let socket = TcpStream::connect(address).await.unwrap();
+        let handshake = h2::client::Builder::new().initial_window_size(0).handshake(socket);
+        let (mut sender, connection) = handshake.await.unwrap();
+        let connection = tokio::spawn(async move { drop(connection.await) });
+        let answer = send(&mut sender, zeros(bytes)).await.await.unwrap();
+        let connection = tokio_util::task::AbortOnDropHandle::new(connection);
+        Untaken { _sender: sender, _answer: answer, _connection: connection }
+    }
+}
+
+/// Calls `ModelInfer` with a body.
+async fn send(
+    sender: &mut h2::client::SendRequest<bytes::Bytes>,
+    body: Vec<u8>,
+) -> h2::client::ResponseFuture {
+    *sender = sender.clone().ready().await.unwrap();
+    let request = http::Request::post(format!("http://localhost{INFER}"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(())
+        .unwrap();
+    let (response, mut stream) = sender.send_request(request, false).unwrap();
+    stream.send_data(body.into(), true).unwrap();
+    response
+}
+
 async fn metric(server: &Server, line: &str) -> Option<f64> {
     let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(reply.body).unwrap();
@@ -98,6 +135,96 @@ async fn client_that_takes_no_answers_is_bounded_and_cut() {
     assert_eq!(never_reading(address, STREAM, vec![stream]).await, [None]);
     assert!(metric(&server, r#"millrace_serving_cut_connections_total{service="gRPC"}"#).await >= Some(2.0));
     server.client().await.infer_message(good()).await.unwrap();
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_of_all_connections_have_a_common_bound() {
+    let mut config = config();
+    config.limits.stalled_ms_max = PATIENT_MS;
+    config.limits.answer_bytes_max = 4 << 20;
+    let server = Server::start(config, &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
+    let addresses = server.serving.addresses();
+    let mut untaken = Vec::new();
+    for _ in 0..3 {
+        untaken.push(Untaken::new(addresses.grpc, 1 << 20).await);
+    }
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", addresses.grpc)).unwrap();
+    let mut channel = channel.connect().await.unwrap();
+    // Each of the answers has some bytes more than its tensor, so a fourth does not fit.
+    let refused = async {
+        loop {
+            let (status, message) = bare_call(&mut channel, "ModelInfer", None, zeros(1 << 20)).await;
+            if status != 0 {
+                return (status, message);
+            }
+        }
+    };
+    let (status, message) = tokio::time::timeout(HANGING, refused).await.expect("no common bound");
+    assert!(status == 8 && message.contains("limits.answer_bytes_max"), "{status} {message}");
+    let bytes = 1 << 20;
+    let json = format!(
+        r#"{{"inputs":[{{"name":"in_UINT8","shape":[{bytes}],"datatype":"UINT8","parameters":{{"binary_data_size":{bytes}}}}}],"parameters":{{"binary_data_output":true}}}}"#
+    );
+    let length = json.len().to_string();
+    let headers = [("inference-header-content-length", length.as_str())];
+    let body = [json.as_bytes(), &vec![7; bytes]].concat();
+    let reply = server.http("POST", "/v2/models/echo/infer", &headers, &body).await;
+    let said = String::from_utf8_lossy(&reply.body);
+    assert!(reply.status == 503 && said.contains("limits.answer_bytes_max"), "{}: {said}", reply.status);
+    // Small answers go on, of health checks among them.
+    server.client().await.infer_message(good()).await.unwrap();
+    assert_eq!(server.http("GET", "/v2/health/live", &[], b"").await.status, 200);
+    drop(untaken);
+    let again = async { while bare_call(&mut channel, "ModelInfer", None, zeros(1 << 20)).await.0 != 0 {} };
+    tokio::time::timeout(HANGING, again).await.expect("what was counted stays");
+    assert_eq!(server.http("POST", "/v2/models/echo/infer", &headers, &body).await.status, 200);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answer_that_does_not_go_on_is_reset_while_others_are_taken() {
+    let mut config = config();
+    config.limits.stalled_ms_max = 2_000;
+    let server = Server::start(config, &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
+    let socket = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
+    // Each stream has the usual window, of less than 64 KiB.
+    let handshake = h2::client::Builder::new().initial_connection_window_size(16 << 20).handshake(socket);
+    let (mut sender, connection) = handshake.await.unwrap();
+    let connection = tokio::spawn(async move { drop(connection.await) });
+    let response = send(&mut sender, zeros(1 << 20)).await;
+    let untaken = tokio::spawn(async move {
+        let mut body = response.await.unwrap().into_body();
+        let mut bytes = 0;
+        // No byte is released, so the window stays as it is.
+        loop {
+            match body.data().await {
+                Some(Ok(part)) => bytes += part.len(),
+                Some(Err(error)) => return (bytes, error.reason()),
+                None => return (bytes, None),
+            }
+        }
+    });
+    let others = async {
+        loop {
+            let is_last = untaken.is_finished();
+            let mut body = send(&mut sender, zeros(10)).await.await.unwrap().into_body();
+            while let Some(part) = body.data().await {
+                let bytes = part.unwrap().len();
+                body.flow_control().release_capacity(bytes).unwrap();
+            }
+            let trailers = body.trailers().await.unwrap().unwrap();
+            assert_eq!(trailers["grpc-status"], "0");
+            if is_last {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(HANGING, others).await.expect("the answer is kept");
+    let (bytes, reason) = untaken.await.unwrap();
+    assert!(bytes > 0 && bytes < 1 << 20, "{bytes}");
+    assert_eq!(reason, Some(h2::Reason::CANCEL));
+    connection.abort();
     server.stop().await;
 }
 
@@ -190,6 +317,7 @@ async fn control_calls_wait_for_their_body_no_longer_than_for_any() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_that_are_being_received_have_a_common_bound() {
     let mut config = config();
+    config.limits.stalled_ms_max = PATIENT_MS;
     config.limits.body_bytes_max = 1 << 20;
     let server = Server::start(config, &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
     let addresses = server.serving.addresses();
