@@ -39,7 +39,7 @@ pub(crate) use directory::Page;
 pub use file::OpenFile;
 pub(crate) use file::{ReadBuffer, WriteAges};
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
-pub(crate) use rename::{Moved, Renamed};
+pub(crate) use rename::Moved;
 pub(crate) use tree::{NameChecks, NameTarget, Unlinked};
 pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub(crate) use whole_directory::Found;

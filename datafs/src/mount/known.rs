@@ -41,7 +41,8 @@ const VERSION_STEP: u32 = 0x9e37_79b1;
 pub(super) struct Known {
     /// Looks-up that it has not forgotten; as many as can be counted are never forgotten.
     lookups: u32,
-    pub(super) names_version: u32,
+    /// The version of the names by which it knows the node.
+    names_version: u32,
     /// The name that it was told last, see [`name_stamp`].
     named: u32,
     /// The [`KnownNodes::clock`] when it was told that for the first time.
@@ -98,6 +99,18 @@ impl Known {
     pub(super) fn settle_list(&mut self, list: u32) {
         if self.list != list {
             self.list = LIST_NOT_TOLD;
+        }
+    }
+
+    /// Whether a name by which the kernel knows the node may be gone.
+    pub(super) fn has_lost_name(&self, attr: &Attr) -> bool {
+        is_after(attr.names_version, self.names_version)
+    }
+
+    /// The kernel knows the node by names that are right with these attributes.
+    pub(super) fn settle_names(&mut self, attr: &Attr) {
+        if self.has_lost_name(attr) {
+            self.names_version = attr.names_version;
         }
     }
 
@@ -166,11 +179,13 @@ impl KnownNodes {
         };
         if let Some(named) = named {
             entry.lookups = entry.lookups.saturating_add(1);
-            entry.names_version = attr.names_version;
-            if entry.named != named {
+            // What was read before this mount has moved the node itself is not what the kernel goes by.
+            let is_outdated = is_after(entry.names_version, attr.names_version);
+            if !is_outdated && entry.named != named {
                 self.clock = self.clock.wrapping_add(1);
                 (entry.named, entry.named_at) = (named, self.clock);
             }
+            entry.settle_names(attr);
         }
         let access = access_of(attr);
         entry.access_in_doubt |= std::mem::replace(&mut entry.access, access) != access;
@@ -201,10 +216,7 @@ impl KnownNodes {
     /// that it has looked the name up for this request.
     pub(super) fn is_told(&self, ino: u64, named: u32, arrived: u32, again: bool) -> bool {
         match self.get(ino) {
-            Some(entry) => {
-                let is_older = entry.named_at.wrapping_sub(arrived).cast_signed() <= 0;
-                entry.named == named && (again || is_older)
-            }
+            Some(entry) => entry.named == named && (again || !is_after(entry.named_at, arrived)),
             // Of nodes that there was no room for it believes nothing longer than a request takes.
             None => again && self.was_crowded,
         }
@@ -308,6 +320,11 @@ impl KnownNodes {
 
 fn place(ino: u64) -> usize {
     (ino % TABLES as u64) as usize
+}
+
+/// Whether a count is the later one of two. It wraps.
+fn is_after(count: u32, other: u32) -> bool {
+    count.wrapping_sub(other).cast_signed() > 0
 }
 
 /// Makes a table anew that can take no more. By itself a table that is more than half full grows then to
@@ -415,6 +432,67 @@ mod tests {
         assert_eq!([7, 8, 9].map(|ino| known.removed(ino).is_some()), [true, false, false]);
         known.forget(7, 1);
         assert!(known.removed(7).is_none() && known.removed.is_empty());
+    }
+
+    #[test]
+    fn a_name_is_told_until_the_node_loses_a_name() {
+        let mut known = KnownNodes::default();
+        let stamp = |name: &str, version| name_stamp(1, OsStr::new(name), version);
+        let file = |names_version| Attr { names_version, ..attr(7) };
+        known.note(&file(0), Some(stamp("a", 0)), 1);
+        let arrived = known.clock();
+        assert!(known.is_told(7, stamp("a", 0), arrived, false));
+        assert!(!known.is_told(7, stamp("b", 0), arrived, true));
+        assert!(!known.is_told(8, stamp("a", 0), arrived, true), "another node");
+        // Others have moved it away and back.
+        assert!(
+            !known.is_told(7, stamp("a", 2), arrived, true) && known.get(7).unwrap().has_lost_name(&file(2))
+        );
+        known.note(&file(2), Some(stamp("a", 2)), 1);
+        assert!(!known.is_told(7, stamp("a", 2), arrived, false), "it was decided before");
+        assert!(known.is_told(7, stamp("a", 2), arrived, true));
+        known.moves(7, 3, stamp("b", 3));
+        let told = |known: &KnownNodes, stamp| known.is_told(7, stamp, known.clock(), false);
+        assert!(told(&known, stamp("b", 3)) && !known.get(7).unwrap().has_lost_name(&file(3)));
+        known.note(&file(2), Some(stamp("a", 2)), 1);
+        assert!(told(&known, stamp("b", 3)), "that was read before the move");
+        // Another name of it is removed here, and one more elsewhere.
+        known.loses_name(7, 4);
+        assert!(told(&known, stamp("b", 4)) && !known.get(7).unwrap().has_lost_name(&file(4)));
+        known.loses_name(7, 6);
+        assert!(!told(&known, stamp("b", 6)) && known.get(7).unwrap().has_lost_name(&file(6)));
+        known.note(&file(6), Some(stamp("b", 6)), 1);
+        known.untell(7);
+        assert!(!told(&known, stamp("b", 6)));
+    }
+
+    #[test]
+    fn an_access_control_list_counts_once_it_was_told() {
+        let mut known = KnownNodes::default();
+        known.note(&attr(7), Some(1), 1);
+        let [one, other] = [b"one", b"two"].map(|value| list_stamp(value));
+        let differs = |known: &KnownNodes, list| known.get(7).unwrap().has_other_list(list);
+        assert!(!differs(&known, one) && !differs(&known, NO_LIST));
+        known.tells_list(7, one);
+        assert!(!differs(&known, one) && differs(&known, other) && differs(&known, NO_LIST));
+        assert!(!known.get(7).unwrap().access_in_doubt);
+        known.tells_list(7, NO_LIST);
+        assert!(differs(&known, one) && !differs(&known, NO_LIST));
+        assert!(known.get(7).unwrap().access_in_doubt, "the answers may arrive in the other order");
+        known.drops_list(7);
+        assert!(!differs(&known, one) && !differs(&known, other));
+    }
+
+    #[test]
+    fn a_size_is_not_sure_while_an_answer_with_another_one_may_be_under_way() {
+        let mut known = KnownNodes::default();
+        let changed = Attr { data_version: 9, ..attr(7) };
+        known.note(&attr(7), Some(1), 1);
+        assert!(known.get(7).unwrap().has_size(&attr(7)));
+        known.note(&changed, None, 2);
+        assert!(!known.get(7).unwrap().has_size(&changed));
+        known.get_mut(7).unwrap().settle_size();
+        assert!(known.get(7).unwrap().has_size(&changed) && !known.get(7).unwrap().has_size(&attr(7)));
     }
 
     #[test]

@@ -135,7 +135,8 @@ impl<'a> Change<'a> {
     fn expects(&self, target: &NameTarget<'_>, unlinks: bool) -> bool {
         let told = self.adapter.coherence.is_told(target, self.arrived, self.again);
         // Of a file with several names only the last one that the kernel was told is known here.
-        let passes = told || unlinks && (self.again || target.inode.nlink > 1);
+        let is_linked = !target.inode.is_directory() && target.inode.nlink > 1;
+        let passes = told || unlinks && is_linked || self.again && (unlinks || is_linked);
         self.refused.set(!passes);
         self.unsure.set((!told && passes).then_some(target.ino));
         passes

@@ -556,6 +556,35 @@ mod tests {
     }
 
     #[test]
+    fn every_thread_that_is_sent_for_a_size_comes_back_for_itself() {
+        let retries = Retries::default();
+        assert!(retries.refuse(7, Refused::Size, NODE) && retries.refuse(8, Refused::Size, NODE));
+        assert!(retries.walks(NODE) && !retries.walks(OTHER));
+        retries.keep(7, found(NODE));
+        let (arrival, held) = retries.arrive(7, NODE);
+        assert!(arrival.found && arrival.sized && held.is_some());
+        assert!(retries.walks(NODE), "the other one does");
+        let (arrival, held) = retries.arrive(8, NODE);
+        assert!(arrival.again && !arrival.found && !arrival.sized && held.is_none(), "without a look-up");
+        assert!(!retries.walks(NODE) && retries.arrive(8, NODE).0.again);
+        retries.forget(8);
+        assert!(!retries.arrive(8, NODE).0.again && !retries.serves(8));
+        assert!(!retries.refuse(0, Refused::Size, NODE) && !retries.walks(NODE), "nobody in particular");
+    }
+
+    #[test]
+    fn a_change_of_names_comes_back_once_and_to_the_same_folder() {
+        let retries = Retries::default();
+        retries.refuse(7, Refused::Change, NODE);
+        assert!(!retries.changes_again(7, OTHER) && !retries.changes_again(8, NODE));
+        retries.keep(7, found(OTHER));
+        assert!(retries.changes_again(7, NODE));
+        assert!(!retries.changes_again(7, NODE) && !retries.serves(7));
+        retries.refuse(7, Refused::Node, NODE);
+        assert!(!retries.changes_again(7, NODE), "it was refused something else");
+    }
+
+    #[test]
     fn nothing_is_kept_for_long() {
         let retries = Retries::default();
         assert!(retries.due().is_none());

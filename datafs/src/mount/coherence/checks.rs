@@ -24,7 +24,7 @@ impl Coherence {
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
         let access_changed = entry.access != access || entry.access_in_doubt || entry.has_other_list(list);
-        if entry.names_version != attr.names_version || access_changed {
+        if entry.has_lost_name(attr) || access_changed {
             if !arrival.found && !arrival.again {
                 drop(known);
                 if access_changed {
@@ -52,8 +52,8 @@ impl Coherence {
         if arrival.sized && !walks {
             entry.settle_size();
         }
-        (entry.names_version, entry.access) = (attr.names_version, access);
-        entry.access_in_doubt = false;
+        entry.settle_names(attr);
+        (entry.access, entry.access_in_doubt) = (access, false);
         entry.settle_list(list);
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;
@@ -86,14 +86,13 @@ impl Coherence {
 
     /// Whether something with these attributes has lost a name that the kernel may know it by.
     pub(in crate::mount) fn has_lost_name(&self, attr: &Attr) -> bool {
-        let known = self.known.lock();
-        known.get(attr.node.ino).is_some_and(|entry| entry.names_version != attr.names_version)
+        self.known.lock().get(attr.node.ino).is_some_and(|entry| entry.has_lost_name(attr))
     }
 
     /// A thread comes back with something of these attributes, by a name that it has looked up or has no other for.
     pub(in crate::mount) fn settles_names(&self, attr: &Attr) {
         if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
-            entry.names_version = attr.names_version;
+            entry.settle_names(attr);
         }
     }
 
