@@ -32,6 +32,7 @@ mod handles;
 mod known;
 mod lock_request;
 mod locks;
+mod names;
 mod opening;
 mod outcome;
 mod pace;

@@ -11,6 +11,7 @@ mod extended;
 mod full;
 mod lifecycle;
 pub(crate) mod locking;
+mod names;
 mod on_postgres;
 mod opening;
 mod options;

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 
 use super::acl;
 use super::file::OpenFile;
-use super::tree::{self, Closing, SNAPSHOTS_NAME, Unlinked};
+use super::tree::{self, Closing, NameChecks, SNAPSHOTS_NAME, Unlinked};
 use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -193,14 +193,15 @@ impl View {
     /// Removes a name of anything but a directory. The inode goes with its last name, or, when somebody
     /// has it open, here or in another process, with the last close.
     pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
-        self.unlink_by(parent, name, None).map(drop)
+        self.unlink_by(parent, name, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::unlink`] by a user, of whom sticky directories are protected.
-    pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<Unlinked> {
+    /// [`View::unlink`] with checks of the caller.
+    pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, checks: NameChecks<'_>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         self.write_closing(Durability::Relaxed, |writer, closing| {
-            tree::check_sticky(writer, parent_ino, name, user)?;
+            tree::prefetch_entry(writer, parent_ino, name)?;
+            checks.check(writer, parent_ino, name)?;
             self.unlink_in(writer, parent_ino, name, closing)
         })
     }
@@ -230,11 +231,11 @@ impl View {
 
     /// Removes an empty directory.
     pub fn rmdir(&self, parent: Node, name: &OsStr) -> Result<()> {
-        self.rmdir_by(parent, name, None).map(drop)
+        self.rmdir_by(parent, name, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::rmdir`] by a user, of whom sticky directories are protected.
-    pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, user: Option<u32>) -> Result<Unlinked> {
+    /// [`View::rmdir`] with checks of the caller.
+    pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, checks: NameChecks<'_>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         if name == "." {
             return Err(Error::Invalid("'.' cannot be removed".into()));
@@ -244,7 +245,7 @@ impl View {
         }
         self.write(Durability::Relaxed, |writer| {
             tree::check_entry(parent_ino, name)?;
-            tree::check_sticky(writer, parent_ino, name, user)?;
+            checks.check(writer, parent_ino, name)?;
             let dentry = tree::existing(writer, parent_ino, name)?;
             let removed = remove_directory(writer, dentry.ino, name)?;
             let mut directory = tree::directory(writer, parent_ino)?;

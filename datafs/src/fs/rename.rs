@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use super::namespace::remove_directory;
-use super::tree::{self, Closing, Unlinked};
+use super::tree::{self, Closing, NameChecks, Unlinked};
 use super::types::{Node, ROOT_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
@@ -18,6 +18,22 @@ struct Place<'n> {
     name: &'n OsStr,
 }
 
+/// An inode that got another name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Moved {
+    pub(crate) ino: u64,
+    /// As it is from now on.
+    pub(crate) names_version: u32,
+}
+
+/// What a rename has done.
+#[derive(Debug)]
+pub(crate) struct Renamed {
+    /// `None` where both names led to one inode, which keeps both.
+    pub(crate) moved: Option<Moved>,
+    pub(crate) replaced: Option<Unlinked>,
+}
+
 impl View {
     /// Moves a name. A file or an empty directory at the target is replaced in the same step, unless
     /// `no_replace`, which fails with [`Error::Exists`].
@@ -29,22 +45,22 @@ impl View {
         new_name: &OsStr,
         no_replace: bool,
     ) -> Result<()> {
-        self.rename_by((parent, name), (new_parent, new_name), no_replace, None).map(drop)
+        self.rename_by((parent, name), (new_parent, new_name), no_replace, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::rename`] by a user, of whom sticky directories are protected. Returns what was replaced.
+    /// [`View::rename`] with checks of the caller.
     pub(crate) fn rename_by(
         &self,
         (parent, name): (Node, &OsStr),
         (new_parent, new_name): (Node, &OsStr),
         no_replace: bool,
-        user: Option<u32>,
-    ) -> Result<Option<Unlinked>> {
+        checks: NameChecks<'_>,
+    ) -> Result<Renamed> {
         let from = Place { parent: self.writable(parent)?, name };
         let to = Place { parent: self.writable(new_parent)?, name: new_name };
         self.write_closing(Durability::Relaxed, |writer, closing| {
-            tree::check_sticky(writer, from.parent, from.name, user)?;
-            tree::check_sticky(writer, to.parent, to.name, user)?;
+            checks.check(writer, from.parent, from.name)?;
+            checks.check_replaced(writer, to.parent, to.name)?;
             self.rename_in(writer, from, to, no_replace, closing)
         })
     }
@@ -56,7 +72,7 @@ impl View {
         to: Place<'_>,
         no_replace: bool,
         closing: &mut Closing<'a>,
-    ) -> Result<Option<Unlinked>> {
+    ) -> Result<Renamed> {
         tree::check_entry(from.parent, from.name)?;
         tree::check_entry(to.parent, to.name)?;
         let moved = tree::existing(writer, from.parent, from.name)?;
@@ -72,7 +88,7 @@ impl View {
             }
             if replaced.ino == moved.ino {
                 // Two names of one inode: POSIX keeps both.
-                return Ok(None);
+                return Ok(Renamed { moved: None, replaced: None });
             }
         }
         let now = Timestamp::now();
@@ -99,7 +115,8 @@ impl View {
             tree::touch_directory(&mut directory, links, now)?;
             tree::put_inode(writer, ino, &directory)?;
         }
-        Ok(unlinked)
+        let moved = Moved { ino: moved.ino, names_version: inode.names_version };
+        Ok(Renamed { moved: Some(moved), replaced: unlinked })
     }
 
     /// Removes what is at the target.
@@ -126,45 +143,47 @@ impl View {
 impl View {
     /// Exchanges what two names, which both exist, stand for, in one step.
     pub fn exchange(&self, parent: Node, name: &OsStr, other_parent: Node, other_name: &OsStr) -> Result<()> {
-        self.exchange_by((parent, name), (other_parent, other_name), None)
+        self.exchange_by((parent, name), (other_parent, other_name), NameChecks::NONE).map(drop)
     }
 
-    /// [`View::exchange`] by a user, of whom sticky directories are protected.
+    /// [`View::exchange`] with checks of the caller. Returns what has moved from the first name to the other, and
+    /// what has moved back; `None` where both names lead to one inode.
     pub(crate) fn exchange_by(
         &self,
         (parent, name): (Node, &OsStr),
         (other_parent, other_name): (Node, &OsStr),
-        user: Option<u32>,
-    ) -> Result<()> {
+        checks: NameChecks<'_>,
+    ) -> Result<Option<[Moved; 2]>> {
         let one = Place { parent: self.writable(parent)?, name };
         let other = Place { parent: self.writable(other_parent)?, name: other_name };
         self.write(Durability::Relaxed, |writer| {
             tree::check_entry(one.parent, one.name)?;
             tree::check_entry(other.parent, other.name)?;
-            tree::check_sticky(writer, one.parent, one.name, user)?;
-            tree::check_sticky(writer, other.parent, other.name, user)?;
+            checks.check(writer, one.parent, one.name)?;
+            checks.check(writer, other.parent, other.name)?;
             let at_one = tree::existing(writer, one.parent, one.name)?;
             let at_other = tree::existing(writer, other.parent, other.name)?;
             if at_one.ino == at_other.ino {
-                return Ok(());
+                return Ok(None);
             }
             let now = Timestamp::now();
-            let from_one = put_at(writer, at_one, other, now)?;
-            let from_other = put_at(writer, at_other, one, now)?;
-            let change = from_other - from_one;
+            let (from_one, links_to_other) = put_at(writer, at_one, other, now)?;
+            let (from_other, links_to_one) = put_at(writer, at_other, one, now)?;
+            let change = links_to_one - links_to_other;
             for (ino, links) in [(one.parent, change), (other.parent, -change)] {
                 let links = if one.parent == other.parent { 0 } else { links };
                 let mut directory = tree::directory(writer, ino)?;
                 tree::touch_directory(&mut directory, links, now)?;
                 tree::put_inode(writer, ino, &directory)?;
             }
-            Ok(())
+            Ok(Some([from_one, from_other]))
         })
     }
 }
 
-/// Lets a name stand for an inode that had another name. Returns 1 for a directory, else 0.
-fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp) -> Result<i32> {
+/// Lets a name stand for an inode that had another name. Returns the links that its directory gets: 1 for a
+/// directory, else 0.
+fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp) -> Result<(Moved, i32)> {
     let mut inode = tree::inode(writer, moved.ino)?;
     let directory = inode.is_directory();
     if directory {
@@ -175,7 +194,7 @@ fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp)
     inode.lost_name();
     tree::put_inode(writer, moved.ino, &inode)?;
     tree::put_child(writer, to.parent, to.name, moved.ino, moved.kind)?;
-    Ok(i32::from(directory))
+    Ok((Moved { ino: moved.ino, names_version: inode.names_version }, i32::from(directory)))
 }
 
 /// A directory cannot move into itself or below itself.

@@ -94,14 +94,65 @@ pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> 
     }
 }
 
+/// What a name leads to inside a transaction.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NameTarget<'a> {
+    pub(crate) parent: u64,
+    pub(crate) name: &'a OsStr,
+    pub(crate) ino: u64,
+    pub(crate) inode: &'a Inode,
+}
+
+/// What the caller of a change of names wants checked inside its transaction.
+#[derive(Clone, Copy)]
+pub(crate) struct NameChecks<'a> {
+    /// The user of whom sticky directories are protected; `None` passes all of them.
+    pub(crate) user: Option<u32>,
+    /// Whether a name may be removed, moved or replaced while it leads to this.
+    pub(crate) expects: &'a dyn Fn(&NameTarget<'_>) -> bool,
+}
+
+fn expects_anything(_: &NameTarget<'_>) -> bool {
+    true
+}
+
+impl NameChecks<'_> {
+    /// The caller may change every name, whatever it leads to.
+    pub(crate) const NONE: NameChecks<'static> = NameChecks { user: None, expects: &expects_anything };
+
+    /// Checks a name that is going to be removed or moved. One that does not exist passes.
+    pub(crate) fn check(self, records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
+        check_sticky(records, parent, name, self.user)?;
+        match child(records, parent, name)? {
+            Some(dentry) => self.check_target(records, parent, name, dentry.ino),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks a name that is going to be replaced. Replacing a file is one step whatever file it is: only a directory
+    /// has to be the expected one.
+    pub(crate) fn check_replaced(self, records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
+        check_sticky(records, parent, name, self.user)?;
+        match child(records, parent, name)? {
+            Some(dentry) if dentry.kind == FileKind::Directory => {
+                self.check_target(records, parent, name, dentry.ino)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_target(self, records: &mut dyn Records, parent: u64, name: &OsStr, ino: u64) -> Result<()> {
+        let inode = inode(records, ino)?;
+        if (self.expects)(&NameTarget { parent, name, ino, inode: &inode }) {
+            return Ok(());
+        }
+        Err(Error::Stale { what: format!("what {} led to", display(name)) })
+    }
+}
+
 /// Checks that `user` may remove or move a name in a sticky directory; `None` may always. The kernel checks that of
 /// the inode that it knows, which another process may have replaced since.
-pub(crate) fn check_sticky(
-    records: &mut dyn Records,
-    parent: u64,
-    name: &OsStr,
-    user: Option<u32>,
-) -> Result<()> {
+fn check_sticky(records: &mut dyn Records, parent: u64, name: &OsStr, user: Option<u32>) -> Result<()> {
     let Some(user) = user else { return Ok(()) };
     let directory = directory(records, parent)?;
     if directory.mode & STICKY == 0 || directory.uid == user {

@@ -100,6 +100,8 @@ pub struct Attr {
     pub(crate) writer_since: u64,
     /// Is another one whenever a name of the file has gone or moved.
     pub names_version: u32,
+    /// How many extended attributes there are, access control lists among them.
+    pub(crate) xattrs: u32,
 }
 
 /// A time to set.

@@ -239,6 +239,7 @@ impl Inode {
             writer: self.writer,
             writer_since: self.writer_since,
             names_version: self.names_version,
+            xattrs: self.xattrs,
         }
     }
 }

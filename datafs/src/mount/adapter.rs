@@ -15,7 +15,6 @@ use fuser::{
 };
 
 use super::answer::{Adapter, NOT_AT_ALL};
-use super::caller::{CAP_FOWNER, has_capability};
 use super::coherence::{Kept, name_lifetime};
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
@@ -25,7 +24,8 @@ use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
 use super::retry::{Created, Refused};
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::fs::acl::is_acl;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
 
@@ -36,17 +36,6 @@ const BACKGROUND_MAX: u16 = 64;
 
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
-}
-
-/// Removes or moves something as the user that asks. A thread with CAP_FOWNER may do so in any directory.
-fn as_user<T>(request: &Request, change: impl Fn(Option<u32>) -> Result<T>) -> Result<T> {
-    let user = Some(request.uid()).filter(|user| *user != 0);
-    match change(user) {
-        Err(Error::NotPermitted { .. }) if user.is_some() && has_capability(request.pid(), CAP_FOWNER) => {
-            change(None)
-        }
-        changed => changed,
-    }
 }
 
 /// The lock that a request is about.
@@ -112,15 +101,16 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         if self.without_messages {
             let found = self.handles.lookup_stateless(parent, name);
-            return self.entry("lookup", parent, moment, found, reply);
+            return self.entry("lookup", (parent, name), moment, found, reply);
         }
         if !parent.is_live() {
-            return self.entry("lookup", parent, moment, self.handles.view.lookup(parent, name), reply);
+            let found = self.handles.view.lookup(parent, name);
+            return self.entry("lookup", (parent, name), moment, found, reply);
         }
         match self.find(request.pid(), parent, name) {
             Ok(Some((attr, believed))) => {
                 let believed = believed && !self.handles.view.is_snapshots_dir(parent);
-                self.found_entry(&attr, moment, believed, reply);
+                self.found_entry((parent, name), &attr, moment, believed, reply);
             }
             Ok(None) => reply.error(outcome::refusal(Errno::ENOENT)),
             Err(error) => {
@@ -140,7 +130,7 @@ impl Filesystem for Adapter {
         let node = self.node(ino);
         let moment = self.coherence.moment();
         match self.handles.view.getattr(node) {
-            Ok(attr) => reply.attr(&self.lifetime(&attr, moment, false), &self.inodes.attr(&attr)),
+            Ok(attr) => reply.attr(&self.lifetime(&attr, moment, None), &self.inodes.attr(&attr)),
             Err(error) => {
                 let removed = || self.coherence.removed(node).map(|removed| removed.attr);
                 let found = self.coherence.retries.found(request.pid(), node).map(|found| found.attr);
@@ -191,7 +181,7 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => {
-                let lifetime = self.lifetime(&attr, moment, false);
+                let lifetime = self.lifetime(&attr, moment, None);
                 self.coherence.changes_attributes(node);
                 reply.attr(&lifetime, &self.inodes.attr(&attr));
             }
@@ -236,7 +226,7 @@ impl Filesystem for Adapter {
             }
             None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
         };
-        self.entry("mknod", parent, moment, made, reply);
+        self.entry("mknod", (parent, name), moment, made, reply);
     }
 
     fn mkdir(
@@ -251,26 +241,22 @@ impl Filesystem for Adapter {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request));
-        self.entry("mkdir", parent, moment, made, reply);
+        self.entry("mkdir", (parent, name), moment, made, reply);
     }
 
     fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let parent = self.node(parent);
-        let removed = as_user(request, |user| self.handles.view.unlink_by(parent, name, user));
-        self.empty("unlink", parent, removed.map(|removed| self.note_removed(removed)), reply);
+        self.unlink_name(request, (self.node(parent), name), reply);
     }
 
     fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let parent = self.node(parent);
-        let removed = as_user(request, |user| self.handles.view.rmdir_by(parent, name, user));
-        self.empty("rmdir", parent, removed.map(|removed| self.note_removed(removed)), reply);
+        self.rmdir_name(request, (self.node(parent), name), reply);
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
-        self.entry("symlink", parent, moment, made, reply);
+        self.entry("symlink", (parent, name), moment, made, reply);
     }
 
     fn rename(
@@ -283,18 +269,8 @@ impl Filesystem for Adapter {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let (parent, new_parent) = (self.node(parent), self.node(new_parent));
-        let view = &self.handles.view;
-        let (from, to) = ((parent, name), (new_parent, new_name));
-        let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
-            let renamed = as_user(request, |user| view.rename_by(from, to, !flags.is_empty(), user));
-            renamed.map(|replaced| replaced.into_iter().for_each(|replaced| self.note_removed(replaced)))
-        } else if flags == RenameFlags::RENAME_EXCHANGE {
-            as_user(request, |user| view.exchange_by(from, to, user))
-        } else {
-            Err(Error::Invalid("this way of renaming".into()))
-        };
-        self.empty("rename", parent, renamed, reply);
+        let (from, to) = ((self.node(parent), name), (self.node(new_parent), new_name));
+        self.rename_name(request, from, to, flags, reply);
     }
 
     fn link(
@@ -311,7 +287,7 @@ impl Filesystem for Adapter {
         }
         let moment = self.coherence.moment();
         match self.handles.view.link(node, parent, new_name) {
-            Ok(attr) => self.found_entry(&attr, moment, true, reply),
+            Ok(attr) => self.found_entry((parent, new_name), &attr, moment, true, reply),
             Err(error) => reply.error(self.failed_for("link", (request.pid(), Refused::Node, node), &error)),
         }
     }
@@ -329,18 +305,19 @@ impl Filesystem for Adapter {
             return reply.error(outcome::failure(Errno::ETXTBSY));
         }
         let wanted = (request.pid(), Refused::Node, node);
-        let found = self.coherence.retries.take(request.pid(), node);
-        let opened = self
-            .catch_up(node)
-            .and_then(|()| self.open_file(request, node, flags, (found.is_some(), executes)));
+        let (arrival, found) = self.coherence.retries.arrive(request.pid(), node);
+        let opened =
+            self.catch_up(node).and_then(|()| self.open_file(request, node, flags, (arrival, executes)));
         drop(found);
         let (file, attr, kept) = match opened {
-            Ok((_, _, Kept::Stale)) => return reply.error(self.refused(wanted)),
-            Ok((_, _, Kept::Size)) => return reply.error(self.walk_again(request.pid(), node)),
+            Ok((_, _, Kept::Stale)) => return reply.error(self.sent_again()),
             Ok((_, _, Kept::Denied)) => return reply.error(outcome::failure(Errno::EACCES)),
             Ok(opened) => opened,
             Err(error) => return reply.error(self.failed_for("open", wanted, &error)),
         };
+        if arrival.again {
+            self.coherence.retries.forget(request.pid());
+        }
         let mut answer = FopenFlags::empty();
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, kept == Kept::Pages);
         // A file that is only read has nothing to tell when it is closed, but for locks to be given up.
@@ -386,7 +363,7 @@ impl Filesystem for Adapter {
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };
                 let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
-                let lifetime = self.lifetime(&attr, moment, true).min(name_lifetime(&attr));
+                let lifetime = self.lifetime(&attr, moment, Some((parent, name))).min(name_lifetime(&attr));
                 if is_new {
                     self.coherence.creates(&attr);
                 }
@@ -587,7 +564,11 @@ impl Filesystem for Adapter {
         if let Err(errno) = self.check_named("removexattr", request.pid(), node, true) {
             return reply.error(errno);
         }
-        self.empty("removexattr", node, self.handles.view.xattr_remove(node, name), reply);
+        let removed = self.handles.view.xattr_remove(node, name);
+        if is_acl(name) {
+            self.coherence.drops_list(node);
+        }
+        self.empty("removexattr", node, removed, reply);
     }
 
     fn fallocate(

@@ -2,6 +2,7 @@
 //! kernel may believe it, which files it is handed.
 
 use std::cell::RefCell;
+use std::ffi::OsStr;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -85,13 +86,13 @@ impl Adapter {
         self.inodes.node(ino)
     }
 
-    /// How long the kernel may believe attributes that were read since a moment; with `lookup` it gets
-    /// to know the node by one more name.
-    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, lookup: bool) -> Duration {
+    /// How long the kernel may believe attributes that were read since a moment; with a directory and a name in it
+    /// the kernel gets to know the node by that.
+    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, named: Option<(Node, &OsStr)>) -> Duration {
         if !attr.node.is_live() {
             return FOREVER;
         }
-        let kept = self.coherence.answers(attr, moment, lookup);
+        let kept = self.coherence.answers(attr, moment, named);
         // Snapshots come and go without a change of the tree.
         lifetime_of(kept && !self.handles.view.is_snapshots_dir(attr.node))
     }
@@ -130,7 +131,7 @@ impl Adapter {
     pub(super) fn entry(
         &self,
         operation: &'static str,
-        parent: Node,
+        (parent, name): (Node, &OsStr),
         moment: u64,
         result: Result<Attr>,
         reply: ReplyEntry,
@@ -138,15 +139,22 @@ impl Adapter {
         match result {
             Ok(attr) => {
                 let believed = !self.handles.view.is_snapshots_dir(parent);
-                self.found_entry(&attr, moment, believed, reply);
+                self.found_entry((parent, name), &attr, moment, believed, reply);
             }
             Err(error) => reply.error(self.failed(operation, parent, &error)),
         }
     }
 
     /// Answers with what a name is; `believed` tells whether the kernel may keep the name as well.
-    pub(super) fn found_entry(&self, attr: &Attr, moment: u64, believed: bool, reply: ReplyEntry) {
-        let lifetime = self.lifetime(attr, moment, true);
+    pub(super) fn found_entry(
+        &self,
+        named: (Node, &OsStr),
+        attr: &Attr,
+        moment: u64,
+        believed: bool,
+        reply: ReplyEntry,
+    ) {
+        let lifetime = self.lifetime(attr, moment, Some(named));
         let name_lifetime = if believed { lifetime.min(name_lifetime(attr)) } else { NOT_AT_ALL };
         reply.entry_with_ttls(&lifetime, &name_lifetime, &self.inodes.attr(attr), Generation(0));
     }

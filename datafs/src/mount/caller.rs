@@ -1,4 +1,5 @@
-//! Groups, capabilities and signals of the calling threads, read from `/proc`. A request has only user and first group.
+//! Groups, capabilities, signals and system calls of the calling threads, read from `/proc`. A request has only user
+//! and first group.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -11,6 +12,80 @@ pub(super) const CAP_DAC_OVERRIDE: u32 = 1;
 pub(super) const CAP_DAC_READ_SEARCH: u32 = 2;
 /// Bit of CAP_FOWNER in a capability mask.
 pub(super) const CAP_FOWNER: u32 = 3;
+
+/// System calls that have the same numbers on all architectures, and no names in the library on some.
+const SYS_FCHMODAT2: libc::c_long = 452;
+const SYS_SETXATTRAT: libc::c_long = 463;
+const SYS_REMOVEXATTRAT: libc::c_long = 466;
+
+/// How often a thread's system call is read that has sent its request and does not wait for the answer yet.
+const CALL_READS_MAX: u32 = 100;
+
+/// How a system call says what it is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum CallBy {
+    /// By a path, which the kernel walks again when the answer is that it is stale.
+    Path,
+    /// By a descriptor, mostly.
+    Other,
+    /// It cannot be seen from here.
+    Unknown,
+}
+
+/// How the system call says what it is about in which a thread waits for an answer.
+pub(super) fn call_by(thread: u32) -> CallBy {
+    if thread == 0 {
+        return CallBy::Unknown;
+    }
+    for _ in 0..CALL_READS_MAX {
+        match fs::read_to_string(format!("/proc/{thread}/syscall")) {
+            Ok(call) if call.starts_with("running") => std::thread::yield_now(),
+            Ok(call) => return call_by_in(&call),
+            Err(_) => return CallBy::Unknown,
+        }
+    }
+    CallBy::Unknown
+}
+
+/// The number of the system call, in decimals, is followed by its arguments as `0x` and hexadecimals. A negative one
+/// stands for a thread in no system call.
+fn call_by_in(call: &str) -> CallBy {
+    let mut words = call.split_whitespace();
+    let number = words.next().and_then(|word| word.parse::<libc::c_long>().ok());
+    let Some(number) = number.filter(|number| *number >= 0) else { return CallBy::Unknown };
+    let mut arguments = words.map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+    let mut argument = |index| arguments.nth(index).flatten();
+    let by_path = match number {
+        libc::SYS_truncate
+        | libc::SYS_fchmodat
+        | SYS_FCHMODAT2
+        | libc::SYS_fchownat
+        | libc::SYS_setxattr
+        | libc::SYS_lsetxattr
+        | libc::SYS_removexattr
+        | libc::SYS_lremovexattr
+        | libc::SYS_openat
+        | libc::SYS_openat2 => true,
+        // Without a path it is about the descriptor.
+        libc::SYS_utimensat => argument(1) != Some(0),
+        // So it is with this flag, and an empty path.
+        SYS_SETXATTRAT | SYS_REMOVEXATTRAT => {
+            argument(2).is_none_or(|flags| flags & libc::AT_EMPTY_PATH as u64 == 0)
+        }
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_chmod
+        | libc::SYS_chown
+        | libc::SYS_lchown
+        | libc::SYS_utime
+        | libc::SYS_utimes
+        | libc::SYS_open
+        | libc::SYS_creat => true,
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_futimesat => argument(1) != Some(0),
+        _ => false,
+    };
+    if by_path { CallBy::Path } else { CallBy::Other }
+}
 
 /// Whether a thread has a signal that it does not block: it waits in the kernel, which would answer its
 /// system call then if the file system did. Threads that cannot be seen from here count as not.
@@ -65,6 +140,32 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    #[test]
+    fn system_calls_by_path_are_told_from_others() {
+        let of = |number: libc::c_long, second: u64, third: u64| {
+            call_by_in(&format!(
+                "{number} 0x3 {second:#x} {third:#x} 0x0 0x0 0x0 0x7ffd9d6068d8 0x7f1a778de503\n"
+            ))
+        };
+        let empty_path = libc::AT_EMPTY_PATH as u64;
+        for path in [libc::SYS_truncate, libc::SYS_fchmodat, libc::SYS_setxattr, libc::SYS_utimensat] {
+            assert_eq!(of(path, 0x7f00, 0), CallBy::Path, "{path}");
+        }
+        for other in [libc::SYS_fchmod, libc::SYS_fchown, libc::SYS_fsetxattr, libc::SYS_write] {
+            assert_eq!(of(other, 0x7f00, 0), CallBy::Other, "{other}");
+        }
+        assert_eq!(of(libc::SYS_utimensat, 0, 0), CallBy::Other);
+        assert_eq!(of(SYS_SETXATTRAT, 0x7f00, 0), CallBy::Path);
+        assert_eq!(of(SYS_SETXATTRAT, 0x7f00, empty_path), CallBy::Other);
+        for unknown in ["-1 0x7ffd9d6068d8 0x7f1a778de503\n", "running\n", ""] {
+            assert_eq!(call_by_in(unknown), CallBy::Unknown, "{unknown}");
+        }
+        assert_eq!(call_by(0), CallBy::Unknown);
+        // Of the thread itself: it reads.
+        let own = nix::unistd::gettid().as_raw().cast_unsigned();
+        assert_ne!(call_by(own), CallBy::Path);
+    }
 
     /// A shell that has all capabilities of the namespace that it begins in.
     fn with_shell(program: &str, args: &[&str], look: impl FnOnce(u32)) {

@@ -6,8 +6,13 @@
 //! processes. A kernel that cannot expire names (before Linux 6.2) keeps nothing.
 //!
 //! A notification may be too late for a program that opens a file, so opening looks for itself: a file that has lost
-//! a name, or has another owner or other permissions, since the kernel looked it up is refused as stale. The kernel
-//! then looks the path up again and checks. Attributes and pages of other versions are dropped first.
+//! a name, or has another owner, other permissions or another access control list, since the kernel was told is refused
+//! as stale. The kernel then looks the path up again and checks. Attributes and pages of other versions are dropped
+//! first.
+//!
+//! The same holds for changes. The kernel moves and removes what it takes a name for: where the name leads elsewhere
+//! by now, the change is refused inside its transaction ([`Coherence::is_told`]). A change of attributes by path is
+//! refused where the file has lost a name ([`Coherence::has_lost_name`]).
 //!
 //! A notification may overtake the answer that it should take back, which the kernel then keeps. So
 //! whatever was answered shortly before is taken back once more a little later.
@@ -15,7 +20,10 @@
 //! Where it is not known what others have changed, all attributes are taken back. Names stay for the rest of their
 //! lifetime, which is short for directories: every path below one depends on it.
 
+mod checks;
+
 use std::collections::VecDeque;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,7 +36,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::answer::FOREVER;
 use super::convert::Inodes;
-use super::known::{KnownNodes, access_of, stamp};
+use super::known::{KnownNodes, name_stamp, stamp};
 use super::removed::Removed;
 use super::retry::Retries;
 use crate::error::Result;
@@ -107,10 +115,9 @@ enum News {
 /// What an open finds out about what the kernel has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kept {
-    /// The path may lead elsewhere.
+    /// A path that may lead elsewhere, or an old size, by which it bounds copies, mappings and seeks without asking. A
+    /// look-up brings both.
     Stale,
-    /// The size, by which it bounds copies, mappings and seeks without asking. It takes a new one from a look-up.
-    Size,
     /// The pages are those of the file.
     Pages,
     /// They are not, or nobody knows.
@@ -206,10 +213,10 @@ impl Coherence {
         self.start.elapsed().as_millis() as u32
     }
 
-    /// Notes attributes that are going to be answered, read since `moment`; with `lookup` also that the
-    /// kernel knows the node by one more name. Returns whether it may keep them.
-    pub(super) fn answers(&self, attr: &Attr, moment: u64, lookup: bool) -> bool {
-        self.answering(moment).note(attr, lookup)
+    /// Notes attributes that are going to be answered, read since `moment`; with a directory and a name in it also
+    /// that the kernel knows the node by that. Returns whether it may keep them.
+    pub(super) fn answers(&self, attr: &Attr, moment: u64, named: Option<(Node, &OsStr)>) -> bool {
+        self.answering(moment).note(attr, named)
     }
 
     /// Notes what is going to be answered together, read since `moment`.
@@ -223,6 +230,11 @@ impl Coherence {
         self.known.lock().forget(node.ino, lookups);
     }
 
+    /// The kernel was answered a name that it does not take note of.
+    pub(super) fn untell(&self, node: Node) {
+        self.known.lock().untell(node.ino);
+    }
+
     /// Notes a node whose last name this mount has removed.
     pub(super) fn removes(&self, removed: Removed) {
         self.known.lock().remove(removed);
@@ -233,85 +245,12 @@ impl Coherence {
         self.known.lock().removed(node.ino).filter(|_| node.is_live())
     }
 
-    /// What the kernel has of a file that is opened now by a thread, with these attributes; `found` tells
-    /// that its path has led here during the same system call. What it may not go on using is taken from it.
-    /// `allows` decides where the kernel may have dropped the owner and mode that it was told in the second walk.
-    /// `sizes` says that the open leaves the size as it is.
-    pub(super) fn opens(
-        &self,
-        attr: &Attr,
-        (thread, found): (u32, bool),
-        sizes: bool,
-        allows: impl FnOnce() -> bool,
-    ) -> Kept {
-        let mut known = self.known.lock();
-        let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
-        let access = access_of(attr);
-        let access_changed = entry.access != access || entry.access_in_doubt;
-        if entry.names_version != attr.names_version || access_changed {
-            // Who comes back has no other path, as by `/proc/self/fd`.
-            if !found && (entry.told != thread || thread == 0) {
-                entry.told = thread;
-                drop(known);
-                if access_changed {
-                    // The kernel has decided by the old ones.
-                    self.say(&News::Attributes(attr.node.ino));
-                }
-                return Kept::Stale;
-            }
-            if access_changed {
-                drop(known);
-                if !allows() {
-                    return Kept::Denied;
-                }
-                known = self.known.lock();
-            }
-        }
-        let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
-        let has_size = self.is_own(entry.data_version, attr) || entry.has_size(attr);
-        if sizes && !has_size && !found && !entry.walked {
-            entry.walked = true;
-            let until = Instant::now() + NOTIFIED_MAX;
-            // From here on none is begun.
-            while known.get(attr.node.ino).is_some_and(|entry| entry.notifying > 0)
-                && !self.notified.wait_until(&mut known, until).timed_out()
-            {}
-            return Kept::Size;
-        }
-        if entry.walked {
-            entry.settle_size();
-        }
-        (entry.names_version, entry.access) = (attr.names_version, access);
-        entry.access_in_doubt = false;
-        entry.pages_settled &= self.is_own(entry.data_version, attr);
-        entry.data_version = attr.data_version;
-        let kept = if entry.pages_settled { Kept::Pages } else { Kept::Nothing };
-        let ctime = stamp(attr.ctime);
-        let outdated = std::mem::replace(&mut entry.ctime, ctime) != ctime;
-        drop(known);
-        if outdated {
-            // Attributes alone: the notification does not block, so a serving thread may send it.
-            self.say(&News::Attributes(attr.node.ino));
-        }
-        kept
-    }
-
-    /// Whether a path that the kernel has walked without asking still leads to something with these attributes. When
-    /// not, the thread that comes back with it after `found`, or without, has no other path.
-    pub(super) fn is_named(&self, attr: &Attr, thread: u32, found: bool) -> bool {
-        let mut known = self.known.lock();
-        let Some(entry) = known.get_mut(attr.node.ino) else { return true };
-        if entry.names_version != attr.names_version && !found && (entry.told != thread || thread == 0) {
-            entry.told = thread;
-            return false;
-        }
-        entry.names_version = attr.names_version;
-        true
-    }
-
     /// The kernel has changed attributes itself: it does not drop the answer to that.
     pub(super) fn changes_attributes(&self, node: Node) {
-        if let Some(entry) = self.known.lock().get_mut(node.ino) {
+        let mut known = self.known.lock();
+        // With the mode it has dropped the access control list.
+        known.drops_list(node.ino);
+        if let Some(entry) = known.get_mut(node.ino) {
             entry.access_in_doubt = false;
         }
     }
@@ -522,11 +461,17 @@ impl Coherence {
         let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;
         let ino = self.inodes.ino(Node { snapshot: 0, ino: *of });
         let is_name = matches!(news, News::Name(..));
-        if !is_name && !self.known.lock().notifies(*of, times >= PUT_OFF_TIMES) {
-            let later = (Instant::now() + PUT_OFF, times + 1, news.clone());
-            self.queue.lock().later.push_back(later);
-            self.arrived.notify_all();
-            return;
+        if !is_name {
+            let mut known = self.known.lock();
+            // Under the lock: a thread that is sent to walk then waits for what was begun before.
+            if times < PUT_OFF_TIMES && self.retries.walks(Node { snapshot: 0, ino: *of }) {
+                drop(known);
+                let later = (Instant::now() + PUT_OFF, times + 1, news.clone());
+                self.queue.lock().later.push_back(later);
+                self.arrived.notify_all();
+                return;
+            }
+            known.notifies(*of);
         }
         let said = match news {
             News::Attributes(_) => notifier.inval_inode(ino, -1, 0),
@@ -555,9 +500,10 @@ pub(super) struct Answering<'a> {
 
 impl Answering<'_> {
     /// See [`Coherence::answers`].
-    pub(super) fn note(&mut self, attr: &Attr, lookup: bool) -> bool {
+    pub(super) fn note(&mut self, attr: &Attr, named: Option<(Node, &OsStr)>) -> bool {
         let coherence = self.coherence;
-        self.known.note(attr, lookup, self.answered_ms)
+        let named = named.map(|(parent, name)| name_stamp(parent.ino, name, attr.names_version));
+        self.known.note(attr, named, self.answered_ms)
             // After it was noted, so that either this sees a change or the change sees the note.
             && coherence.trusted.load(Ordering::Acquire)
             && coherence.changes.load(Ordering::SeqCst) == self.moment

@@ -9,9 +9,11 @@ use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, Reply
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
 use super::caller::is_in_group;
 use super::coherence::{Kept, name_lifetime};
+use super::known::{NO_LIST, list_stamp};
 use super::outcome;
+use super::retry::Arrival;
 use crate::error::{Error, Result};
-use crate::fs::acl::is_acl;
+use crate::fs::acl::{self, is_acl};
 use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
 
 /// Copies of one request: the kernel's answer has 32 bits for their length.
@@ -41,6 +43,7 @@ impl Adapter {
             let keeps_group = is_privileged(request)
                 || self.handles.view.getattr(node).is_ok_and(|attr| in_group(attr.gid));
             let set = self.handles.view.acl_set(node, name, value, keeps_group);
+            self.coherence.drops_list(node);
             return self.empty("setxattr", node, set, reply);
         }
         let how = match flags {
@@ -53,7 +56,15 @@ impl Adapter {
     }
 
     pub(super) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
-        match self.handles.view.xattr_get(node, name) {
+        let found = self.handles.view.xattr_get(node, name);
+        if name == acl::ACCESS
+            && node.is_live()
+            && let Some(list) = stamp_of(&found)
+        {
+            // The kernel keeps it, and decides by it.
+            self.coherence.tells_list(node, list);
+        }
+        match found {
             Ok(value) => answer_xattr(&value, size, reply),
             Err(Error::NoAttribute { .. }) => reply.error(outcome::refusal(Errno::ENODATA)),
             Err(Error::Unsupported(_)) => reply.error(outcome::refusal(Errno::EOPNOTSUPP)),
@@ -156,24 +167,25 @@ impl Adapter {
         Ok(())
     }
 
-    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `found`
-    /// tells that it is not, `executes` that the file is to be run.
+    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `arrival`
+    /// tells how the caller came here, `executes` that the file is to be run.
     pub(super) fn open_file(
         &self,
         request: &Request,
         node: Node,
         flags: OpenFlags,
-        (found, executes): (bool, bool),
+        (arrival, executes): (Arrival, bool),
     ) -> Result<(OpenFile, Attr, Kept)> {
         let (file, attr) = self.handles.view.open_with_attr(node, OpenFlags { truncate: false, ..flags })?;
         let kept = match node.is_live() {
             true => {
+                let list = self.list_of(&attr)?;
                 let allows = || executes || !self.mode_denies(request, &attr, flags);
-                self.coherence.opens(&attr, (request.pid(), found), !flags.truncate, allows)
+                self.coherence.opens((&attr, list), (request.pid(), arrival), !flags.truncate, allows)
             }
             false => Kept::Pages,
         };
-        if !flags.truncate || matches!(kept, Kept::Stale | Kept::Size | Kept::Denied) {
+        if !flags.truncate || matches!(kept, Kept::Stale | Kept::Denied) {
             return Ok((file, attr, kept));
         }
         let drop_privileges = !is_privileged(request);
@@ -183,6 +195,18 @@ impl Adapter {
             self.coherence.drops_privileges(node);
         }
         Ok((file, attr, kept))
+    }
+
+    /// The stamp of a file's access control list.
+    fn list_of(&self, attr: &Attr) -> Result<u32> {
+        if attr.xattrs == 0 {
+            return Ok(NO_LIST);
+        }
+        let found = self.handles.view.xattr_get(attr.node, acl::ACCESS.as_ref());
+        match stamp_of(&found) {
+            Some(list) => Ok(list),
+            None => found.map(|_| NO_LIST),
+        }
     }
 
     /// A directory with the attributes of its entries, which the kernel may then keep.
@@ -206,19 +230,31 @@ impl Adapter {
                 let lifetime = match &mut answering {
                     _ if dots || !names_kept => NOT_AT_ALL,
                     None => FOREVER,
-                    Some(answering) => lifetime_of(answering.note(attr, true)).min(name_lifetime(attr)),
+                    Some(answering) => {
+                        let kept = answering.note(attr, Some((node, entry.name.as_os_str())));
+                        lifetime_of(kept).min(name_lifetime(attr))
+                    }
                 };
                 let shown = self.inodes.attr(attr);
                 if reply.add(ino, offset, &entry.name, &lifetime, &shown, Generation(0)) {
                     drop(answering);
                     if attr.node.is_live() && names_kept && !dots {
-                        self.coherence.forget(attr.node, 1);
+                        self.coherence.untell(attr.node);
                     }
                     return true;
                 }
             }
             false
         })
+    }
+}
+
+/// The stamp of an access control list that was read; `None` where reading failed.
+fn stamp_of(found: &Result<Vec<u8>>) -> Option<u32> {
+    match found {
+        Ok(value) => Some(list_stamp(value)),
+        Err(Error::NoAttribute { .. }) => Some(NO_LIST),
+        Err(_) => None,
     }
 }
 

@@ -17,9 +17,10 @@ pub(super) struct Removed {
 }
 
 impl Adapter {
-    /// Keeps what has lost its last name for as long as the kernel knows it.
+    /// Notes what has lost a name, and keeps what has lost its last one for as long as the kernel knows it.
     pub(super) fn note_removed(&self, unlinked: Unlinked) {
         let Unlinked { ino, inode, target } = unlinked;
+        self.coherence.loses_name(ino, inode.names_version);
         if inode.nlink == 0 {
             let attr = inode.attr(Node { snapshot: 0, ino });
             self.coherence.removes(Removed { attr, target: target.map(OsString::from_vec) });

@@ -10,6 +10,9 @@
 //! may not believe these names: a later call, which has to see what others have closed meanwhile, asks for
 //! its own.
 //!
+//! A thread that is refused a change of names is sent on its second way as well. So is one that opens a file of which
+//! the kernel may have an old size: its look-up brings the size. Several threads may do so at once.
+//!
 //! Creation at a name that exists is refused in the same way, since the kernel checks no permission after it. The
 //! existing file is held for the second walk. It answers that walk's look-up if the name is gone by then, so that
 //! creation and removal by others never make the call fail.
@@ -24,7 +27,7 @@ use fuser::{Errno, Request};
 use parking_lot::Mutex;
 
 use super::answer::Adapter;
-use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, has_capability, is_in_group};
+use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group};
 use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
@@ -45,8 +48,28 @@ const ATTEMPTS: u32 = 100;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refused {
     Node,
+    /// A file that is opened, of which the look-up on the second way brings the size.
+    Size,
     /// A name in a directory that has gone.
     Name,
+    /// A change of names, one of them in this directory, that lead elsewhere than the kernel was told.
+    Change,
+}
+
+/// How a thread comes to a file that it opens.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Arrival {
+    /// Its path has led here during the same system call.
+    pub(super) found: bool,
+    /// It was sent to bring the size, and the kernel has got that with the look-up.
+    pub(super) sized: bool,
+    /// It was refused the file just before. It has no other way, as by `/proc/self/fd`.
+    pub(super) again: bool,
+}
+
+impl Arrival {
+    /// The file was found during the system call.
+    pub(super) const FOUND: Arrival = Arrival { found: true, sized: false, again: false };
 }
 
 /// What a thread has found on its second way.
@@ -75,6 +98,7 @@ struct Retry {
     found: Option<Arc<Found>>,
     /// The name in the directory `node` at which the thread was to create a file, and what it led to.
     existing: Option<(OsString, Arc<Found>)>,
+    since: Instant,
     until: Instant,
 }
 
@@ -112,7 +136,8 @@ impl Retries {
         node: Node,
         existing: Option<(OsString, Arc<Found>)>,
     ) -> Option<Retry> {
-        let retry = Retry { refused, node, found: None, existing, until: Instant::now() + EXPECTED };
+        let since = Instant::now();
+        let retry = Retry { refused, node, found: None, existing, since, until: since + EXPECTED };
         let mut threads = self.threads.lock();
         let before = threads.insert(thread, retry);
         self.count.store(threads.len(), Ordering::Release);
@@ -167,6 +192,57 @@ impl Retries {
         drop(threads);
         drop(retry);
         Some(found)
+    }
+
+    /// How a thread comes to a file that it opens, and what keeps the file's bytes until it has done so.
+    pub(super) fn arrive(&self, thread: u32, node: Node) -> (Arrival, Option<Arc<Found>>) {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return (Arrival::default(), None);
+        }
+        let (mut sized, mut again) = (false, false);
+        if let Some(retry) = self.threads.lock().get_mut(&thread)
+            && retry.node == node
+            && matches!(retry.refused, Refused::Node | Refused::Size)
+        {
+            sized = retry.refused == Refused::Size;
+            again = true;
+            // It walks no longer.
+            retry.refused = Refused::Node;
+        }
+        let found = self.take(thread, node);
+        (Arrival { found: found.is_some(), sized: sized && found.is_some(), again }, found)
+    }
+
+    /// A thread has no more to come back for.
+    pub(super) fn forget(&self, thread: u32) {
+        let mut threads = self.threads.lock();
+        let retry = threads.remove(&thread);
+        self.count.store(threads.len(), Ordering::Release);
+        drop(threads);
+        // Closing what it has found may take a transaction.
+        drop(retry);
+    }
+
+    /// Whether a thread walks a path to bring the size of a node.
+    pub(super) fn walks(&self, node: Node) -> bool {
+        // One may have come to another file, and be served there.
+        let walks = |retry: &Retry| {
+            (retry.refused, retry.node) == (Refused::Size, node) && retry.since.elapsed() < EXPECTED
+        };
+        self.count.load(Ordering::Acquire) > 0 && self.threads.lock().values().any(walks)
+    }
+
+    /// Whether a thread comes back with a change of names that it was refused. It is served no longer.
+    pub(super) fn changes_again(&self, thread: u32, parent: Node) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let is_change = |retry: &Retry| (retry.refused, retry.node) == (Refused::Change, parent);
+        let again = self.threads.lock().get(&thread).is_some_and(is_change);
+        if again {
+            self.forget(thread);
+        }
+        again
     }
 
     /// When something is to be given up, at the earliest.
@@ -275,7 +351,7 @@ impl Adapter {
                 && self.mode_allows(request, parent, attr, flags)
                 && !(flags.truncate && self.handles.is_executed(attr.node))
             {
-                match self.open_file(request, attr.node, flags, (true, false)) {
+                match self.open_file(request, attr.node, flags, (Arrival::FOUND, false)) {
                     Err(error) if error.is_not_found() => {}
                     Ok((_, _, Kept::Denied)) => {}
                     opened => {
@@ -354,15 +430,25 @@ impl Adapter {
     }
 
     /// Has the kernel walk a path again that leads to the same or to something else.
-    pub(super) fn walk_again(&self, thread: u32, node: Node) -> Errno {
+    pub(super) fn walk_again(&self, thread: u32, refused: Refused, node: Node) -> Errno {
         // A thread that comes back is served.
-        self.coherence.retries.refuse(thread, Refused::Node, node);
+        self.coherence.retries.refuse(thread, refused, node);
+        self.sent_again()
+    }
+
+    /// The answer to a thread that is noted as one that walks its path again.
+    pub(super) fn sent_again(&self) -> Errno {
+        // The thread that gives up has to look again.
         self.coherence.wake();
         outcome::refusal(Errno::ESTALE)
     }
 
-    /// Whether a change by path may go on, see [`Coherence::is_named`](super::coherence::Coherence::is_named). With
-    /// `by_descriptor` it may come by that of an open file, too: then no path is walked again, and none is wrong.
+    /// Whether a change by path may go on: not where the path that the kernel has walked without asking may lead
+    /// elsewhere by now. With `by_descriptor` it may come by that of an open file, too: then no path is walked again,
+    /// and none is wrong.
+    ///
+    /// The kernel does not say which it is, but the system call of the thread does. Where that cannot be read, as
+    /// without the right to trace the program, the first change of an open file that has lost a name is refused.
     pub(super) fn check_named(
         &self,
         operation: &'static str,
@@ -370,20 +456,29 @@ impl Adapter {
         node: Node,
         by_descriptor: bool,
     ) -> std::result::Result<(), Errno> {
-        if !node.is_live() || by_descriptor && self.handles.is_open(node) {
+        if !node.is_live() {
             return Ok(());
         }
         let failed = |error| self.failed_for(operation, (thread, Refused::Node, node), &error);
         let attr = self.catch_up(node).and_then(|()| self.handles.view.getattr(node)).map_err(failed)?;
-        // The names of a directory that is open say nothing of a descriptor either, and those are not counted.
-        if by_descriptor && attr.kind == FileKind::Directory {
+        let (arrival, _) = self.coherence.retries.arrive(thread, node);
+        if arrival.found || arrival.again {
+            self.coherence.retries.forget(thread);
+            self.coherence.settles_names(&attr);
             return Ok(());
         }
-        let found = self.coherence.retries.take(thread, node).is_some();
-        match self.coherence.is_named(&attr, thread, found) {
-            true => Ok(()),
-            false => Err(self.walk_again(thread, node)),
+        if !self.coherence.has_lost_name(&attr) {
+            return Ok(());
         }
+        let passes = by_descriptor
+            && match call_by(thread) {
+                CallBy::Path => false,
+                CallBy::Other => true,
+                // Directories that are open are not counted.
+                CallBy::Unknown if attr.kind == FileKind::Directory => true,
+                CallBy::Unknown => thread == 0 && self.handles.is_open(node),
+            };
+        if passes { Ok(()) } else { Err(self.walk_again(thread, Refused::Node, node)) }
     }
 
     /// Has the kernel walk the path again.
@@ -458,6 +553,35 @@ mod tests {
         retries.keep(7, found(OTHER));
         assert!(retries.refuse(7, Refused::Name, OTHER));
         assert!(!retries.refuse(0, Refused::Name, OTHER), "nobody in particular");
+    }
+
+    #[test]
+    fn every_thread_that_is_sent_for_a_size_comes_back_for_itself() {
+        let retries = Retries::default();
+        assert!(retries.refuse(7, Refused::Size, NODE) && retries.refuse(8, Refused::Size, NODE));
+        assert!(retries.walks(NODE) && !retries.walks(OTHER));
+        retries.keep(7, found(NODE));
+        let (arrival, held) = retries.arrive(7, NODE);
+        assert!(arrival.found && arrival.sized && held.is_some());
+        assert!(retries.walks(NODE), "the other one does");
+        let (arrival, held) = retries.arrive(8, NODE);
+        assert!(arrival.again && !arrival.found && !arrival.sized && held.is_none(), "without a look-up");
+        assert!(!retries.walks(NODE) && retries.arrive(8, NODE).0.again);
+        retries.forget(8);
+        assert!(!retries.arrive(8, NODE).0.again && !retries.serves(8));
+        assert!(!retries.refuse(0, Refused::Size, NODE) && !retries.walks(NODE), "nobody in particular");
+    }
+
+    #[test]
+    fn a_change_of_names_comes_back_once_and_to_the_same_folder() {
+        let retries = Retries::default();
+        retries.refuse(7, Refused::Change, NODE);
+        assert!(!retries.changes_again(7, OTHER) && !retries.changes_again(8, NODE));
+        retries.keep(7, found(OTHER));
+        assert!(retries.changes_again(7, NODE));
+        assert!(!retries.changes_again(7, NODE) && !retries.serves(7));
+        retries.refuse(7, Refused::Node, NODE);
+        assert!(!retries.changes_again(7, NODE), "it was refused something else");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Barrier;
 
 use super::Scene;
 
@@ -43,10 +44,13 @@ fn two_mounts_that_take_turns_append_without_loss() {
 
 /// Copies until the kernel says that nothing is left.
 fn copied(call: impl Fn(&File, &File) -> isize, from: &File, dir: &Path) -> usize {
-    let to = tempfile::tempfile_in(dir).unwrap();
+    copied_to(call, from, &tempfile::tempfile_in(dir).unwrap())
+}
+
+fn copied_to(call: impl Fn(&File, &File) -> isize, from: &File, to: &File) -> usize {
     let mut sum = 0;
     loop {
-        match call(from, &to) {
+        match call(from, to) {
             0 => return sum,
             count => sum += usize::try_from(count).unwrap(),
         }
@@ -110,6 +114,35 @@ fn an_open_knows_the_size_that_was_closed() {
             let found = used(&File::open(reader.join(&path)).unwrap());
             assert_eq!(found, after, "{what}, round {round}: it was {before}");
         }
+    }
+}
+
+#[test]
+fn two_that_open_a_file_at_once_both_know_the_size_that_was_closed() {
+    let Some(scene) = Scene::mounted() else { return };
+    let [writer, reader] = two(&scene);
+    for round in 0..4 * ROUNDS {
+        let name = format!("at-once-{}", round % 8);
+        let (before, after) = if round % 3 == 2 { (LONG, SHORT) } else { (SHORT, LONG) };
+        fs::write(writer.join(&name), vec![7; before]).unwrap();
+        assert_eq!(fs::read(reader.join(&name)).unwrap().len(), before);
+        let targets = [(), ()].map(|()| tempfile::tempfile_in(&reader).unwrap());
+        let file = OpenOptions::new().write(true).open(writer.join(&name)).unwrap();
+        file.set_len(after as u64).unwrap();
+        (&file).write_all(&vec![7; after]).unwrap();
+        drop(file);
+        let together = Barrier::new(2);
+        let (path, together) = (&reader.join(&name), &together);
+        let found = std::thread::scope(|scope| {
+            let opener = |to: File| {
+                scope.spawn(move || {
+                    together.wait();
+                    copied_to(by_copy, &File::open(path).unwrap(), &to)
+                })
+            };
+            targets.map(opener).map(|opener| opener.join().unwrap())
+        });
+        assert_eq!(found, [after; 2], "round {round}: it was {before}");
     }
 }
 

@@ -14,7 +14,7 @@ use millrace_datafs::{OpenFlags, Owner};
 use super::{Home, eventually, mount_of, names};
 
 /// Two mounts whose processes could be two: each has the volume open for itself.
-fn two_mounts(test: impl FnOnce(&Path, &Path)) {
+pub(super) fn two_mounts(test: impl FnOnce(&Path, &Path)) {
     let Some(home) = Home::new() else { return };
     let other = home.again();
     let (one, two) = (home.mount("data"), mount_of(&other, "data", &home.at("other")));

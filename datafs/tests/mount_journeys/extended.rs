@@ -21,7 +21,7 @@ fn done(returned: libc::c_int) -> io::Result<()> {
     if returned == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-fn set(path: &Path, name: &CStr, value: &[u8], flags: i32) -> io::Result<()> {
+pub(super) fn set(path: &Path, name: &CStr, value: &[u8], flags: i32) -> io::Result<()> {
     // SAFETY: the strings are terminated and the value has the stated length.
     done(unsafe {
         libc::setxattr(c(path).as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), flags)
@@ -44,7 +44,7 @@ fn list(path: &Path) -> Vec<u8> {
     names
 }
 
-fn remove(path: &Path, name: &CStr) -> io::Result<()> {
+pub(super) fn remove(path: &Path, name: &CStr) -> io::Result<()> {
     // SAFETY: the strings are terminated.
     done(unsafe { libc::removexattr(c(path).as_ptr(), name.as_ptr()) })
 }
@@ -265,7 +265,7 @@ fn locks_exclude_wait_and_end_with_their_holder() {
 }
 
 /// A list as the kernel takes it: tag, permissions and number of each entry.
-fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+pub(super) fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
     let mut value = 2u32.to_le_bytes().to_vec();
     for (tag, perm, id) in entries {
         value.extend_from_slice(&tag.to_le_bytes());

@@ -1,6 +1,7 @@
 //! Permissions while another mount creates, replaces and removes the same names.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
+use std::ffi::CStr;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::unistd::{Uid, setfsuid};
 
+use super::extended::{acl, remove, set};
 use super::sharing::Stop;
 use super::{Home, errno, eventually, mount_of};
 
@@ -164,6 +166,46 @@ fn permissions_taken_away_through_one_mount_hold_at_the_next_open_through_the_ot
             eventually("what was given", || open().is_ok());
             fs::set_permissions(one.join("f"), Permissions::from_mode(0o600)).unwrap();
             assert_eq!(errno(open()), libc::EACCES, "round {round}");
+        }
+    });
+}
+
+#[test]
+fn an_access_control_list_changed_through_one_mount_holds_at_the_next_open_through_the_other() {
+    const LIST: &CStr = c"system.posix_acl_access";
+    const NONE: u32 = u32::MAX;
+    // A group that no user of the test is in.
+    const GROUP: u32 = 1_003;
+    two_mounts(0o777, |one, two| {
+        // The mode stays the same whatever a user is allowed: its bits for the group are those of the mask.
+        let allow = |name: &str, (user, perm): (u32, u16), others: u16| {
+            let list = [(1, 6, NONE), (2, perm, user), (4, others, NONE), (16, 4, NONE), (32, others, NONE)];
+            set(&one.join(name), LIST, &acl(&list), 0).unwrap();
+        };
+        let open = |name: &str| by(OTHER, || File::open(two.join(name)));
+        for (name, mode) in [("granted", 0o640), ("refused", 0o644)] {
+            fs::write(one.join(name), b"x").unwrap();
+            std::os::unix::fs::chown(one.join(name), Some(0), Some(GROUP)).unwrap();
+            fs::set_permissions(one.join(name), Permissions::from_mode(mode)).unwrap();
+        }
+        for round in 0..42 {
+            allow("granted", (OTHER, 4), 0);
+            eventually("what was given", || open("granted").is_ok());
+            match round % 3 {
+                0 => allow("granted", (OWNER, 4), 0),
+                1 => allow("granted", (OTHER, 0), 0),
+                _ => remove(&one.join("granted"), LIST).unwrap(),
+            }
+            assert_eq!(errno(open("granted")), libc::EACCES, "granted, round {round}");
+
+            eventually("what all have", || open("refused").is_ok());
+            allow("refused", (OTHER, 0), 4);
+            assert_eq!(errno(open("refused")), libc::EACCES, "refused, round {round}");
+            remove(&one.join("refused"), LIST).unwrap();
+            for name in ["granted", "refused"] {
+                let mode = fs::metadata(one.join(name)).unwrap().mode() & 0o777;
+                assert_eq!(mode, if name == "granted" { 0o640 } else { 0o644 }, "the mode tells nothing");
+            }
         }
     });
 }

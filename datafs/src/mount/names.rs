@@ -1,0 +1,144 @@
+//! Removals and moves of names.
+//!
+//! The kernel moves and removes what it takes a name for, which another mount may have replaced a moment ago. Were the
+//! new one moved in the volume and the old one in the kernel, everything below the new name would reach the old one.
+//! So the transaction compares what the name leads to with what the kernel was told. A difference is refused as stale:
+//! the kernel then looks the names up, and repeats the call once.
+//!
+//! The removal of a file is repeated at most once, and then removes what has the name: it concerns nothing else. Other
+//! changes are refused again where a name was replaced again meanwhile, and the program is told `ESTALE`.
+
+use std::cell::Cell;
+use std::ffi::OsStr;
+
+use fuser::{Errno, RenameFlags, ReplyEmpty, Request};
+
+use super::answer::Adapter;
+use super::caller::{CAP_FOWNER, has_capability};
+use super::outcome;
+use super::retry::Refused;
+use crate::error::{Error, Result};
+use crate::fs::{NameChecks, NameTarget, Node};
+
+/// A directory and a name in it.
+type Name<'n> = (Node, &'n OsStr);
+
+impl Adapter {
+    pub(super) fn unlink_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
+        let change = Change::arrives(self, request, parent);
+        let removed = change.run(request, true, |checks| self.handles.view.unlink_by(parent, name, checks));
+        self.changed(&change, "unlink", removed.map(|removed| self.note_removed(removed)), reply);
+    }
+
+    pub(super) fn rmdir_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
+        let change = Change::arrives(self, request, parent);
+        let removed = change.run(request, false, |checks| self.handles.view.rmdir_by(parent, name, checks));
+        self.changed(&change, "rmdir", removed.map(|removed| self.note_removed(removed)), reply);
+    }
+
+    pub(super) fn rename_name(
+        &self,
+        request: &Request,
+        from: Name<'_>,
+        to: Name<'_>,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let view = &self.handles.view;
+        let change = Change::arrives(self, request, from.0);
+        let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
+            let no_replace = !flags.is_empty();
+            change.run(request, false, |checks| view.rename_by(from, to, no_replace, checks)).map(|renamed| {
+                if let Some(moved) = renamed.moved {
+                    self.coherence.moves(moved, to.0, to.1);
+                }
+                if let Some(replaced) = renamed.replaced {
+                    self.note_removed(replaced);
+                }
+            })
+        } else if flags == RenameFlags::RENAME_EXCHANGE {
+            change.run(request, false, |checks| view.exchange_by(from, to, checks)).map(|exchanged| {
+                if let Some([there, back]) = exchanged {
+                    self.coherence.moves(there, to.0, to.1);
+                    self.coherence.moves(back, from.0, from.1);
+                }
+            })
+        } else {
+            Err(Error::Invalid("this way of renaming".into()))
+        };
+        self.changed(&change, "rename", renamed, reply);
+    }
+
+    /// Answers a change of names.
+    fn changed(&self, change: &Change<'_>, operation: &'static str, result: Result<()>, reply: ReplyEmpty) {
+        if result.is_ok()
+            && let Some(ino) = change.unsure.get()
+        {
+            self.coherence.outdates_attributes(ino);
+        }
+        match result {
+            // The kernel does not repeat the call a second time.
+            Err(_) if change.refused.get() && change.again => reply.error(outcome::failure(Errno::ESTALE)),
+            Err(_) if change.refused.get() => {
+                reply.error(self.walk_again(change.thread, Refused::Change, change.parent));
+            }
+            result => self.empty(operation, change.parent, result, reply),
+        }
+    }
+}
+
+/// A change of names that the kernel asks for.
+struct Change<'a> {
+    adapter: &'a Adapter,
+    thread: u32,
+    parent: Node,
+    /// The names that the kernel had been told when it asked.
+    arrived: u32,
+    /// It was refused just before, and the kernel has looked the names up since.
+    again: bool,
+    /// A name led elsewhere than the kernel was told, so nothing was done.
+    refused: Cell<bool>,
+    /// This lost a name, and the kernel may take that for a name of something else.
+    unsure: Cell<Option<u64>>,
+}
+
+impl<'a> Change<'a> {
+    /// To be called first of all: what the kernel is told from then on it has not decided by.
+    fn arrives(adapter: &'a Adapter, request: &Request, parent: Node) -> Change<'a> {
+        let (thread, coherence) = (request.pid(), &adapter.coherence);
+        let arrived = coherence.names_told();
+        let again = coherence.retries.changes_again(thread, parent);
+        let (refused, unsure) = (Cell::new(false), Cell::new(None));
+        Change { adapter, thread, parent, arrived, again, refused, unsure }
+    }
+
+    /// Makes the change as the user that asks. A thread with CAP_FOWNER may do so in any directory. `unlinks` says
+    /// that it removes the name of something that is no directory.
+    fn run<T>(
+        &self,
+        request: &Request,
+        unlinks: bool,
+        change: impl Fn(NameChecks<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let expects = |target: &NameTarget<'_>| self.expects(target, unlinks);
+        let run = |user| change(NameChecks { user, expects: &expects });
+        let user = Some(request.uid()).filter(|user| *user != 0);
+        match run(user) {
+            Err(Error::NotPermitted { .. }) if user.is_some() && has_capability(self.thread, CAP_FOWNER) => {
+                run(None)
+            }
+            changed => changed,
+        }
+    }
+
+    /// Decides inside the transaction, which may run more than once.
+    fn expects(&self, target: &NameTarget<'_>, unlinks: bool) -> bool {
+        let told = self.adapter.coherence.is_told(target, self.arrived, self.again);
+        // Of a file with several names only the last one that the kernel was told is known here.
+        let is_linked = !target.inode.is_directory() && target.inode.nlink > 1;
+        let passes = told || unlinks && is_linked || self.again && (unlinks || is_linked);
+        self.refused.set(!passes);
+        self.unsure.set((!told && passes).then_some(target.ino));
+        passes
+    }
+}
