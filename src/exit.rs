@@ -135,7 +135,7 @@ fn serving(error: &millrace_serving::Error) -> Exit {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
             Exit::Unavailable
         }
-        E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
+        E::Bind { .. } | E::PipeFenced { .. } | E::PipeInputChanged { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
         E::Config { .. } | E::Infer(InferError::Invalid { .. }) => Exit::Usage,
         E::Infer(InferError::NotFound { .. }) => Exit::NotFound,

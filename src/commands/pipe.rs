@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use millrace_serving::pipe::{self, Deps, Until};
+use millrace_serving::pipe::{self, Deps, Until, Waiting};
 use millrace_serving::{Control, Inference, PipeConfig, Repository, Source};
 
 use crate::cli::PipeArgs;
@@ -32,7 +32,8 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
         config.columns = BTreeMap::from([(input.name.clone(), args.input.clone())]);
     }
     let session = context.topics().await?;
-    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view };
+    let waiting = Waiting::default();
+    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view, waiting };
     let until = if args.follow { Until::Forever } else { Until::CaughtUp };
     let spinner = context.out.progress("pipe", "", None);
     let polling = tokio::spawn({
@@ -84,7 +85,7 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
         );
     };
     Ok(PipeConfig {
-        name: format!("{input}-to-{output}"),
+        name: args.name.clone().unwrap_or_else(|| format!("{input}-to-{output}")),
         input: input.clone(),
         output: output.clone(),
         model: model.clone(),
