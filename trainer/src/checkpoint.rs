@@ -32,6 +32,8 @@ const ATTEMPTS: usize = 8;
 /// Finished runs of one job whose checkpoints stay beside the current run's. A job that is started for
 /// each new snapshot would fill the volume otherwise.
 const FINISHED_RUNS_KEPT: usize = 3;
+/// The same of unfinished runs, which a job that is changed back goes on with.
+const UNFINISHED_RUNS_KEPT: usize = 3;
 const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
 const MODEL_FILE: &str = "model.onnx";
@@ -159,6 +161,14 @@ impl Trail {
         dropped
     }
 
+    /// Its directories below the job's: its own, and those of checkpoints that it took over, which lie beside it.
+    fn folders(&self) -> impl Iterator<Item = &str> {
+        let own = directory(&self.run);
+        let beside = self.kept.iter().map(|kept| kept.folder.as_str());
+        let beside = beside.filter(move |folder| folder.split('/').next() != Some(own));
+        std::iter::once(own).chain(beside)
+    }
+
     fn value(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
@@ -195,6 +205,12 @@ impl Checkpoints {
     /// `volume:/path`, for messages.
     fn place(&self, path: &str) -> String {
         format!("{}:/{path}", self.view.spec())
+    }
+
+    /// The same of directories below the job's.
+    fn places<'f>(&self, folders: impl Iterator<Item = &'f str>) -> String {
+        let places = folders.map(|folder| self.place(&format!("{}/{folder}", self.folder())));
+        places.collect::<Vec<_>>().join(", ")
     }
 
     /// `volume:/path` of the run's checkpoints, for messages.
@@ -336,8 +352,9 @@ impl Checkpoints {
     /// Takes over the job for `owner` and stores the run's model and job file.
     ///
     /// A run of format 1 is taken over where `is_same` recognises it by its id and its job file.
-    /// Other runs of the job stay: unfinished ones always, of finished ones the newest
-    /// [`FINISHED_RUNS_KEPT`]. The log names each run that stays unfinished or is removed.
+    /// Of the other runs of the job the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest
+    /// [`FINISHED_RUNS_KEPT`] finished ones stay. The log names each run that stays unfinished, and each that is
+    /// removed.
     pub(crate) fn begin(
         &self,
         model: &[u8],
@@ -369,7 +386,7 @@ impl Checkpoints {
                     tracing::warn!(
                         job = self.job,
                         step = former.step,
-                        place = self.place(&self.folder()),
+                        place = self.places(former.kept.iter().map(String::as_str)),
                         "the job, its data or its model changed: earlier checkpoints stay, and are used \
                          again when it is changed back"
                     );
@@ -428,8 +445,8 @@ impl Checkpoints {
         }
     }
 
-    /// Other runs of the job that are removed now: those without a checkpoint, and finished ones beyond
-    /// the newest few.
+    /// Other runs of the job that are removed now: those without a checkpoint, and those beyond the newest few
+    /// finished and the newest few unfinished ones.
     fn removable(&self) -> Result<Vec<(String, Vec<u8>, Trail)>> {
         let prefix = self.key_of("");
         let found = self
@@ -442,7 +459,7 @@ impl Checkpoints {
             others.push((key, bytes, trail));
         }
         others.sort_by_key(|(_, _, trail)| std::cmp::Reverse(trail.begun));
-        let mut finished = 0;
+        let (mut finished, mut unfinished) = (0, 0);
         others.retain(|(_, _, trail)| {
             let there = |kept: &Kept| {
                 let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
@@ -451,28 +468,39 @@ impl Checkpoints {
             if !trail.kept.iter().any(there) {
                 return true;
             }
-            let place = self.place(&format!("{}/{}", self.folder(), directory(&trail.run)));
+            let place = self.places(trail.folders());
             let step = trail.kept.last().map_or(0, |kept| kept.step);
-            if !trail.finished {
-                tracing::warn!(
-                    job = self.job,
-                    step,
-                    place,
-                    "the job, its data or its model changed: earlier checkpoints stay until this \
-                     directory is deleted, and are used again when it is changed back"
-                );
-                return false;
-            }
-            finished += 1;
-            if finished > FINISHED_RUNS_KEPT {
-                tracing::warn!(
+            let (count, keep) = match trail.finished {
+                true => (&mut finished, FINISHED_RUNS_KEPT),
+                false => (&mut unfinished, UNFINISHED_RUNS_KEPT),
+            };
+            *count += 1;
+            match (trail.finished, *count > keep) {
+                (true, true) => tracing::warn!(
                     job = self.job,
                     step,
                     place,
                     "removing the checkpoints of a finished run: {FINISHED_RUNS_KEPT} newer ones are kept"
-                );
+                ),
+                (false, true) => tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "removing the checkpoints of an unfinished run: {UNFINISHED_RUNS_KEPT} newer ones are kept"
+                ),
+                (false, false) => {
+                    let newer_max = UNFINISHED_RUNS_KEPT - *count;
+                    tracing::warn!(
+                        job = self.job,
+                        step,
+                        place,
+                        "the job, its data or its model changed: earlier checkpoints stay, and are used again when \
+                         it is changed back, until more than {newer_max} newer runs are left unfinished as well"
+                    );
+                }
+                (true, false) => {}
             }
-            finished > FINISHED_RUNS_KEPT
+            *count > keep
         });
         Ok(others)
     }
