@@ -146,7 +146,7 @@ fn serving(error: &millrace_serving::Error) -> Exit {
 fn client(error: &millrace_serving::client::ClientError) -> Exit {
     use millrace_serving::client::ClientError as E;
     match error {
-        E::Unreachable { .. } => Exit::Unavailable,
+        E::Unreachable { .. } | E::Tls { .. } => Exit::Unavailable,
         E::Address { .. } | E::Credentials { .. } => Exit::Usage,
         E::Refused { code, .. } if *code == tonic::Code::NotFound => Exit::NotFound,
         E::Refused { code, .. } if *code == tonic::Code::InvalidArgument => Exit::Usage,
