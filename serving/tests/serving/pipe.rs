@@ -443,8 +443,10 @@ async fn a_pipe_tells_that_it_waits_for_its_model() {
     let producer = Producer::connect(&world.kafka).await.unwrap();
     producer.send(OutRecord::new("in", json!({ "id": 1, "x": row_of(1) }).to_string())).await.unwrap();
     let (told, mut waits) = tokio::sync::mpsc::unbounded_channel();
-    // A pipe that is stopped has nobody to tell.
-    let waiting = Waiting::new(move |waits| drop(told.send(waits)));
+    let waiting = Waiting::new(move |waits| {
+        // At the end the test listens no more.
+        let _ = told.send(waits);
+    });
     let deps = Deps { waiting, ..world.deps.clone() };
     let cancel = CancellationToken::new();
     let config = PipeConfig { model: "late".into(), ..pipe() };

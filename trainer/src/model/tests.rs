@@ -17,7 +17,8 @@ fn outside(model: &mut ModelProto, file: &str) -> Vec<u8> {
             Some(raw) => raw,
             None => tensor.float_data.drain(..).flat_map(f32::to_le_bytes).collect(),
         };
-        let entry = |key: &str, value: String| StringStringEntryProto { key: Some(key.into()), value: Some(value) };
+        let entry =
+            |key: &str, value: String| StringStringEntryProto { key: Some(key.into()), value: Some(value) };
         tensor.external_data = vec![
             entry("location", file.to_owned()),
             entry("offset", weights.len().to_string()),

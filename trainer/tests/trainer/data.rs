@@ -35,7 +35,8 @@ fn of(dataset: &str, more: &str) -> String {
 #[test]
 fn columns_and_labels_that_cannot_be_right_are_refused_before_any_worker_starts() {
     let home = home();
-    let halves: ArrayRef = Arc::new(Float64Array::from_iter_values((0..40).map(|row| f64::from(row % 3) + 0.5)));
+    let halves: ArrayRef =
+        Arc::new(Float64Array::from_iter_values((0..40).map(|row| f64::from(row % 3) + 0.5)));
     let labels: ArrayRef = Arc::new(Int64Array::from(vec![1; 40]));
     let pixels = Arc::clone(rows(0..40).column(0));
     let field = |name: &str, of: &ArrayRef| Field::new(name, of.data_type().clone(), true);
@@ -69,7 +70,10 @@ fn columns_and_labels_that_cannot_be_right_are_refused_before_any_worker_starts(
         (mse("nan"), vec!["NaN", "\"label\"", "a.parquet"]),
         (of("twice", ""), vec!["two columns", "\"label\"", "a.parquet"]),
         (of("empty", ""), vec!["empty", "without a single row"]),
-        (of("halves", "").replace("label = \"label\"", "label = \"price\""), vec!["\"price\"", "pixels, label"]),
+        (
+            of("halves", "").replace("label = \"label\"", "label = \"price\""),
+            vec!["\"price\"", "pixels, label"],
+        ),
     ];
     for (text, words) in cases {
         let mut setup = setup(home.path());
