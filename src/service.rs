@@ -190,8 +190,9 @@ impl Service {
         for schedule in Schedule::all(&settings.up.snapshots)? {
             let (datafs, stop) = (self.datafs.clone(), self.middle.stop.child_token());
             let what = format!("snapshots {} of {}", schedule.name, schedule.volume);
+            let gauge = WaitGauge::of(&what);
             self.middle.spawn(what, async move {
-                schedule.run(datafs, stop).await;
+                schedule.run(datafs, stop, |waits| gauge.set(waits)).await;
                 Ok(())
             });
         }

@@ -123,6 +123,9 @@ pub(crate) struct Checkpoints {
     pub(crate) keep: usize,
 }
 
+/// Another run of the job: its key, the key's value as it is stored and as it reads.
+type OtherRun = (String, Vec<u8>, Trail);
+
 /// Why a checkpoint was not read.
 enum Unread {
     /// Its bytes are gone or are not those that were written.
@@ -366,7 +369,10 @@ impl Checkpoints {
                 Some((bytes, trail)) => (Some(bytes), trail),
                 None => (None, Trail::new(&self.run)),
             };
-            trail.begun = chrono::Utc::now().timestamp();
+            let others = self.others()?;
+            // Behind all others, also where the clock went back since.
+            let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
+            trail.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
             let folder = directory(&self.run);
             let mut publish = Publish::new()
                 .put_key(Self::owner_key(&self.job), self.owner.clone().into_bytes())
@@ -393,7 +399,7 @@ impl Checkpoints {
                 }
             }
             publish = publish.put_key(self.key(), trail.value());
-            let removed = self.removable()?;
+            let removed = self.removable(others);
             for (key, bytes, other) in &removed {
                 publish = publish.expect_key(key.clone(), Some(bytes.clone())).delete_key(key.clone());
                 for kept in &other.kept {
@@ -445,9 +451,8 @@ impl Checkpoints {
         }
     }
 
-    /// Other runs of the job that are removed now: those without a checkpoint, and those beyond the newest few
-    /// finished and the newest few unfinished ones.
-    fn removable(&self) -> Result<Vec<(String, Vec<u8>, Trail)>> {
+    /// The other runs of the job, the one that was begun last first.
+    fn others(&self) -> Result<Vec<OtherRun>> {
         let prefix = self.key_of("");
         let found = self
             .view
@@ -459,6 +464,12 @@ impl Checkpoints {
             others.push((key, bytes, trail));
         }
         others.sort_by_key(|(_, _, trail)| std::cmp::Reverse(trail.begun));
+        Ok(others)
+    }
+
+    /// Those of the other runs that are removed now: those without a checkpoint, and those beyond the newest few
+    /// finished and the newest few unfinished ones.
+    fn removable(&self, mut others: Vec<OtherRun>) -> Vec<OtherRun> {
         let (mut finished, mut unfinished) = (0, 0);
         others.retain(|(_, _, trail)| {
             let there = |kept: &Kept| {
@@ -502,7 +513,7 @@ impl Checkpoints {
             }
             *count > keep
         });
-        Ok(others)
+        others
     }
 
     fn drop_file(&self, publish: Publish, path: String) -> Publish {

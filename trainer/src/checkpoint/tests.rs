@@ -182,6 +182,26 @@ fn of_unfinished_runs_of_a_job_the_newest_few_stay() {
     assert!(unfinished[3..].iter().all(|run| newest(run, 9).is_some()));
 }
 
+#[test]
+fn runs_keep_their_order_when_the_clock_goes_back() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let first = begin(&datafs, "a", None, i64::from(u32::MAX));
+    let later: Vec<Checkpoints> = ["b", "c", "d", "e"]
+        .into_iter()
+        .map(|run| {
+            let run = checkpoints(&datafs, run);
+            run.begin(b"model", b"{}", |_, _| false).unwrap();
+            run.write(&state(5), &layout(), None).unwrap();
+            run
+        })
+        .collect();
+    checkpoints(&datafs, "z").begin(b"model", b"{}", |_, _| false).unwrap();
+    assert_eq!(newest(&first, 9), None);
+    let kept: Vec<bool> = later.iter().map(|run| newest(run, 9).is_some()).collect();
+    assert_eq!(kept, [false, true, true, true]);
+}
+
 /// Deleting the named directories ends the run and nothing else.
 #[test]
 fn the_directories_of_a_run_are_its_own_and_those_that_it_took_over() {
