@@ -349,7 +349,7 @@ fn refuse_foreign(what: &str, path: &Path, made: &Path, way_out: &str) -> Result
     let own = nix::unistd::geteuid().as_raw();
     let owner = match fs::symlink_metadata(made) {
         Ok(metadata) => metadata.uid(),
-        // Whatever opens it next says why it cannot be looked at.
+        // Opening it says why.
         Err(_) => return Ok(()),
     };
     if owner == own {

@@ -14,6 +14,7 @@ mod instances;
 mod kills;
 mod labels;
 mod load;
+mod piped;
 mod predicting;
 mod private;
 mod quantized;

@@ -144,7 +144,9 @@ impl Pipe<'_> {
                     }
                 }
             }
-            self.answer_bytes = Some(largest);
+            if largest > 0 {
+                self.answer_bytes = Some(largest);
+            }
             done += count;
             if out.bytes >= CHUNK_BYTES_MAX {
                 self.write(records, std::mem::take(&mut out)).await?;
@@ -163,8 +165,7 @@ impl Pipe<'_> {
 
     /// Writes answers. One that its topic does not take becomes a dead letter with the reason; a dead letter that it
     /// does not take goes without the record.
-    async fn write(&mut self, records: &Records<'_>, out: Outbox) -> Result<()> {
-        let mut out = out;
+    async fn write(&mut self, records: &Records<'_>, mut out: Outbox) -> Result<()> {
         let mut written = [0; 2];
         while !out.records.is_empty() {
             if out.count(Kind::Prediction) < out.records.len() as u64 {
@@ -193,7 +194,17 @@ impl Pipe<'_> {
                         let letter = self.writer.dead_letter(records, index, &reason);
                         next.push(index, Kind::DeadLetter, letter);
                     }
-                    Kind::DeadLetter => next.push(index, Kind::Short, self.writer.shortened(record)),
+                    Kind::DeadLetter => {
+                        tracing::warn!(
+                            pipe = self.config.name,
+                            topic,
+                            bytes,
+                            partition = records.partition(index),
+                            offset = records.offset(index),
+                            "a dead letter is too large and goes without its record"
+                        );
+                        next.push(index, Kind::Short, self.writer.shortened(record));
+                    }
                     Kind::Short => {
                         let topic = topic.clone();
                         return Err(millrace_streams::Error::RecordTooLarge { topic, bytes }.into());
