@@ -499,16 +499,13 @@ impl Checkpoints {
                     place,
                     "removing the checkpoints of an unfinished run: {UNFINISHED_RUNS_KEPT} newer ones are kept"
                 ),
-                (false, false) => {
-                    let newer_max = UNFINISHED_RUNS_KEPT - *count;
-                    tracing::warn!(
-                        job = self.job,
-                        step,
-                        place,
-                        "the job, its data or its model changed: earlier checkpoints stay, and are used again when \
-                         it is changed back, until more than {newer_max} newer runs are left unfinished as well"
-                    );
-                }
+                (false, false) => tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "the job, its data or its model changed: earlier checkpoints stay, and are used again when it is \
+                     changed back, until {UNFINISHED_RUNS_KEPT} newer runs are left unfinished as well"
+                ),
                 (true, false) => {}
             }
             *count > keep
