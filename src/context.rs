@@ -42,6 +42,7 @@ pub(crate) struct Context {
 impl Context {
     /// Opens the volumes of this home.
     pub(crate) fn datafs(&self) -> Result<Datafs> {
+        self.home.check_store(&self.loaded.settings.datafs)?;
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
     }
 

@@ -139,7 +139,7 @@ fn serving(error: &millrace_serving::Error) -> Exit {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
             Exit::Unavailable
         }
-        E::Bind { .. } | E::PipeFenced { .. } => Exit::Conflict,
+        E::Bind { .. } | E::PipeFenced { .. } | E::PipeInputChanged { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
         E::Config { .. } | E::Infer(InferError::Invalid { .. }) => Exit::Usage,
         E::Infer(InferError::NotFound { .. }) => Exit::NotFound,
@@ -150,7 +150,7 @@ fn serving(error: &millrace_serving::Error) -> Exit {
 fn client(error: &millrace_serving::client::ClientError) -> Exit {
     use millrace_serving::client::ClientError as E;
     match error {
-        E::Unreachable { .. } => Exit::Unavailable,
+        E::Unreachable { .. } | E::Tls { .. } => Exit::Unavailable,
         E::Address { .. } | E::Credentials { .. } => Exit::Usage,
         E::Refused { code, .. } if *code == tonic::Code::NotFound => Exit::NotFound,
         E::Refused { code, .. } if *code == tonic::Code::InvalidArgument => Exit::Usage,

@@ -146,6 +146,7 @@ impl Home {
                 );
             }
         }
+        refuse_foreign("home folder", &root, &format, way_out)?;
         if let Some(owner) = foreign_owner(&root) {
             note(&format!(
                 "home folder {} belongs to user {owner}, who cannot open what this user adds; run Millrace as that user",
@@ -190,6 +191,21 @@ impl Home {
                 Err(error).with_context(|| format!("cannot lock home folder {root}"))
             }
         }
+    }
+
+    /// Refuses a local store or metadata file that another user made: what this one adds there its owner could not
+    /// open, nor this one what is there.
+    pub(crate) fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
+        let way_out = "set [datafs] store_dir and meta_file to places of this user";
+        if config.store_url.is_none() {
+            let store = self.root.join(&config.store_dir);
+            refuse_foreign("local store", &store, &store.join(STORE_MARKER), way_out)?;
+        }
+        if config.meta_url.is_none() {
+            let meta = self.root.join(&config.meta_file);
+            refuse_foreign("metadata file", &meta, &meta, way_out)?;
+        }
+        Ok(())
     }
 
     /// The folder itself.
@@ -323,6 +339,41 @@ const OWN: [&str; 11] = [
     "topics.lock",
     "mount.log",
 ];
+
+/// The file that Millrace writes first into a local store.
+const STORE_MARKER: &str = "store.json";
+
+/// Refuses what another user has made, as `made` shows, the file of Millrace in it; one that is missing shows nothing.
+/// The folder itself may have any owner, as the mount point of a disk has.
+fn refuse_foreign(what: &str, path: &Path, made: &Path, way_out: &str) -> Result<()> {
+    let own = nix::unistd::geteuid().as_raw();
+    let owner = match fs::symlink_metadata(made) {
+        Ok(metadata) => metadata.uid(),
+        // Opening it says why.
+        Err(_) => return Ok(()),
+    };
+    if owner == own {
+        return Ok(());
+    }
+    let path = path.display();
+    fail(
+        Exit::Unavailable,
+        format!(
+            "{what} {path} belongs to user {}, who could not open what user {} adds: run millrace as its owner \
+             (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {way_out}",
+            user(owner),
+            user(own)
+        ),
+    )
+}
+
+/// A user's number, with the name where it has one.
+fn user(id: u32) -> String {
+    match nix::unistd::User::from_uid(id.into()) {
+        Ok(Some(user)) => format!("{id} ({})", user.name),
+        Ok(None) | Err(_) => id.to_string(),
+    }
+}
 
 /// The owner of a home, where that is another user. A folder that users share by design, such as /tmp, has none.
 fn foreign_owner(root: &Path) -> Option<u32> {

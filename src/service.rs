@@ -10,7 +10,7 @@ use anyhow::Result;
 use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Datafs, VolumeSpec};
 use millrace_ingest::Until;
-use millrace_serving::pipe::{self, Deps};
+use millrace_serving::pipe::{self, Deps, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
@@ -22,7 +22,7 @@ use crate::failure::{Exit, fail, failure};
 use crate::home::{Addresses, HomeLock};
 use crate::shared_broker;
 use crate::snapshots::Schedule;
-use stage::Stage;
+use stage::{Stage, WaitGauge};
 
 /// How often a training of `[up]` looks whether its snapshot is there.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
@@ -179,16 +179,20 @@ impl Service {
             // Read now, so that a mistake shows at the start and not when the snapshot is there.
             millrace_trainer::job::JobFile::load(&path)?;
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
-            self.middle.keep(format!("train {}", job.display()), move || {
+            let part = format!("train {}", job.display());
+            let gauge = WaitGauge::of(&part);
+            self.middle.keep(part, move || {
                 let (context, path, stop) = (context.clone(), path.clone(), stop.clone());
-                async move { train_when_ready(&context, &path, stop).await }
+                let gauge = gauge.clone();
+                async move { train_when_ready(&context, &path, stop, &gauge).await }
             });
         }
         for schedule in Schedule::all(&settings.up.snapshots)? {
             let (datafs, stop) = (self.datafs.clone(), self.middle.stop.child_token());
             let what = format!("snapshots {} of {}", schedule.name, schedule.volume);
+            let gauge = WaitGauge::of(&what);
             self.middle.spawn(what, async move {
-                schedule.run(datafs, stop).await;
+                schedule.run(datafs, stop, |waits| gauge.set(waits)).await;
                 Ok(())
             });
         }
@@ -230,9 +234,12 @@ impl Service {
                 );
             };
             let progress = self.view(context, live(&spec.volume)).await?;
-            let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress };
+            let part = format!("pipe {}", declared.name);
+            let gauge = WaitGauge::of(&part);
+            let waiting = Waiting::new(move |waits| gauge.set(waits));
+            let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress, waiting };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
-            self.front.keep(format!("pipe {}", declared.name), move || {
+            self.front.keep(part, move || {
                 let (declared, deps, stop) = (declared.clone(), deps.clone(), stop.clone());
                 async move {
                     pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
@@ -324,20 +331,36 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
 }
 
 /// Trains a job once its snapshot exists.
-async fn train_when_ready(context: &Context, path: &std::path::Path, stop: CancellationToken) -> Result<()> {
+async fn train_when_ready(
+    context: &Context,
+    path: &std::path::Path,
+    stop: CancellationToken,
+    gauge: &WaitGauge,
+) -> Result<()> {
     let job = millrace_trainer::job::JobFile::load(path)?;
     let datafs = context.volumes().await?;
+    let mut told = false;
     loop {
         let (datafs, spec) = (datafs.clone(), job.dataset.source.clone());
         match context.blocking(move || Ok(datafs.view(&spec))).await? {
             Ok(_) => break,
-            Err(millrace_datafs::Error::NotFound { .. }) => {}
+            Err(error @ millrace_datafs::Error::NotFound { .. }) => {
+                if !std::mem::replace(&mut told, true) {
+                    gauge.set(true);
+                    let dataset = job.dataset.source.to_string();
+                    tracing::info!(job = %job.name, dataset, %error, "the training waits for its snapshot");
+                }
+            }
             Err(error) => return Err(error.into()),
         }
         tokio::select! {
             () = tokio::time::sleep(SNAPSHOT_POLL) => {}
             () = stop.cancelled() => return Ok(()),
         }
+    }
+    if told {
+        gauge.set(false);
+        tracing::info!(job = %job.name, "the snapshot is there: the training begins");
     }
     let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
     tracing::info!(model = %job.model_name(), version = report.version, end = ?report.end, "training ended");

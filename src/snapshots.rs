@@ -72,14 +72,16 @@ impl Schedule {
         Ok(schedules)
     }
 
-    /// Takes snapshots until it is stopped.
-    pub(crate) async fn run(self, datafs: Datafs, stop: CancellationToken) {
+    /// Takes snapshots until it is stopped. Tells `waiting` whether one could not be taken and is tried again.
+    pub(crate) async fn run(self, datafs: Datafs, stop: CancellationToken, waiting: impl Fn(bool)) {
         let mut retry = RETRY;
         while !stop.is_cancelled() {
             let (schedule, datafs) = (self.clone(), datafs.clone());
             let now = Utc::now();
             let taken = tokio::task::spawn_blocking(move || schedule.take_due(&datafs, now)).await;
-            let pause = match taken.map_err(anyhow::Error::from).and_then(|taken| taken) {
+            let taken = taken.map_err(anyhow::Error::from).and_then(|taken| taken);
+            waiting(taken.is_err());
+            let pause = match taken {
                 Ok(()) => {
                     retry = RETRY;
                     self.until_next_slot(now).min(LOOK_AGAIN)
@@ -241,7 +243,7 @@ mod tests {
         let missing = SnapshotSchedule { volume: "late".parse().unwrap(), ..declared(None, 1, 1) };
         let schedule = Schedule::all(&[missing]).unwrap().remove(0);
         let stop = CancellationToken::new();
-        let running = tokio::spawn(schedule.clone().run(datafs.clone(), stop.clone()));
+        let running = tokio::spawn(schedule.clone().run(datafs.clone(), stop.clone(), |_| {}));
         assert!(schedule.take_due(&datafs, Utc::now()).is_err());
         datafs.volume_create(&"late".parse().unwrap()).unwrap();
         let deadline = std::time::Instant::now() + Duration::from_secs(60);

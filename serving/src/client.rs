@@ -2,6 +2,7 @@
 //! server that speaks the protocol.
 
 mod credentials;
+mod hints;
 mod remote;
 
 use std::error::Error as _;
@@ -46,6 +47,14 @@ pub enum ClientError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// TLS does not fit: one side alone speaks it, or a certificate is not accepted.
+    #[error("cannot speak with the inference server at {address}: {reason}")]
+    Tls {
+        /// The address.
+        address: String,
+        /// What does not fit, and the way out.
+        reason: String,
+    },
     /// The server refused.
     #[error("the server says {code:?}: {message}")]
     Refused {
@@ -65,7 +74,10 @@ impl ClientError {
         match self {
             ClientError::Unreachable { .. } => true,
             ClientError::Refused { code, .. } => *code == Code::Unavailable,
-            ClientError::Address { .. } | ClientError::Credentials { .. } | ClientError::Protocol(_) => false,
+            ClientError::Address { .. }
+            | ClientError::Credentials { .. }
+            | ClientError::Tls { .. }
+            | ClientError::Protocol(_) => false,
         }
     }
 }
@@ -136,8 +148,8 @@ impl Client {
     /// The same, with credentials.
     ///
     /// # Errors
-    /// [`ClientError::Address`], [`ClientError::Unreachable`]; [`ClientError::Credentials`] for files that
-    /// cannot be used.
+    /// [`ClientError::Address`], [`ClientError::Unreachable`], [`ClientError::Tls`];
+    /// [`ClientError::Credentials`] for files that cannot be used.
     pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
         let remote = Arc::new(Remote::new(address, credentials)?);
         let inner = GrpcInferenceServiceClient::new(remote.connect().await?)

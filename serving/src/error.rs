@@ -102,6 +102,22 @@ pub enum Error {
         /// Partition.
         partition: i32,
     },
+    /// The input of a pipe is not the topic that the pipe has read before, or lacks records that it has not read.
+    #[error(
+        "pipe {name}: topic {topic} partition {partition} does not go on where the pipe was: {reason}; if the topic \
+         was deleted and created again, or its records removed on purpose, give the pipe another name (--name of \
+         millrace pipe, name in [[serving.pipes]]), under which it begins at the first record"
+    )]
+    PipeInputChanged {
+        /// Name of the pipe.
+        name: String,
+        /// Input topic.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// What differs.
+        reason: String,
+    },
     /// A server task ended with an error.
     #[error("the {service} service failed: {reason}")]
     Service {

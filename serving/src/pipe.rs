@@ -7,15 +7,21 @@
 //! offset}` in the value, `millrace-source` in the headers), by which a consumer can drop doubles. Records
 //! that cannot be predicted go to the dead-letter topic with the reason; nothing is dropped.
 //!
-//! A pipe is identified by its name, model, input and output: each has positions and answers of its own.
+//! A pipe is identified by its name, model, input and output: each has positions and answers of its own. Answers
+//! carry the time of their record, so a pipe notices that its input was deleted and created again: it refuses to
+//! go on ([`Error::PipeInputChanged`]) rather than to pass records over.
+//!
+//! An answer that is too large for its topic becomes a dead letter, too. The memory of a pipe is bounded by bytes: it
+//! holds at most 8 MiB of records, their inputs, and as much of answers that are not written yet.
 
 mod answer;
 mod answered;
 mod output;
 mod progress;
+mod waiting;
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::View;
 use millrace_streams::KafkaConfig;
@@ -29,14 +35,20 @@ use answer::Pipe;
 use answered::{Answered, Tail};
 use output::Writer;
 use progress::Progress;
+pub use waiting::Waiting;
 
 /// Records between two commits: enough that a commit costs little beside them.
 const CHUNK_ROWS_MAX: usize = 4096;
+/// The same where `batch_rows_max` asks for more.
+const CHUNK_ROWS_LIMIT: usize = 1 << 16;
+/// Bytes of the records between two commits, and of answers that wait to be written; one of either may be larger.
 const CHUNK_BYTES_MAX: usize = 8 << 20;
 /// How long to wait for records before looking around.
 const POLL: Duration = Duration::from_millis(250);
 /// How long a pipe that runs for ever waits before it starts over after brokers or volume failed.
 const RESTART_AFTER: Duration = Duration::from_secs(1);
+/// Brokers that do not answer are told of every 30 s. After so long without that they are there again.
+const BACK_AFTER: Duration = Duration::from_secs(45);
 
 /// What a pipe works with.
 #[derive(Debug, Clone)]
@@ -47,6 +59,8 @@ pub struct Deps {
     pub inference: Inference,
     /// Live volume whose keys below `pipe/<name>/` hold the next offsets.
     pub progress: View,
+    /// Is told when the pipe waits.
+    pub waiting: Waiting,
 }
 
 /// When a pipe ends by itself.
@@ -78,7 +92,8 @@ pub struct PipeReport {
 ///
 /// # Errors
 /// [`Error::Config`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::PipeFenced`] when another process
-/// runs the same pipe; [`Error::Infer`] when the model is not ready and the pipe is only to catch up.
+/// runs the same pipe; [`Error::PipeInputChanged`] when the input is not the topic that the pipe has read;
+/// [`Error::Infer`] when the model is not ready, or busy for long, and the pipe is only to catch up.
 pub async fn run(
     config: &PipeConfig,
     deps: Deps,
@@ -91,12 +106,55 @@ pub async fn run(
         match run_once(config, &deps, until, &cancel, &mut report).await {
             Err(error) if until == Until::Forever && error.is_retryable() => {
                 tracing::warn!(pipe = config.name, error = %chain(&error), "the pipe starts over");
+                deps.waiting.tell(true);
                 if cancel.run_until_cancelled(tokio::time::sleep(RESTART_AFTER)).await.is_none() {
                     return Ok(report);
                 }
             }
             outcome => return outcome.map(|()| report),
         }
+    }
+}
+
+/// What a run begins with.
+struct Start<'a> {
+    /// First and next offset of the input by partition.
+    marks: BTreeMap<i32, (i64, i64)>,
+    writer: Writer<'a>,
+    progress: Progress,
+    answered: Answered,
+    consumer: Consumer,
+}
+
+impl<'a> Start<'a> {
+    async fn new(config: &'a PipeConfig, deps: &Deps) -> Result<Start<'a>> {
+        let marks = topic::watermarks(&deps.kafka, &config.input).await?;
+        let partitions = i32::try_from(marks.len()).unwrap_or(1).max(1);
+        topic::create_topic(&deps.kafka, &config.output, partitions).await?;
+        let mut writer = Writer {
+            producer: Producer::connect(&deps.kafka).await?,
+            output_partitions: topic::watermarks(&deps.kafka, &config.output).await?.len(),
+            kafka: deps.kafka.clone(),
+            config,
+            id: String::new(),
+        };
+        let tail = Tail::read(&writer).await?;
+        let adopt = tail.allows_adoption(config);
+        let progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
+        writer.id.clone_from(&progress.id);
+        let answered = Answered::new(tail, config, &progress);
+        // As they are now: a process of this pipe that has just ended may have read beyond the first ones.
+        let marks_now = topic::watermarks(&deps.kafka, &config.input).await?;
+        progress.check(&marks_now)?;
+        answered.check(&deps.kafka, &marks_now).await?;
+        let start: Vec<(String, i32, i64)> = marks
+            .keys()
+            .map(|partition| {
+                (config.input.clone(), *partition, progress.next(*partition).unwrap_or(EARLIEST))
+            })
+            .collect();
+        let consumer = Consumer::assign(&deps.kafka, &start).await?;
+        Ok(Start { marks, writer, progress, answered, consumer })
     }
 }
 
@@ -110,27 +168,23 @@ async fn run_once(
     if until == Until::CaughtUp {
         deps.inference.find(&config.model, config.version)?;
     }
-    let marks = topic::watermarks(&deps.kafka, &config.input).await?;
-    let partitions = i32::try_from(marks.len()).unwrap_or(1).max(1);
-    topic::create_topic(&deps.kafka, &config.output, partitions).await?;
-    let writer = Writer {
-        producer: Producer::connect(&deps.kafka).await?,
-        output_partitions: topic::watermarks(&deps.kafka, &config.output).await?.len(),
-        kafka: deps.kafka.clone(),
+    let Some(start) = cancel.run_until_cancelled(Start::new(config, deps)).await else { return Ok(()) };
+    let Start { marks, writer, mut progress, answered, mut consumer } = start?;
+    let mut pipe = Pipe {
         config,
+        inference: &deps.inference,
+        waiting: &deps.waiting,
+        writer,
+        answered,
+        mapping: None,
+        answer_bytes: None,
+        until,
+        report,
+        cancel,
     };
-    let tail = Tail::read(&writer).await?;
-    let adopt = tail.allows_adoption(config);
-    let mut progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
-    let answered = Answered::new(tail, config, &progress);
-    let start: Vec<(String, i32, i64)> = marks
-        .keys()
-        .map(|partition| (config.input.clone(), *partition, progress.next(*partition).unwrap_or(EARLIEST)))
-        .collect();
-    let mut consumer = Consumer::assign(&deps.kafka, &start).await?;
-    let mut pipe =
-        Pipe { config, inference: &deps.inference, writer, answered, mapping: None, until, report, cancel };
     tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
+    deps.waiting.tell(false);
+    let mut away: Option<Instant> = None;
     let mut at = consumer.positions().clone();
     loop {
         for ((_, partition), offset) in consumer.positions() {
@@ -139,12 +193,17 @@ async fn run_once(
         if until == Until::CaughtUp && caught_up(&marks, &pipe.report.offsets) {
             break;
         }
-        let rows_max = config.batch_rows_max.max(CHUNK_ROWS_MAX);
-        let next = consumer.next(rows_max, CHUNK_BYTES_MAX, POLL);
+        if away.is_some_and(|since| since.elapsed() >= BACK_AFTER) {
+            away = None;
+            deps.waiting.tell(false);
+        }
+        let next = consumer.next(chunk_rows(config), CHUNK_BYTES_MAX, POLL);
         let batch = match cancel.run_until_cancelled(next).await {
             None => break,
             Some(Err(error)) if error.is_retryable() && until == Until::Forever => {
                 tracing::warn!(pipe = config.name, %error, "the pipe waits for the brokers");
+                away = Some(Instant::now());
+                deps.waiting.tell(true);
                 continue;
             }
             Some(Err(millrace_streams::Error::Undecodable { partition, first, next, reason, .. })) => {
@@ -153,10 +212,13 @@ async fn run_once(
             }
             Some(batch) => batch?,
         };
-        if let Some(batch) = batch
-            && !pipe.answer(&Records::new(&batch)?).await?
-        {
-            break;
+        if let Some(batch) = batch {
+            if away.take().is_some() {
+                deps.waiting.tell(false);
+            }
+            if !pipe.answer(&Records::new(&batch)?).await? {
+                break;
+            }
         }
         if *consumer.positions() != at {
             at.clone_from(consumer.positions());
@@ -164,6 +226,11 @@ async fn run_once(
         }
     }
     Ok(())
+}
+
+/// Most records between two commits.
+fn chunk_rows(config: &PipeConfig) -> usize {
+    config.batch_rows_max.clamp(CHUNK_ROWS_MAX, CHUNK_ROWS_LIMIT)
 }
 
 fn check(config: &PipeConfig) -> Result<()> {

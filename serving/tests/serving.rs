@@ -53,6 +53,8 @@ mod page;
 mod pages;
 #[path = "serving/pipe.rs"]
 mod pipe;
+#[path = "serving/pipe_lives.rs"]
+mod pipe_lives;
 #[path = "serving/protocol.rs"]
 mod protocol;
 #[path = "serving/quotas.rs"]

@@ -357,7 +357,7 @@ pub(crate) struct PredictArgs {
 #[derive(Debug, Args)]
 pub(crate) struct PipeArgs {
     /// A pipe of the configuration file, by name
-    #[arg(long, conflicts_with_all = ["from", "to", "model"])]
+    #[arg(long, conflicts_with_all = ["from", "to", "model", "name"])]
     pub(crate) pipe: Option<String>,
     /// Topic to read
     #[arg(long, required_unless_present = "pipe")]
@@ -368,6 +368,9 @@ pub(crate) struct PipeArgs {
     /// The model
     #[arg(long, required_unless_present = "pipe")]
     pub(crate) model: Option<String>,
+    /// Name of the pipe: under another one it begins at the first record [default: FROM-to-TO]
+    #[arg(long)]
+    pub(crate) name: Option<String>,
     /// Volume that holds the bundle and the pipe's progress
     #[arg(long)]
     pub(crate) volume: Name,

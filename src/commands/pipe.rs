@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use millrace_serving::pipe::{self, Deps, Until};
+use millrace_serving::pipe::{self, Deps, Until, Waiting};
 use millrace_serving::{Control, Inference, PipeConfig, Repository, Source};
 
 use crate::cli::PipeArgs;
@@ -21,7 +21,15 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let datafs = context.volumes().await?;
     let spec = live(&args.volume);
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
-    let repository = Repository::open(Source::volume(&view), &serving).await?;
+    // Loading a model and waiting for a broker take long; a signal ends both.
+    let opening = async {
+        let repository = Repository::open(Source::volume(&view), &serving).await?;
+        Ok::<_, anyhow::Error>((repository, context.topics().await?))
+    };
+    let Some(opened) = context.stop.run_until_cancelled(opening).await else {
+        return if args.follow { Ok(()) } else { context.interrupted("pipe") };
+    };
+    let (repository, session) = opened?;
     let inference = Inference::new(repository.clone());
     // Whatever the model calls its one input, --input feeds it. A model that a following pipe still
     // waits for keeps the usual name.
@@ -31,8 +39,8 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     {
         config.columns = BTreeMap::from([(input.name.clone(), args.input.clone())]);
     }
-    let session = context.topics().await?;
-    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view };
+    let waiting = Waiting::default();
+    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view, waiting };
     let until = if args.follow { Until::Forever } else { Until::CaughtUp };
     let spinner = context.out.progress("pipe", "", None);
     let polling = tokio::spawn({
@@ -84,7 +92,7 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
         );
     };
     Ok(PipeConfig {
-        name: format!("{input}-to-{output}"),
+        name: args.name.clone().unwrap_or_else(|| format!("{input}-to-{output}")),
         input: input.clone(),
         output: output.clone(),
         model: model.clone(),

@@ -54,10 +54,13 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
                 "rows per epoch".to_owned(),
                 report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
             ],
-            vec![
-                "loss, accuracy".to_owned(),
-                format!("{}, {} on the training rows", number(report.loss), number(report.accuracy)),
-            ],
+            match report.accuracy {
+                Some(accuracy) => vec![
+                    "loss, accuracy".to_owned(),
+                    format!("{}, {accuracy:.4} on the training rows", number(report.loss)),
+                ],
+                None => vec!["loss".to_owned(), number(report.loss)],
+            },
             vec![
                 "workers".to_owned(),
                 format!("{}, {} lost and replaced", report.workers, report.workers_lost),

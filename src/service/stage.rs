@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use prometheus::{IntCounterVec, IntGaugeVec, Opts};
+use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -36,6 +36,33 @@ static RESTARTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter
 });
 
+/// Whether a part waits: for a snapshot, a model or brokers, or before it is started again.
+static WAITING: LazyLock<IntGaugeVec> = LazyLock::new(|| {
+    let options = Opts::new(
+        "millrace_up_part_waiting",
+        "1 while a part of the service waits for a snapshot, a model or brokers, or before it is started again",
+    );
+    let gauge = IntGaugeVec::new(options, &["part"]).expect("a valid metric");
+    prometheus::register(Box::new(gauge.clone())).expect("registered once");
+    gauge
+});
+
+/// Tells in the metrics whether a part waits; for its attempts, which say themselves what they wait for.
+#[derive(Clone)]
+pub(super) struct WaitGauge(IntGauge);
+
+impl WaitGauge {
+    /// The one of a part.
+    pub(super) fn of(part: &str) -> WaitGauge {
+        WaitGauge(WAITING.with_label_values(&[part]))
+    }
+
+    /// Whether the part waits from now on.
+    pub(super) fn set(&self, waits: bool) {
+        self.0.set(waits.into());
+    }
+}
+
 /// Tasks that stop together.
 pub(super) struct Stage {
     pub(super) stop: CancellationToken,
@@ -63,6 +90,7 @@ impl Stage {
         let (stop, [pause_min, pause_max]) = (self.stop.clone(), self.pauses);
         let (failing, restarts) =
             (FAILURES.with_label_values(&[&what]), RESTARTS.with_label_values(&[&what]));
+        let waiting = WaitGauge::of(&what);
         self.tasks.spawn(async move {
             let mut failures = 0_u32;
             loop {
@@ -75,6 +103,8 @@ impl Stage {
                         running.await
                     }
                 };
+                // An attempt that ended while it waited has not said so.
+                waiting.set(false);
                 let error = match ended.map_err(anyhow::Error::from).and_then(|result| result) {
                     Ok(()) => {
                         failing.set(0);
@@ -93,7 +123,10 @@ impl Stage {
                     pause_ms = pause.as_millis() as u64,
                     "a part of the service failed and is started again; the others go on"
                 );
-                if stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                waiting.set(true);
+                let stopped = stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none();
+                waiting.set(false);
+                if stopped {
                     return Ok(());
                 }
                 restarts.inc();
@@ -166,6 +199,39 @@ mod tests {
         assert_eq!(attempts.load(Ordering::SeqCst), 3);
         assert_eq!(RESTARTS.with_label_values(&["first"]).get(), 2);
         assert_eq!(FAILURES.with_label_values(&["first"]).get(), 0);
+        assert_eq!(WAITING.with_label_values(&["first"]).get(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_part_waits_between_its_attempts_and_while_it_says_so() {
+        let mut stage = Stage { pauses: [Duration::from_secs(3600); 2], ..Stage::default() };
+        let gauge = WaitGauge::of("waits");
+        let (begin, mut begun) = tokio::sync::mpsc::unbounded_channel::<()>();
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let (attempt_gauge, ended) = (gauge.clone(), Arc::new(tokio::sync::Mutex::new(Some(ended))));
+        stage.keep("waits".into(), move || {
+            let (gauge, ended, begin) = (attempt_gauge.clone(), ended.clone(), begin.clone());
+            async move {
+                gauge.set(true);
+                begin.send(())?;
+                if let Some(ended) = ended.lock().await.take() {
+                    ended.await?;
+                }
+                gauge.set(false);
+                begin.send(())?;
+                anyhow::bail!("no such topic")
+            }
+        });
+        begun.recv().await.unwrap();
+        assert_eq!(gauge.0.get(), 1, "the attempt waits");
+        end.send(()).unwrap();
+        begun.recv().await.unwrap();
+        // The pause of an hour begins as soon as the failure is seen.
+        while gauge.0.get() == 0 {
+            tokio::task::yield_now().await;
+        }
+        stage.finish().await.unwrap();
+        assert_eq!(gauge.0.get(), 0, "the part has ended");
     }
 
     #[tokio::test]

@@ -16,6 +16,7 @@ mod instances;
 mod kills;
 mod labels;
 mod load;
+mod piped;
 mod predicting;
 mod private;
 mod quantized;

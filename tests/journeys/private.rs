@@ -126,3 +126,40 @@ fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
     assert!(!reads(&home.path().join("datafs/meta.sqlite")).status.success());
     home.ok(["umount", at.to_str().unwrap()]);
 }
+
+#[test]
+fn a_home_or_a_store_of_another_user_is_refused_with_its_owner_and_the_way_out() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: only root can give files to another user");
+        return;
+    }
+    let home = used();
+    let give = |path: &Path, user: u32| nix::unistd::chown(path, Some(user.into()), None).unwrap();
+    let (objects, metadata) =
+        (home.path().join("datafs/objects/store.json"), home.path().join("datafs/meta.sqlite"));
+    let listing = ["volume", "list"];
+    for (file, what) in [
+        (home.path().join("format.json"), format!("home folder {}", home.path().display())),
+        (objects, format!("local store {}", home.path().join("datafs/objects").display())),
+        (metadata.clone(), format!("metadata file {}", metadata.display())),
+    ] {
+        home.ok(listing);
+        give(&file, 65_534);
+        for args in [&listing[..], &["fsck"], &["train", "job.toml"]] {
+            home.file(
+                "job.toml",
+                "name = \"j\"\ndataset = \"v@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m\"\n",
+            );
+            let (code, line) = home.fails(args);
+            assert_eq!(code, 5, "{line}");
+            for words in [what.as_str(), "belongs to user 65534", "user 0", "sudo -u", "chown -R 0"] {
+                assert!(line.contains(words), "{args:?}: {line} lacks {words}");
+            }
+        }
+        give(&file, 0);
+    }
+    // A disk's mount point is any user's; what Millrace made in it counts.
+    give(&home.path(), 65_534);
+    home.ok(listing);
+    give(&home.path(), 0);
+}

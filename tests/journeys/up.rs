@@ -216,6 +216,33 @@ fn one_bad_label_leaves_the_model_server_up() {
 }
 
 #[test]
+fn parts_that_wait_are_seen_in_the_metrics() {
+    let home = Home::new();
+    let text = CONFIG
+        .replace("MOUNTS", "")
+        .replace("keep = 2 }]", "keep = 2 }, { volume = \"late\", every_s = 86400, keep = 1 }]");
+    let config = home.file("up.toml", text);
+    home.file("train.toml", JOB);
+    let config = config.to_str().unwrap();
+    let mut up = home.start(["--config", config, "up", "--json"]);
+    let metrics = up.object()["metrics"].as_str().unwrap().to_owned();
+    let waits = |part: &str| {
+        let text = http_get(&metrics, "/metrics");
+        let name = format!("millrace_up_part_waiting{{part=\"{part}\"}} ");
+        text.lines().find_map(|line| line.strip_prefix(&name)).map(str::to_owned)
+    };
+    until("the training waits for its snapshot", || waits("train train.toml").as_deref() == Some("1"));
+    let schedule = "snapshots every-86400s of late";
+    until("the schedule waits for its volume", || waits(schedule).as_deref() == Some("1"));
+    home.ok(["--config", config, "volume", "create", "late"]);
+    until("the schedule goes on", || waits(schedule).as_deref() == Some("0"));
+    let record = home.file("asked.jsonl", "{\"pixels\": [0]}\n");
+    home.json(["--config", config, "produce", "asked", record.to_str().unwrap()]);
+    until("the pipe waits for its model", || waits("pipe answers").as_deref() == Some("1"));
+    assert_eq!(up.stop(), 0);
+}
+
+#[test]
 fn variables_of_kubernetes_services_are_no_configuration() {
     let home = Home::new();
     let output = home

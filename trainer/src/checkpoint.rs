@@ -32,6 +32,8 @@ const ATTEMPTS: usize = 8;
 /// Finished runs of one job whose checkpoints stay beside the current run's. A job that is started for
 /// each new snapshot would fill the volume otherwise.
 const FINISHED_RUNS_KEPT: usize = 3;
+/// The same of unfinished runs, which a job that is changed back goes on with.
+const UNFINISHED_RUNS_KEPT: usize = 3;
 const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
 const MODEL_FILE: &str = "model.onnx";
@@ -121,6 +123,9 @@ pub(crate) struct Checkpoints {
     pub(crate) keep: usize,
 }
 
+/// Another run of the job: its key, the key's value as it is stored and as it reads.
+type OtherRun = (String, Vec<u8>, Trail);
+
 /// Why a checkpoint was not read.
 enum Unread {
     /// Its bytes are gone or are not those that were written.
@@ -159,6 +164,14 @@ impl Trail {
         dropped
     }
 
+    /// Its directories below the job's: its own, and those of checkpoints that it took over, which lie beside it.
+    fn folders(&self) -> impl Iterator<Item = &str> {
+        let own = directory(&self.run);
+        let beside = self.kept.iter().map(|kept| kept.folder.as_str());
+        let beside = beside.filter(move |folder| folder.split('/').next() != Some(own));
+        std::iter::once(own).chain(beside)
+    }
+
     fn value(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
@@ -195,6 +208,12 @@ impl Checkpoints {
     /// `volume:/path`, for messages.
     fn place(&self, path: &str) -> String {
         format!("{}:/{path}", self.view.spec())
+    }
+
+    /// The same of directories below the job's.
+    fn places<'f>(&self, folders: impl Iterator<Item = &'f str>) -> String {
+        let places = folders.map(|folder| self.place(&format!("{}/{folder}", self.folder())));
+        places.collect::<Vec<_>>().join(", ")
     }
 
     /// `volume:/path` of the run's checkpoints, for messages.
@@ -336,8 +355,9 @@ impl Checkpoints {
     /// Takes over the job for `owner` and stores the run's model and job file.
     ///
     /// A run of format 1 is taken over where `is_same` recognises it by its id and its job file.
-    /// Other runs of the job stay: unfinished ones always, of finished ones the newest
-    /// [`FINISHED_RUNS_KEPT`]. The log names each run that stays unfinished or is removed.
+    /// Of the other runs of the job the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest
+    /// [`FINISHED_RUNS_KEPT`] finished ones stay. The log names each run that stays unfinished, and each that is
+    /// removed.
     pub(crate) fn begin(
         &self,
         model: &[u8],
@@ -349,7 +369,10 @@ impl Checkpoints {
                 Some((bytes, trail)) => (Some(bytes), trail),
                 None => (None, Trail::new(&self.run)),
             };
-            trail.begun = chrono::Utc::now().timestamp();
+            let others = self.others()?;
+            // Behind all others, also where the clock went back since.
+            let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
+            trail.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
             let folder = directory(&self.run);
             let mut publish = Publish::new()
                 .put_key(Self::owner_key(&self.job), self.owner.clone().into_bytes())
@@ -369,14 +392,14 @@ impl Checkpoints {
                     tracing::warn!(
                         job = self.job,
                         step = former.step,
-                        place = self.place(&self.folder()),
+                        place = self.places(former.kept.iter().map(String::as_str)),
                         "the job, its data or its model changed: earlier checkpoints stay, and are used \
                          again when it is changed back"
                     );
                 }
             }
             publish = publish.put_key(self.key(), trail.value());
-            let removed = self.removable()?;
+            let removed = self.removable(others);
             for (key, bytes, other) in &removed {
                 publish = publish.expect_key(key.clone(), Some(bytes.clone())).delete_key(key.clone());
                 for kept in &other.kept {
@@ -428,9 +451,8 @@ impl Checkpoints {
         }
     }
 
-    /// Other runs of the job that are removed now: those without a checkpoint, and finished ones beyond
-    /// the newest few.
-    fn removable(&self) -> Result<Vec<(String, Vec<u8>, Trail)>> {
+    /// The other runs of the job, the one that was begun last first.
+    fn others(&self) -> Result<Vec<OtherRun>> {
         let prefix = self.key_of("");
         let found = self
             .view
@@ -442,7 +464,13 @@ impl Checkpoints {
             others.push((key, bytes, trail));
         }
         others.sort_by_key(|(_, _, trail)| std::cmp::Reverse(trail.begun));
-        let mut finished = 0;
+        Ok(others)
+    }
+
+    /// Those of the other runs that are removed now: those without a checkpoint, and those beyond the newest few
+    /// finished and the newest few unfinished ones.
+    fn removable(&self, mut others: Vec<OtherRun>) -> Vec<OtherRun> {
+        let (mut finished, mut unfinished) = (0, 0);
         others.retain(|(_, _, trail)| {
             let there = |kept: &Kept| {
                 let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
@@ -451,30 +479,38 @@ impl Checkpoints {
             if !trail.kept.iter().any(there) {
                 return true;
             }
-            let place = self.place(&format!("{}/{}", self.folder(), directory(&trail.run)));
+            let place = self.places(trail.folders());
             let step = trail.kept.last().map_or(0, |kept| kept.step);
-            if !trail.finished {
-                tracing::warn!(
-                    job = self.job,
-                    step,
-                    place,
-                    "the job, its data or its model changed: earlier checkpoints stay until this \
-                     directory is deleted, and are used again when it is changed back"
-                );
-                return false;
-            }
-            finished += 1;
-            if finished > FINISHED_RUNS_KEPT {
-                tracing::warn!(
+            let (count, keep) = match trail.finished {
+                true => (&mut finished, FINISHED_RUNS_KEPT),
+                false => (&mut unfinished, UNFINISHED_RUNS_KEPT),
+            };
+            *count += 1;
+            match (trail.finished, *count > keep) {
+                (true, true) => tracing::warn!(
                     job = self.job,
                     step,
                     place,
                     "removing the checkpoints of a finished run: {FINISHED_RUNS_KEPT} newer ones are kept"
-                );
+                ),
+                (false, true) => tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "removing the checkpoints of an unfinished run: {UNFINISHED_RUNS_KEPT} newer ones are kept"
+                ),
+                (false, false) => tracing::warn!(
+                    job = self.job,
+                    step,
+                    place,
+                    "the job, its data or its model changed: earlier checkpoints stay, and are used again when it is \
+                     changed back, until {UNFINISHED_RUNS_KEPT} newer runs are left unfinished as well"
+                ),
+                (true, false) => {}
             }
-            finished > FINISHED_RUNS_KEPT
+            *count > keep
         });
-        Ok(others)
+        others
     }
 
     fn drop_file(&self, publish: Publish, path: String) -> Publish {

@@ -110,6 +110,16 @@ pub enum Loss {
     Mse,
 }
 
+impl Loss {
+    /// Whether an output is right or wrong, so that there is an accuracy.
+    pub(crate) fn counts_classes(self) -> bool {
+        match self {
+            Loss::CrossEntropy => true,
+            Loss::Mse => false,
+        }
+    }
+}
+
 impl std::fmt::Display for Loss {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {

@@ -188,15 +188,16 @@ impl Error {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(source.as_ref());
         while let Some(inner) = cause {
             if let Some(error) = inner.downcast_ref::<E>() {
-                return matches!(
-                    error,
+                return match error {
                     E::Io { .. }
-                        | E::Object(_)
-                        | E::Metadata { .. }
-                        | E::Failed { .. }
-                        | E::Busy { .. }
-                        | E::Stale { .. }
-                );
+                    | E::Metadata { .. }
+                    | E::Failed { .. }
+                    | E::Busy { .. }
+                    | E::Stale { .. } => true,
+                    // An object that is missing or damaged is so for every worker.
+                    E::Object(source) => error.is_store_trouble() || has_io(source.as_ref()),
+                    _ => false,
+                };
             }
             if inner.is::<std::io::Error>() {
                 return true;
@@ -232,4 +233,16 @@ impl Error {
     pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Error {
         Error::Io { what: what.into(), source }
     }
+}
+
+/// Whether the operating system is behind an error.
+fn has_io(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(inner) = cause {
+        if inner.is::<std::io::Error>() {
+            return true;
+        }
+        cause = inner.source();
+    }
+    false
 }

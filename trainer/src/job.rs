@@ -57,7 +57,8 @@ pub struct JobFile {
     pub features: String,
     /// The column with the truth: a class number, or (for `mse`) a number or list of numbers.
     pub label: String,
-    /// An ONNX file (relative to the job file), or a table that describes a built-in model.
+    /// An ONNX file (relative to the job file) with the weights that it keeps in files beside it, or a table that
+    /// describes a built-in model.
     pub model: ModelSource,
     /// What is minimised.
     #[serde(default = "default_loss")]

@@ -56,6 +56,7 @@ pub mod launch;
 mod ledger;
 mod lock;
 pub mod metrics;
+mod model;
 pub mod optim;
 mod publish;
 pub mod quantize;

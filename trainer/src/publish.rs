@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 use crate::checkpoint::{Checkpoints, stage};
-use crate::engine::Engine;
+use crate::engine::{Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
 use crate::metrics;
@@ -159,7 +159,7 @@ pub(crate) fn publish(
             imported: None,
             quantized: None,
         };
-        let bundle = Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state))
+        let bundle = Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state, job.loss))
             .and_then(|bundle| match &statistics {
                 Some(statistics) => bundle.with_statistics(statistics),
                 None => Ok(bundle),
@@ -192,11 +192,13 @@ pub(crate) fn publish(
     })
 }
 
-fn figures(state: &State) -> BTreeMap<String, f64> {
+fn figures(state: &State, loss: Loss) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     if let Some(last) = state.ledger.epochs.last() {
         figures.insert("train_loss".to_owned(), last.loss);
-        figures.insert("train_accuracy".to_owned(), last.accuracy);
+        if loss.counts_classes() {
+            figures.insert("train_accuracy".to_owned(), last.accuracy);
+        }
         figures.insert("train_rows".to_owned(), last.rows as f64);
     }
     figures

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use millrace_datafs::Datafs;
 use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions};
+use millrace_streams::feed::{Feed, FeedError, FeedOptions, Plan, PlanOptions};
 
 use crate::data::{Columns, Rows};
 use crate::engine::Engine;
@@ -56,8 +56,13 @@ pub(crate) fn open_feed(
         decode_concurrency: 1,
         ..FeedOptions::default()
     };
-    Feed::open(plan, Arc::clone(dataset.store()), &options)
-        .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))
+    Feed::open(plan, Arc::clone(dataset.store()), &options).map_err(|error| match error {
+        FeedError::NoColumn { column, available } => Error::Data {
+            dataset: job.dataset.to_string(),
+            reason: format!("no column {column:?}; it has {available}"),
+        },
+        error => Error::feed(format!("job {}: dataset {}", job.name, job.dataset), error),
+    })
 }
 
 /// What the job's columns must be for its model.

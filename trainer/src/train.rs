@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::Datafs;
 use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
@@ -17,12 +16,12 @@ use tokio_util::sync::CancellationToken;
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::config::Config;
 use crate::elastic::coordinator::{self, Crew, Outcome};
-use crate::engine::{Device, Engine};
+use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
-use crate::init::{CnnSpec, MlpSpec, ModelSpec};
-use crate::job::{JobFile, ModelSource};
+use crate::job::JobFile;
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
+use crate::model;
 use crate::optim::Optimizer;
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
@@ -30,9 +29,6 @@ use crate::source;
 use crate::state::State;
 use crate::statistics;
 use crate::worker::Assignment;
-
-/// Largest ONNX file.
-const MODEL_BYTES_MAX: u64 = 2 << 30;
 
 /// Where a job runs: its volumes, its settings and its worker program.
 #[derive(Debug, Clone)]
@@ -101,7 +97,7 @@ pub struct TrainReport {
     pub loss_per_epoch: Vec<f64>,
     /// Mean training loss of the last complete epoch.
     pub loss: Option<f64>,
-    /// Training accuracy of the last complete epoch.
+    /// Training accuracy of the last complete epoch; none for losses of numbers, which have no right answer.
     pub accuracy: Option<f64>,
     /// The model's name in the output volume.
     pub model: String,
@@ -210,7 +206,7 @@ impl Prepared {
         setup.config.check().map_err(unfit)?;
         let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job))?;
         let output = open_output(&setup.datafs, &job)?;
-        let model = load_model(&job)?;
+        let model = model::load(&job)?;
         // The graph is checked on the processor; workers put it on the job's device.
         let engine = Engine::load(&model, job.loss, Device::Cpu)?;
         Optimizer::new(&job.optimizer, engine.layout().elements())?;
@@ -220,7 +216,7 @@ impl Prepared {
             .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
         let columns = source::columns(&job, &engine);
-        columns.check_schema(plan.dataset().schema())?;
+        // First: the schema lacks columns that files have twice, or of several types, and the feed names these.
         let feed = {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
@@ -354,7 +350,7 @@ impl Prepared {
             report.samples_per_second =
                 steps as f64 * self.job.batch_rows as f64 / outcome.trained.as_secs_f64();
         }
-        fill(&mut report, &state);
+        fill(&mut report, &state, self.job.loss);
         if report.end != End::Stopped {
             let columns = source::columns(&self.job, &self.engine);
             let input = self.engine.graph().input_name().to_owned();
@@ -390,40 +386,14 @@ impl Prepared {
     }
 }
 
-fn fill(report: &mut TrainReport, state: &State) {
+fn fill(report: &mut TrainReport, state: &State, loss: Loss) {
     let epochs = &state.ledger.epochs;
     report.steps = state.step;
     report.epochs = epochs.len() as u64;
     report.rows_per_epoch = epochs.iter().map(|epoch| epoch.rows).collect();
     report.loss_per_epoch = epochs.iter().map(|epoch| epoch.loss).collect();
     report.loss = epochs.last().map(|epoch| epoch.loss);
-    report.accuracy = epochs.last().map(|epoch| epoch.accuracy);
-}
-
-/// The run's first model: from its file, or made.
-fn load_model(job: &JobFile) -> Result<ModelProto> {
-    let path = match &job.model {
-        ModelSource::Init(spec) => {
-            let spec = match spec {
-                ModelSpec::Mlp(MlpSpec { seed: 0, .. }) | ModelSpec::Cnn(CnnSpec { seed: 0, .. }) => {
-                    spec.clone().with_seed(job.seed)
-                }
-                _ => spec.clone(),
-            };
-            return spec.build().map_err(|e| Error::Job { job: job.name.to_string(), reason: e.to_string() });
-        }
-        ModelSource::File(path) => path,
-    };
-    let bad = |reason: String| Error::Job {
-        job: job.name.to_string(),
-        reason: format!("model {}: {reason}", path.display()),
-    };
-    let bytes = std::fs::metadata(path).map_err(|e| bad(format!("cannot be read ({e})")))?.len();
-    if bytes > MODEL_BYTES_MAX {
-        return Err(bad(format!("{bytes} bytes; at most {MODEL_BYTES_MAX} are read")));
-    }
-    let bytes = std::fs::read(path).map_err(|e| bad(format!("cannot be read ({e})")))?;
-    ModelProto::decode(bytes.as_slice()).map_err(|e| bad(format!("is not an ONNX model ({e})")))
+    report.accuracy = epochs.last().filter(|_| loss.counts_classes()).map(|epoch| epoch.accuracy);
 }
 
 /// 256 bits of the kernel's randomness, in hex.

@@ -4,6 +4,9 @@
 //! were launched by a test.
 #![allow(clippy::unwrap_used)]
 
+#[path = "trainer/data.rs"]
+mod data;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -384,6 +387,10 @@ fn large_labels_are_trained_on_alike_by_any_number_of_workers() {
         let alone = train("alone", 1, 6);
         let losses = &alone.loss_per_epoch;
         assert!(losses[5] < losses[0] * 0.9, "labels of {magnitude}: {losses:?}");
+        assert_eq!(alone.accuracy, None, "a number is not right or wrong");
+        let bundle = bundle(home.path(), &format!("alone-{number}"), 1);
+        let metrics = &bundle.manifest().metrics;
+        assert!(metrics.contains_key("train_loss") && !metrics.contains_key("train_accuracy"), "{metrics:?}");
         for workers in [2, 3] {
             let together = train(&format!("together-{workers}"), workers, 6);
             assert_eq!((&together.model_sha256, &together.loss_per_epoch), (&alone.model_sha256, losses));

@@ -181,6 +181,28 @@ impl Bundle {
         external::files(&mut decoded(model_onnx)?).map_err(|reason| Error::InvalidModel { reason })
     }
 
+    /// Puts the weights that a model keeps in other files into the model, which then refers to none. `read` gives the
+    /// content of such a file, by its path relative to the folder of the model, or why there is none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidModel`] when a tensor names no file inside that folder, a file cannot be read, or does not hold
+    /// what a tensor says.
+    pub fn embed_weights(
+        model: &mut onnx::ModelProto,
+        mut read: impl FnMut(&str) -> std::result::Result<Vec<u8>, String>,
+    ) -> Result<()> {
+        let invalid = |reason: String| Error::InvalidModel { reason };
+        let mut weights: BTreeMap<String, Bytes> = BTreeMap::new();
+        for file in external::files(model).map_err(invalid)? {
+            let content = read(&file).map_err(invalid)?;
+            weights.insert(file, content.into());
+        }
+        if weights.is_empty() {
+            return Ok(());
+        }
+        external::inline_all(model, |file| weights.get(file).cloned()).map_err(invalid)
+    }
+
     /// The encoded `ModelProto` as ONNX Runtime takes it, and the files in which its initializers keep their elements:
     /// other tensors have theirs in it.
     ///

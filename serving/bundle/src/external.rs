@@ -62,9 +62,29 @@ pub(crate) fn inline(
     model: &mut ModelProto,
     content: impl Fn(&str) -> Option<bytes::Bytes>,
 ) -> Result<bool, String> {
+    embed(model, content, |place| place != Place::Initializer)
+}
+
+/// Puts the elements of all tensors into the model.
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn inline_all(
+    model: &mut ModelProto,
+    content: impl Fn(&str) -> Option<bytes::Bytes>,
+) -> Result<(), String> {
+    embed(model, content, |_| true).map(drop)
+}
+
+/// Puts the elements of tensors at `wanted` places into the model. Whether there were any.
+fn embed(
+    model: &mut ModelProto,
+    content: impl Fn(&str) -> Option<bytes::Bytes>,
+    wanted: impl Fn(Place) -> bool,
+) -> Result<bool, String> {
     let mut any = false;
     each_reference(model, &mut |tensor, Reference { file, offset, bytes }, place| {
-        if place == Place::Initializer {
+        if !wanted(place) {
             return Ok(());
         }
         let part = |content: bytes::Bytes| {

@@ -82,7 +82,7 @@ impl Credentials {
                 let (trusted, _) =
                     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
                 if trusted == 0 {
-                    let reason = "the system trusts nobody: name the issuer of the server's certificate";
+                    let reason = "the system trusts no authority: name the PEM file of the server's authority with --ca";
                     return Err(ClientError::Credentials { reason: reason.into() });
                 }
                 roots

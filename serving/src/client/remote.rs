@@ -11,8 +11,8 @@ use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response, Status};
 
-use super::ClientError;
 use super::credentials::{Connector, Credentials};
+use super::{ClientError, hints};
 
 /// Longest wait for a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -65,25 +65,34 @@ impl Remote {
     /// Connects once more.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`].
+    /// [`ClientError::Unreachable`], [`ClientError::Tls`].
     pub(crate) async fn connect(&self) -> Result<Channel, ClientError> {
         let connected = match &self.secure {
             Some(connector) => self.endpoint.connect_with_connector(connector.clone()).await,
             None => self.endpoint.connect().await,
         };
-        connected.map_err(|source| self.unreachable(source))
+        match connected {
+            Ok(channel) => Ok(channel),
+            Err(source) => Err(match (self.unreachable(source), self.needs_tls().await) {
+                (ClientError::Unreachable { address, .. }, Some(reason)) => {
+                    ClientError::Tls { address, reason }
+                }
+                (error, _) => error,
+            }),
+        }
     }
 
     /// Waits for an answer that takes no computing.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`] after ten seconds; [`ClientError::Refused`].
+    /// [`ClientError::Unreachable`] after ten seconds; [`ClientError::Tls`], [`ClientError::Refused`].
     pub(crate) async fn answer<T>(
         &self,
         call: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, ClientError> {
         match tokio::time::timeout(ANSWER_MAX, call).await {
-            Ok(answer) => Ok(answer?.into_inner()),
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) => Err(self.explained(status).await),
             Err(_) => {
                 let reason = format!("it takes connections and has not answered for {ANSWER_MAX:?}");
                 Err(self.unreachable(reason))
@@ -100,8 +109,8 @@ impl Remote {
             Ok::<Box<dyn Stream>, io::Error>(match &self.secure {
                 Some(connector) => Box::new(connector.clone().call(self.uri().clone()).await?.into_inner()),
                 None => {
-                    let host = self.uri().host().unwrap_or_default().trim_matches(['[', ']']);
-                    let stream = TcpStream::connect((host, self.uri().port_u16().unwrap_or(80))).await?;
+                    let stream =
+                        TcpStream::connect((self.host(), self.uri().port_u16().unwrap_or(80))).await?;
                     stream.set_nodelay(true)?;
                     Box::new(stream)
                 }
@@ -118,7 +127,41 @@ impl Remote {
         &self,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> ClientError {
-        ClientError::Unreachable { address: self.address.clone(), source: source.into() }
+        let (address, source) = (self.address.clone(), source.into());
+        match hints::of_failure(source.as_ref(), self.host()) {
+            Some(reason) => ClientError::Tls { address, reason },
+            None => ClientError::Unreachable { address, source },
+        }
+    }
+
+    /// The error of a call. One of the connection may come from TLS on one side alone, and some servers tell in the
+    /// first answer that they refuse the client's certificate.
+    async fn explained(&self, status: Status) -> ClientError {
+        // The server itself has answered.
+        let Some(source) = std::error::Error::source(&status) else { return status.into() };
+        let reason = match hints::of_failure(source, self.host()) {
+            Some(reason) => Some(reason),
+            None => self.needs_tls().await,
+        };
+        match reason {
+            Some(reason) => ClientError::Tls { address: self.address.clone(), reason },
+            None => status.into(),
+        }
+    }
+
+    /// What is wrong where this client speaks without TLS and the server with it.
+    async fn needs_tls(&self) -> Option<String> {
+        let is_wrong = self.secure.is_none()
+            && hints::speaks_tls(self.host(), self.uri().port_u16().unwrap_or(80)).await;
+        is_wrong.then(|| {
+            "it takes connections with TLS alone: say https://, and name the PEM file of its authority with --ca where \
+             the system does not trust it"
+                .to_owned()
+        })
+    }
+
+    fn host(&self) -> &str {
+        self.uri().host().unwrap_or_default().trim_matches(['[', ']'])
     }
 
     /// Scheme and place of the server.

@@ -4,13 +4,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use millrace_streams::topic::{self, OutRecord, Records};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
 use super::answered::Answered;
 use super::output::Writer;
-use super::{PipeReport, Until};
+use super::waiting::Waiting;
+use super::{CHUNK_BYTES_MAX, PipeReport, Until};
 use crate::config::PipeConfig;
 use crate::error::{InferError, Result};
 use crate::infer::{Inference, Request};
@@ -19,14 +21,19 @@ use crate::record::{Mapping, Row, RowOutputs, parse, row_outputs};
 use crate::repository::Model;
 
 const RETRY_AFTER: Duration = Duration::from_millis(100);
+/// How often a busy server is asked again.
+const ATTEMPTS_MAX: u32 = 100;
 
 /// What answers the records of one run.
 pub(super) struct Pipe<'a> {
     pub(super) config: &'a PipeConfig,
     pub(super) inference: &'a Inference,
+    pub(super) waiting: &'a Waiting,
     pub(super) writer: Writer<'a>,
     pub(super) answered: Answered,
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
+    /// Largest answer of the last call of this model; unknown before the first.
+    pub(super) answer_bytes: Option<usize>,
     pub(super) until: Until,
     pub(super) report: &'a mut PipeReport,
     pub(super) cancel: &'a CancellationToken,
@@ -36,6 +43,39 @@ pub(super) struct Pipe<'a> {
 struct Read {
     index: usize,
     carried: Map<String, Value>,
+}
+
+/// What a record becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Prediction,
+    DeadLetter,
+    /// A dead letter without the record, which was too large with it.
+    Short,
+}
+
+/// Records to be written, each with the index of the one that it answers.
+#[derive(Default)]
+struct Outbox {
+    records: Vec<OutRecord>,
+    kinds: Vec<(usize, Kind)>,
+    bytes: usize,
+}
+
+impl Outbox {
+    fn push(&mut self, index: usize, kind: Kind, record: OutRecord) {
+        self.bytes += bytes_of(&record);
+        self.records.push(record);
+        self.kinds.push((index, kind));
+    }
+
+    fn count(&self, kind: Kind) -> u64 {
+        self.kinds.iter().filter(|(_, of)| *of == kind).count() as u64
+    }
+}
+
+fn bytes_of(record: &OutRecord) -> usize {
+    record.payload.as_ref().map_or(0, Bytes::len) + record.key.as_ref().map_or(0, Bytes::len)
 }
 
 impl Pipe<'_> {
@@ -55,15 +95,18 @@ impl Pipe<'_> {
         }
         let mapping = match &self.mapping {
             Some((known, mapping)) if Arc::ptr_eq(known, &model) => mapping.clone(),
-            _ => Mapping::new(model.signature(), &self.config.columns)?,
+            _ => {
+                self.answer_bytes = None;
+                Mapping::new(model.signature(), &self.config.columns)?
+            }
         };
         self.mapping = Some((model.clone(), mapping.clone()));
-        let mut out: Vec<OutRecord> = Vec::with_capacity(records.len());
-        let mut dead: Vec<OutRecord> = Vec::new();
+        let mut out = Outbox::default();
         let mut reads: Vec<Read> = Vec::new();
         let mut rows: Vec<Row> = Vec::new();
         for index in 0..records.len() {
-            if self.answered.take(records.partition(index), records.offset(index)) {
+            let (partition, offset) = (records.partition(index), records.offset(index));
+            if self.answered.take(partition, offset, records.timestamp_ms(index))? {
                 continue;
             }
             match self.read(&mapping, records.value(index)) {
@@ -72,44 +115,114 @@ impl Pipe<'_> {
                     rows.push(row);
                 }
                 Err(error) => {
-                    dead.push(self.writer.dead_letter(records, index, &error.to_string()));
+                    let letter = self.writer.dead_letter(records, index, &error.to_string());
+                    out.push(index, Kind::DeadLetter, letter);
                 }
             }
         }
         let rows_max = if model.rows().are_independent() { self.config.batch_rows_max } else { 1 };
         let mut done = 0;
         while done < rows.len() {
-            let count = mapping.fitting(&rows[done..], rows_max);
+            let count = mapping.fitting(&rows[done..], rows_max.min(self.rows_that_fit()));
             let slice = done..done + count;
             let answers = self.predict(&model, &mapping, &rows[slice.clone()]).await?;
             let Some(answers) = answers else {
                 return Ok(false);
             };
+            let mut largest = 0;
             for (read, answer) in reads[slice].iter().zip(answers) {
                 match answer {
                     Ok(answer) => {
-                        out.push(self.writer.prediction(records, read.index, &read.carried, &model, answer));
+                        let record =
+                            self.writer.prediction(records, read.index, &read.carried, &model, answer);
+                        largest = bytes_of(&record).max(largest);
+                        out.push(read.index, Kind::Prediction, record);
                     }
                     Err(error) => {
-                        dead.push(self.writer.dead_letter(records, read.index, &error.to_string()));
+                        let letter = self.writer.dead_letter(records, read.index, &error.to_string());
+                        out.push(read.index, Kind::DeadLetter, letter);
                     }
                 }
             }
+            if largest > 0 {
+                self.answer_bytes = Some(largest);
+            }
             done += count;
+            if out.bytes >= CHUNK_BYTES_MAX {
+                self.write(records, std::mem::take(&mut out)).await?;
+            }
         }
-        let (predicted, dead_letters) = (out.len() as u64, dead.len() as u64);
-        if !dead.is_empty() {
-            self.writer.ensure_dead_letter_topic().await?;
-        }
-        out.append(&mut dead);
-        self.writer.producer.send_all(out).await?;
+        self.write(records, out).await?;
         self.report.records += records.len() as u64;
+        Ok(true)
+    }
+
+    /// How many rows a call may have so that its answers take no more than a chunk: as those of the last call. The
+    /// first call of a model has one row, as its answers may be of any size.
+    fn rows_that_fit(&self) -> usize {
+        self.answer_bytes.map_or(1, |bytes| CHUNK_BYTES_MAX / bytes.max(1)).max(1)
+    }
+
+    /// Writes answers. One that its topic does not take becomes a dead letter with the reason; a dead letter that it
+    /// does not take goes without the record.
+    async fn write(&mut self, records: &Records<'_>, mut out: Outbox) -> Result<()> {
+        let mut written = [0; 2];
+        while !out.records.is_empty() {
+            if out.count(Kind::Prediction) < out.records.len() as u64 {
+                self.writer.ensure_dead_letter_topic().await?;
+            }
+            let too_large = self.writer.producer.send_fitting(&out.records).await?;
+            let mut next = Outbox::default();
+            for at in too_large {
+                let (record, (index, kind)) = (&out.records[at], out.kinds[at]);
+                let (bytes, topic) = (bytes_of(record), &record.topic);
+                match kind {
+                    Kind::Prediction => {
+                        let reason = format!(
+                            "the answer has {bytes} bytes, which is too large for topic {topic}: raise \
+                             message.max.bytes under [streams.properties] and the limit of the topic or its brokers \
+                             (max.message.bytes, streams.broker.message_bytes_max)"
+                        );
+                        tracing::warn!(
+                            pipe = self.config.name,
+                            topic,
+                            bytes,
+                            partition = records.partition(index),
+                            offset = records.offset(index),
+                            "an answer is too large and becomes a dead letter"
+                        );
+                        let letter = self.writer.dead_letter(records, index, &reason);
+                        next.push(index, Kind::DeadLetter, letter);
+                    }
+                    Kind::DeadLetter => {
+                        tracing::warn!(
+                            pipe = self.config.name,
+                            topic,
+                            bytes,
+                            partition = records.partition(index),
+                            offset = records.offset(index),
+                            "a dead letter is too large and goes without its record"
+                        );
+                        next.push(index, Kind::Short, self.writer.shortened(record));
+                    }
+                    Kind::Short => {
+                        let topic = topic.clone();
+                        return Err(millrace_streams::Error::RecordTooLarge { topic, bytes }.into());
+                    }
+                }
+            }
+            let predicted = out.count(Kind::Prediction) - next.count(Kind::DeadLetter);
+            written[0] += predicted;
+            written[1] += (out.records.len() - next.records.len()) as u64 - predicted;
+            out = next;
+        }
+        let [predicted, dead_letters] = written;
         self.report.predicted += predicted;
         self.report.dead_letters += dead_letters;
         let name = self.config.name.as_str();
         PIPE_RECORDS.with_label_values(&[name, "predicted"]).inc_by(predicted);
         PIPE_RECORDS.with_label_values(&[name, "dead_letter"]).inc_by(dead_letters);
-        Ok(true)
+        Ok(())
     }
 
     /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`.
@@ -119,19 +232,18 @@ impl Pipe<'_> {
         (first, next): (i64, i64),
         reason: &str,
     ) -> Result<()> {
-        if self.answered.take(partition, first) {
+        if self.answered.take(partition, first, None)? {
             return Ok(());
         }
         let batch = topic::blank_record(&self.config.input, partition, first)?;
         let last = next - 1;
         let reason = format!("the batch with offsets {first} to {last} cannot be decoded: {reason}");
         tracing::warn!(pipe = self.config.name, partition, first, last, "a batch becomes a dead letter");
-        let letter = self.writer.dead_letter(&Records::new(&batch)?, 0, &reason);
-        self.writer.ensure_dead_letter_topic().await?;
-        self.writer.producer.send_all([letter]).await?;
+        let records = Records::new(&batch)?;
+        let mut out = Outbox::default();
+        out.push(0, Kind::DeadLetter, self.writer.dead_letter(&records, 0, &reason));
+        self.write(&records, out).await?;
         self.report.records += 1;
-        self.report.dead_letters += 1;
-        PIPE_RECORDS.with_label_values(&[self.config.name.as_str(), "dead_letter"]).inc();
         Ok(())
     }
 
@@ -157,11 +269,24 @@ impl Pipe<'_> {
             let repository = self.inference.repository();
             let found = self.inference.find(&self.config.model, self.config.version);
             match found.and_then(|model| repository.check_steps(&model).map(|()| model)) {
-                Ok(model) => return Ok(Some(model)),
+                Ok(model) => {
+                    if told {
+                        self.waiting.tell(false);
+                        tracing::info!(
+                            pipe = self.config.name,
+                            model = self.config.model,
+                            "the model is there"
+                        );
+                    }
+                    return Ok(Some(model));
+                }
                 Err(error) if self.until == Until::CaughtUp => return Err(error.into()),
                 Err(error) if !told => {
                     told = true;
-                    tracing::info!(pipe = self.config.name, %error, "the pipe waits for its model");
+                    self.waiting.tell(true);
+                    tracing::info!(
+                        pipe = self.config.name, model = self.config.model, %error, "the pipe waits for its model"
+                    );
                 }
                 Err(_) => {}
             }
@@ -180,7 +305,7 @@ impl Pipe<'_> {
         mapping: &Mapping,
         rows: &[Row],
     ) -> Result<Option<Vec<Result<RowOutputs, InferError>>>> {
-        let Some(together) = self.call(model, mapping, rows).await else {
+        let Some(together) = self.call(model, mapping, rows).await? else {
             return Ok(None);
         };
         match together {
@@ -192,7 +317,7 @@ impl Pipe<'_> {
         }
         let mut answers = Vec::with_capacity(rows.len());
         for row in rows {
-            let Some(alone) = self.call(model, mapping, std::slice::from_ref(row)).await else {
+            let Some(alone) = self.call(model, mapping, std::slice::from_ref(row)).await? else {
                 return Ok(None);
             };
             answers.push(alone.and_then(|mut answers| {
@@ -202,24 +327,34 @@ impl Pipe<'_> {
         Ok(Some(answers))
     }
 
+    /// One call, tried again while the server is busy; `None` when cancelled meanwhile.
+    ///
+    /// # Errors
+    /// [`crate::Error::Infer`] when a lone row finds it busy for ten seconds. Several rows may be too many for what
+    /// the model's queue has left, so these are given back.
     async fn call(
         &self,
         model: &Model,
         mapping: &Mapping,
         rows: &[Row],
-    ) -> Option<Result<Vec<RowOutputs>, InferError>> {
+    ) -> Result<Option<Result<Vec<RowOutputs>, InferError>>> {
+        let mut attempts = 0;
         loop {
             let decode = || Ok((Request { inputs: mapping.batch(rows)?, ..Default::default() }, ()));
             match self.inference.answer(model, decode, |response, ()| Ok(response)).await {
                 Ok(response) => {
                     let row = |row| row_outputs(&response.outputs, row, rows.len());
-                    return Some((0..rows.len()).map(row).collect());
+                    return Ok(Some((0..rows.len()).map(row).collect()));
                 }
-                Err(error) if error.is_retryable() => {
+                Err(error) if error.is_retryable() && attempts < ATTEMPTS_MAX => {
+                    attempts += 1;
                     let pause = tokio::time::sleep(RETRY_AFTER);
-                    self.cancel.run_until_cancelled(pause).await?;
+                    if self.cancel.run_until_cancelled(pause).await.is_none() {
+                        return Ok(None);
+                    }
                 }
-                Err(error) => return Some(Err(error)),
+                Err(error) if error.is_retryable() && rows.len() == 1 => return Err(error.into()),
+                Err(error) => return Ok(Some(Err(error))),
             }
         }
     }

@@ -1,16 +1,20 @@
 //! Answers without a commit: a crash between both leaves answers behind. The next run reads them at the
 //! ends of the output topics and does not answer their records again.
+//!
+//! An answer tells the time of its record. A record with another time at that place belongs to a topic that was
+//! deleted and created again, and so does a place beyond the end of the input: the pipe refuses to go on then.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
+use millrace_streams::KafkaConfig;
 use millrace_streams::topic::{self, Consumer, Records};
 
-use super::output::{MODEL_HEADER, PIPE_HEADER, SOURCE_HEADER, Writer, identity};
-use super::progress::Progress;
-use super::{CHUNK_BYTES_MAX, CHUNK_ROWS_MAX};
+use super::output::{ID_HEADER, MODEL_HEADER, PIPE_HEADER, SOURCE_HEADER, TIME_HEADER, Writer, identity};
+use super::progress::{EARLIER, Progress};
+use super::{CHUNK_BYTES_MAX, CHUNK_ROWS_MAX, chunk_rows};
 use crate::config::PipeConfig;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How long one wait for the ends of the topics lasts.
 const POLL: Duration = Duration::from_millis(250);
@@ -18,14 +22,18 @@ const POLL: Duration = Duration::from_millis(250);
 /// A record at the end of an output topic that answers one of the input.
 struct Answer {
     place: (i32, i64),
-    /// [`identity`] of the pipe; earlier releases wrote none.
-    pipe: Option<String>,
+    /// The time of the record that it answers; earlier releases wrote none.
+    timestamp_ms: Option<i64>,
+    /// Whether it carries the [`identity`] of the pipe; earlier releases wrote none.
+    is_named: bool,
+    /// The id of the positions that the pipe had; earlier releases wrote none.
+    id: Option<String>,
     /// Name of the model; dead letters have none.
     model: Option<String>,
 }
 
 /// The ends of the output and dead-letter topics, as many records as one chunk answers: there is never
-/// more than one chunk between two commits.
+/// more than one chunk between two commits. Answers that name another pipe are left out.
 pub(super) struct Tail {
     answers: Vec<Answer>,
 }
@@ -34,7 +42,7 @@ impl Tail {
     /// Reads what the brokers had appended when it was called.
     pub(super) async fn read(writer: &Writer<'_>) -> Result<Tail> {
         let config = writer.config;
-        let chunk = i64::try_from(config.batch_rows_max.max(CHUNK_ROWS_MAX)).unwrap_or(i64::MAX);
+        let chunk = i64::try_from(chunk_rows(config)).unwrap_or(i64::MAX);
         let mut tail = Tail { answers: Vec::new() };
         for name in [config.output.clone(), config.dead_letter_topic()] {
             let ends = match topic::watermarks(&writer.kafka, &name).await {
@@ -68,59 +76,168 @@ impl Tail {
     }
 
     fn add(&mut self, records: &Records<'_>, config: &PipeConfig) {
+        let own = identity(config);
         for index in 0..records.len() {
             let headers = records.headers(index);
             let header = |wanted: &str| headers.iter().rev().find(|(name, _)| *name == wanted)?.1;
             let text = |wanted: &str| Some(String::from_utf8_lossy(header(wanted)?).into_owned());
-            if let Some(place) = header(SOURCE_HEADER).and_then(|source| place(source, &config.input)) {
-                let model = text(MODEL_HEADER).map(|model| match model.rsplit_once('/') {
-                    Some((name, _)) => name.to_owned(),
-                    None => model,
-                });
-                self.answers.push(Answer { place, pipe: text(PIPE_HEADER), model });
+            let Some(place) = header(SOURCE_HEADER).and_then(|source| place(source, &config.input)) else {
+                continue;
+            };
+            let pipe = header(PIPE_HEADER);
+            if pipe.is_some_and(|pipe| pipe != own.as_bytes()) {
+                continue;
             }
+            let model = text(MODEL_HEADER).map(|model| match model.rsplit_once('/') {
+                Some((name, _)) => name.to_owned(),
+                None => model,
+            });
+            let timestamp_ms = text(TIME_HEADER).and_then(|time| time.parse().ok());
+            let is_named = pipe.is_some();
+            self.answers.push(Answer { place, timestamp_ms, is_named, id: text(ID_HEADER), model });
         }
     }
 
     /// Whether positions that an earlier release kept by name and input may be those of this pipe: not when
     /// all answers of that release come from other models.
     pub(super) fn allows_adoption(&self, config: &PipeConfig) -> bool {
-        let unnamed = self.answers.iter().filter(|answer| answer.pipe.is_none());
+        let unnamed = self.answers.iter().filter(|answer| !answer.is_named);
         let mut models = unnamed.filter_map(|answer| answer.model.as_deref()).peekable();
         models.peek().is_none() || models.any(|model| model == config.model)
     }
 }
 
-/// Places of the input topic, by partition and offset, that this pipe answered since the last commit.
-#[derive(Debug, Default)]
+/// Places of the input topic, by partition and offset, that this pipe answered.
+#[derive(Debug)]
 pub(super) struct Answered {
-    places: HashSet<(i32, i64)>,
+    name: String,
+    input: String,
+    /// Those since the last commit, with the time of the record where the answer tells it.
+    places: HashMap<(i32, i64), Option<i64>>,
+    /// The last place of each partition, committed or not.
+    last: BTreeMap<i32, (i64, Option<i64>)>,
 }
 
 impl Answered {
     pub(super) fn new(tail: Tail, config: &PipeConfig, progress: &Progress) -> Answered {
-        let own = identity(config);
-        let by_this_pipe = |answer: &Answer| match &answer.pipe {
-            Some(pipe) => *pipe == own,
-            None => progress.adopted && answer.model.as_ref().is_none_or(|model| *model == config.model),
+        let by_this_pipe = |answer: &&Answer| match (answer.is_named, &answer.id) {
+            (true, Some(id)) => *id == progress.id,
+            (true, None) => progress.id == EARLIER,
+            (false, _) => {
+                progress.adopted && answer.model.as_ref().is_none_or(|model| *model == config.model)
+            }
         };
-        let uncommitted =
-            |(partition, offset): (i32, i64)| progress.next(partition).is_none_or(|next| offset >= next);
-        let answers = tail.answers.iter().filter(|answer| by_this_pipe(answer));
-        let places: HashSet<_> = answers.map(|answer| answer.place).filter(|at| uncommitted(*at)).collect();
-        if !places.is_empty() {
+        let mut answered = Answered {
+            name: config.name.clone(),
+            input: config.input.clone(),
+            places: HashMap::new(),
+            last: BTreeMap::new(),
+        };
+        for Answer { place, timestamp_ms, .. } in tail.answers.iter().filter(by_this_pipe) {
+            let (partition, offset) = *place;
+            let last = answered.last.entry(partition).or_insert((offset, *timestamp_ms));
+            if offset >= last.0 {
+                *last = (offset, *timestamp_ms);
+            }
+            if progress.next(partition).is_none_or(|next| offset >= next) {
+                answered.places.insert(*place, *timestamp_ms);
+            }
+        }
+        if !answered.places.is_empty() {
             tracing::info!(
                 pipe = config.name,
-                records = places.len(),
+                records = answered.places.len(),
                 "answered before the last commit was made, not again"
             );
         }
-        Answered { places }
+        answered
+    }
+
+    /// Compares the last answer of each partition with the input, of which `marks` gives the first and the next
+    /// offset by partition.
+    ///
+    /// # Errors
+    /// [`Error::PipeInputChanged`] where it answers another record than the input has there;
+    /// [`Error::Streams`].
+    pub(super) async fn check(&self, kafka: &KafkaConfig, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
+        let mut start: Vec<(String, i32, i64)> = Vec::new();
+        for (&partition, &(offset, timestamp_ms)) in &self.last {
+            match marks.get(&partition) {
+                None => return Err(self.changed(partition, "the topic has no such partition any more")),
+                Some((_, high)) if offset >= *high => {
+                    let reason =
+                        format!("the pipe has answered offset {offset}, and the partition ends at {high}");
+                    return Err(self.changed(partition, &reason));
+                }
+                // Removed by now, as any topic does with old records.
+                Some((low, _)) if offset < *low => {}
+                Some(_) if timestamp_ms.is_some() => start.push((self.input.clone(), partition, offset)),
+                Some(_) => {}
+            }
+        }
+        if start.is_empty() {
+            return Ok(());
+        }
+        let mut consumer = Consumer::assign(kafka, &start).await?;
+        let is_read = |consumer: &Consumer| {
+            consumer.positions().iter().all(|((_, partition), next)| {
+                self.last.get(partition).is_none_or(|(offset, _)| next > offset)
+            })
+        };
+        while !is_read(&consumer) {
+            match consumer.next(CHUNK_ROWS_MAX, CHUNK_BYTES_MAX, POLL).await {
+                Ok(Some(batch)) => {
+                    let records = Records::new(&batch)?;
+                    for index in 0..records.len() {
+                        let (partition, offset) = (records.partition(index), records.offset(index));
+                        if let Some((last, answered_ms)) = self.last.get(&partition)
+                            && *last == offset
+                        {
+                            self.compare(partition, offset, *answered_ms, records.timestamp_ms(index))?;
+                        }
+                    }
+                }
+                Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
     }
 
     /// Whether the record was answered; says so once.
-    pub(super) fn take(&mut self, partition: i32, offset: i64) -> bool {
-        !self.places.is_empty() && self.places.remove(&(partition, offset))
+    ///
+    /// # Errors
+    /// [`Error::PipeInputChanged`] when the answer is one to another record at that place.
+    pub(super) fn take(&mut self, partition: i32, offset: i64, timestamp_ms: Option<i64>) -> Result<bool> {
+        if self.places.is_empty() {
+            return Ok(false);
+        }
+        let Some(answered_ms) = self.places.remove(&(partition, offset)) else { return Ok(false) };
+        self.compare(partition, offset, answered_ms, timestamp_ms)?;
+        Ok(true)
+    }
+
+    /// Fails when the record that was answered has another time than the one at its place.
+    fn compare(&self, partition: i32, offset: i64, answered: Option<i64>, found: Option<i64>) -> Result<()> {
+        match (answered, found) {
+            (Some(answered), Some(found)) if answered != found => {
+                let reason = format!(
+                    "the record that the pipe has answered at offset {offset} had the timestamp {answered}, the one \
+                     that is there has {found}"
+                );
+                Err(self.changed(partition, &reason))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn changed(&self, partition: i32, reason: &str) -> Error {
+        Error::PipeInputChanged {
+            name: self.name.clone(),
+            topic: self.input.clone(),
+            partition,
+            reason: reason.to_owned(),
+        }
     }
 }
 

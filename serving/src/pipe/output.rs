@@ -16,8 +16,16 @@ pub(super) const SOURCE_HEADER: &str = "millrace-source";
 pub(super) const MODEL_HEADER: &str = "millrace-model";
 /// Header with [`identity`] of the pipe that answered.
 pub(super) const PIPE_HEADER: &str = "millrace-pipe";
+/// Header with the id of the positions that the pipe had.
+pub(super) const ID_HEADER: &str = "millrace-pipe-id";
+/// Header with the timestamp of the record that was answered, in milliseconds since 1970.
+pub(super) const TIME_HEADER: &str = "millrace-source-timestamp";
 /// Header with the reason why a record is a dead letter.
 const REASON_HEADER: &str = "millrace-reason";
+/// Header with the size of a value that a dead letter has no room for.
+const VALUE_BYTES_HEADER: &str = "millrace-value-bytes";
+/// Largest key that such a letter keeps.
+const SHORT_KEY_BYTES_MAX: usize = 1024;
 
 /// What tells a pipe apart from others that read the same topic: `name/model/output`.
 pub(super) fn identity(config: &PipeConfig) -> String {
@@ -30,6 +38,8 @@ pub(super) struct Writer<'a> {
     pub(super) kafka: KafkaConfig,
     pub(super) config: &'a PipeConfig,
     pub(super) output_partitions: usize,
+    /// The id of the pipe's positions.
+    pub(super) id: String,
 }
 
 impl Writer<'_> {
@@ -65,9 +75,9 @@ impl Writer<'_> {
                 value[field] = carried.clone();
             }
         }
-        let mut record = OutRecord::new(self.config.output.clone(), value.to_string())
-            .header(SOURCE_HEADER, source(records, index))
-            .header(PIPE_HEADER, identity(self.config))
+        let record = OutRecord::new(self.config.output.clone(), value.to_string());
+        let mut record = self
+            .signed(record, records, index)
             .header(MODEL_HEADER, format!("{}/{}", model.name(), model.version()));
         record.timestamp_ms = records.timestamp_ms(index);
         record.key = records.key(index).map(Bytes::copy_from_slice);
@@ -92,10 +102,32 @@ impl Writer<'_> {
         for (name, value) in records.headers(index) {
             record.headers.push((name.to_owned(), value.map(Bytes::copy_from_slice)));
         }
-        record
-            .header(SOURCE_HEADER, source(records, index))
-            .header(PIPE_HEADER, identity(self.config))
-            .header(REASON_HEADER, reason)
+        self.signed(record, records, index).header(REASON_HEADER, reason)
+    }
+
+    /// A dead letter that is too large for its topic, without the record that it stands for.
+    pub(super) fn shortened(&self, letter: &OutRecord) -> OutRecord {
+        let bytes = letter.payload.as_ref().map_or(0, Bytes::len);
+        // Its own headers are the last ones.
+        let own = letter.headers.iter().rposition(|(name, _)| name == SOURCE_HEADER).unwrap_or(0);
+        let short = OutRecord {
+            topic: letter.topic.clone(),
+            partition: letter.partition,
+            key: letter.key.clone().filter(|key| key.len() <= SHORT_KEY_BYTES_MAX),
+            payload: None,
+            headers: letter.headers[own..].to_vec(),
+            timestamp_ms: letter.timestamp_ms,
+        };
+        short.header(VALUE_BYTES_HEADER, bytes.to_string())
+    }
+
+    /// Says which record it answers, and who answers.
+    fn signed(&self, record: OutRecord, records: &Records<'_>, index: usize) -> OutRecord {
+        let mut record = record.header(SOURCE_HEADER, source(records, index));
+        if let Some(timestamp_ms) = records.timestamp_ms(index) {
+            record = record.header(TIME_HEADER, timestamp_ms.to_string());
+        }
+        record.header(PIPE_HEADER, identity(self.config)).header(ID_HEADER, self.id.clone())
     }
 }
 

@@ -1,22 +1,32 @@
 //! Positions of a pipe: the next offset by partition, in application keys of a volume,
-//! `pipe/NAME/INPUT/OUTPUT/MODEL/PARTITION`.
+//! `pipe/NAME/INPUT/OUTPUT/MODEL/PARTITION`, and beside them `…/id`, the id of these positions.
 //!
-//! Earlier releases wrote `pipe/NAME/INPUT/PARTITION`. The first run of a pipe takes such positions over
+//! The id is drawn when the positions begin, and the pipe's answers carry it: where the volume was created
+//! again, the answers of before are not this pipe's. Earlier releases wrote no id; positions of theirs have
+//! the id [`EARLIER`], to which answers without an id belong.
+//!
+//! Releases before these wrote `pipe/NAME/INPUT/PARTITION`. The first run of a pipe takes such positions over
 //! and removes them, unless the ends of the output show that they belong to another model.
 
 use std::collections::BTreeMap;
 
 use millrace_datafs::{Publish, View};
+use rand::Rng as _;
 
 use crate::blocking::blocking;
 use crate::config::PipeConfig;
 use crate::error::{Error, Result};
+
+/// The id of positions that a release without ids began.
+pub(super) const EARLIER: &str = "earlier";
 
 /// Progress of one pipe on one topic. Every commit expects the values of the last one, so a second
 /// process with the same pipe is found out before it overwrites anything.
 pub(super) struct Progress {
     view: View,
     keys: Keys,
+    /// The id of the positions.
+    pub(super) id: String,
     /// Whether this run took over the positions of an earlier release.
     pub(super) adopted: bool,
     /// What the keys hold, by partition.
@@ -33,8 +43,17 @@ struct Keys {
 }
 
 impl Keys {
+    /// What all keys begin with.
+    fn prefix(&self) -> String {
+        format!("pipe/{}/{}/{}/{}/", self.name, self.input, self.output, self.model)
+    }
+
     fn key(&self, partition: i32) -> String {
-        format!("pipe/{}/{}/{}/{}/{partition}", self.name, self.input, self.output, self.model)
+        format!("{}{partition}", self.prefix())
+    }
+
+    fn id_key(&self) -> String {
+        format!("{}id", self.prefix())
     }
 
     /// The key of earlier releases.
@@ -44,8 +63,8 @@ impl Keys {
 }
 
 impl Progress {
-    /// Reads the positions of the partitions; `adopt` says whether those of an earlier release may be taken
-    /// over.
+    /// Reads the positions, and draws their id where they have none. Those of an earlier release are looked for
+    /// in the `partitions`; `adopt` says whether they may be taken over.
     pub(super) async fn read(
         view: View,
         config: &PipeConfig,
@@ -60,18 +79,14 @@ impl Progress {
         };
         let partitions: Vec<i32> = partitions.copied().collect();
         blocking("pipe progress", move || {
-            let mut committed = BTreeMap::new();
-            for partition in &partitions {
-                if let Some(next) = position(&view, &keys.key(*partition))? {
-                    committed.insert(*partition, next);
-                }
-            }
+            let mut committed = positions(&view, &keys.prefix())?;
             let mut adopted = false;
             if adopt && committed.is_empty() {
                 let mut publish = Publish::new();
                 for partition in &partitions {
                     let old = keys.old_key(*partition);
-                    let Some(next) = position(&view, &old)? else { continue };
+                    let Some(value) = view.key_get(&old)? else { continue };
+                    let next = offset(&view, &old, &value)?;
                     let value = next.to_string().into_bytes();
                     publish = publish
                         .expect_key(&old, Some(value.clone()))
@@ -90,7 +105,11 @@ impl Progress {
                     );
                 }
             }
-            Ok(Progress { view, keys, adopted, committed })
+            let id = match read_id(&view, &keys)? {
+                Some(id) => id,
+                None => draw_id(&view, &keys, !committed.is_empty())?,
+            };
+            Ok(Progress { view, keys, id, adopted, committed })
         })
         .await
     }
@@ -98,6 +117,23 @@ impl Progress {
     /// The offset to go on from, when there was a commit.
     pub(super) fn next(&self, partition: i32) -> Option<i64> {
         self.committed.get(&partition).copied()
+    }
+
+    /// Compares the positions with the input, of which `marks` gives the first and the next offset by partition.
+    ///
+    /// # Errors
+    /// [`Error::PipeInputChanged`] when the pipe cannot go on from one of them.
+    pub(super) fn check(&self, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
+        for (&partition, &next) in &self.committed {
+            let Some(reason) = obstacle(next, marks.get(&partition).copied()) else { continue };
+            return Err(Error::PipeInputChanged {
+                name: self.keys.name.clone(),
+                topic: self.keys.input.clone(),
+                partition,
+                reason,
+            });
+        }
+        Ok(())
     }
 
     /// Makes the offsets durable, all or none.
@@ -135,12 +171,83 @@ impl Progress {
     }
 }
 
-fn position(view: &View, key: &str) -> Result<Option<i64>> {
-    let Some(value) = view.key_get(key)? else {
-        return Ok(None);
-    };
-    let next = std::str::from_utf8(&value).ok().and_then(|text| text.parse().ok());
-    let next = next.filter(|next| *next >= 0);
+/// Why a pipe cannot go on from an offset of a partition, of which `mark` is the first and the next offset.
+fn obstacle(next: i64, mark: Option<(i64, i64)>) -> Option<String> {
+    match mark {
+        None if next > 0 => Some("the topic has no such partition any more".to_owned()),
+        Some((_, high)) if next > high => {
+            Some(format!("the pipe has read up to offset {next}, and the partition ends at {high}"))
+        }
+        Some((low, _)) if next < low => {
+            let last = low - 1;
+            Some(format!("the records from {next} to {last} were removed before the pipe has read them"))
+        }
+        _ => None,
+    }
+}
+
+/// All positions below a prefix, by partition.
+fn positions(view: &View, prefix: &str) -> Result<BTreeMap<i32, i64>> {
+    let mut found = BTreeMap::new();
+    for (key, value) in view.key_scan(prefix)? {
+        // The others are the id, and keys of a model whose name begins with this one's and a slash.
+        let Some(partition) = key.strip_prefix(prefix).and_then(|number| number.parse().ok()) else {
+            continue;
+        };
+        found.insert(partition, offset(view, &key, &value)?);
+    }
+    Ok(found)
+}
+
+fn offset(view: &View, key: &str, value: &[u8]) -> Result<i64> {
+    let next = std::str::from_utf8(value).ok().and_then(|text| text.parse::<i64>().ok());
     let no_offset = || Error::Config { reason: format!("key {key} of volume {} is no offset", view.spec()) };
-    next.map(Some).ok_or_else(no_offset)
+    next.filter(|next| *next >= 0).ok_or_else(no_offset)
+}
+
+fn read_id(view: &View, keys: &Keys) -> Result<Option<String>> {
+    let value = view.key_get(&keys.id_key())?;
+    Ok(value.map(|id| String::from_utf8_lossy(&id).into_owned()))
+}
+
+/// Makes the id of positions that have none; `known` says whether there are positions already.
+fn draw_id(view: &View, keys: &Keys, known: bool) -> Result<String> {
+    let id = match known {
+        true => EARLIER.to_owned(),
+        false => hex::encode(rand::rng().random::<[u8; 16]>()),
+    };
+    let publish =
+        Publish::new().expect_key(keys.id_key(), None).put_key(keys.id_key(), id.clone().into_bytes());
+    match view.publish(publish) {
+        Ok(()) => Ok(id),
+        // Another process has begun the same pipe; the commits tell which of them goes on.
+        Err(millrace_datafs::Error::Conflict { key }) => {
+            read_id(view, keys)?.ok_or(Error::Datafs(millrace_datafs::Error::Conflict { key }))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::obstacle;
+
+    #[test]
+    fn a_pipe_goes_on_only_where_the_partition_has_its_next_record() {
+        for (next, mark, says) in [
+            (7, Some((0, 7)), None),
+            (0, Some((0, 0)), None),
+            (0, None, None),
+            (3, None, Some("no such partition")),
+            (8, Some((0, 7)), Some("up to offset 8, and the partition ends at 7")),
+            (3, Some((5, 9)), Some("from 3 to 4 were removed")),
+        ] {
+            let found = obstacle(next, mark);
+            let as_wanted = match (&found, says) {
+                (Some(reason), Some(words)) => reason.contains(words),
+                (found, says) => found.is_none() && says.is_none(),
+            };
+            assert!(as_wanted, "{next} {mark:?}: {found:?}");
+        }
+    }
 }

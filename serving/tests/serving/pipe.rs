@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use millrace_bundle::{Bundle, Lineage};
 use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
-use millrace_serving::pipe::{Deps, PipeReport, Until, run};
+use millrace_serving::pipe::{Deps, PipeReport, Until, Waiting, run};
 use millrace_serving::{Error, Inference, PipeConfig, Repository, Source};
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
@@ -16,14 +16,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::*;
 
-struct World {
-    _home: TempDir,
-    kafka: KafkaConfig,
-    deps: Deps,
-    broker: Broker,
+pub(crate) struct World {
+    pub(crate) home: TempDir,
+    pub(crate) kafka: KafkaConfig,
+    pub(crate) deps: Deps,
+    pub(crate) broker: Broker,
 }
 
-async fn world() -> World {
+pub(crate) async fn world() -> World {
     world_of("mlp", mlp()).await
 }
 
@@ -48,11 +48,12 @@ async fn world_of(model: &str, onnx: Vec<u8>) -> World {
         bundle.write(view.object_store().as_ref(), "models").await.unwrap();
     }
     let repository = Repository::open(Source::volume(&view), &config()).await.unwrap();
-    let deps = Deps { kafka: kafka.clone(), inference: Inference::new(repository), progress: view };
-    World { _home: home, kafka, deps, broker }
+    let inference = Inference::new(repository);
+    let deps = Deps { kafka: kafka.clone(), inference, progress: view, waiting: Waiting::default() };
+    World { home, kafka, deps, broker }
 }
 
-fn pipe() -> PipeConfig {
+pub(crate) fn pipe() -> PipeConfig {
     PipeConfig {
         name: "p".into(),
         input: "in".into(),
@@ -65,7 +66,7 @@ fn pipe() -> PipeConfig {
     }
 }
 
-fn row_of(id: usize) -> [f32; FEATURES] {
+pub(crate) fn row_of(id: usize) -> [f32; FEATURES] {
     std::array::from_fn(|index| ((id * 3 + index) % 13) as f32 / 13.0 - 0.5)
 }
 
@@ -75,13 +76,13 @@ fn record(id: usize) -> OutRecord {
 }
 
 #[derive(Debug)]
-struct Seen {
+pub(crate) struct Seen {
     key: Option<Vec<u8>>,
     value: Option<Vec<u8>>,
     headers: BTreeMap<String, String>,
 }
 
-async fn read(kafka: &KafkaConfig, topic: &str) -> Vec<Seen> {
+pub(crate) async fn read(kafka: &KafkaConfig, topic: &str) -> Vec<Seen> {
     let marks = topic::watermarks(kafka, topic).await.unwrap();
     let start: Vec<_> = marks.keys().map(|p| (topic.to_string(), *p, EARLIEST)).collect();
     let wanted: i64 = marks.values().map(|(low, high)| high - low).sum();
@@ -106,11 +107,11 @@ async fn read(kafka: &KafkaConfig, topic: &str) -> Vec<Seen> {
     seen
 }
 
-async fn catch_up(world: &World) -> PipeReport {
+pub(crate) async fn catch_up(world: &World) -> PipeReport {
     catch_up_as(world, &pipe()).await
 }
 
-async fn catch_up_as(world: &World, config: &PipeConfig) -> PipeReport {
+pub(crate) async fn catch_up_as(world: &World, config: &PipeConfig) -> PipeReport {
     let cancel = CancellationToken::new();
     let running = run(config, world.deps.clone(), Until::CaughtUp, cancel);
     tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap()
@@ -392,5 +393,78 @@ async fn records_of_a_model_that_sums_up_rows_are_predicted_one_by_one() {
         let found: Vec<f32> = serde_json::from_value(value["outputs"]["output"].clone()).unwrap();
         assert_eq!(found, row_of(value["id"].as_u64().unwrap() as usize));
     }
+    world.broker.stop().await.unwrap();
+}
+
+/// Carried numbers that are longer in the answer than in the record, a text for which a dead letter has no room, and
+/// records that fit.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_that_are_too_large_become_dead_letters_and_the_rest_goes_on() {
+    let world = world().await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    let record = |id: usize| {
+        let x = json!(row_of(id));
+        let blob = match id {
+            7 => format!("[{}0]", "1E5,".repeat(1500)),
+            8 => format!("\"{}\"", "t".repeat(9_900)),
+            _ => "0".to_owned(),
+        };
+        OutRecord::new("in", format!("{{\"id\":{id},\"x\":{x},\"blob\":{blob}}}")).key(format!("k{id}"))
+    };
+    producer.send_all((0..20).map(record)).await.unwrap();
+    let config = PipeConfig { carry: vec!["id".into(), "blob".into()], ..pipe() };
+    let mut deps = world.deps.clone();
+    deps.kafka.properties.insert("message.max.bytes".into(), "10000".into());
+    for (predicted, dead_letters) in [(18, 2), (0, 0)] {
+        let running = run(&config, deps.clone(), Until::CaughtUp, CancellationToken::new());
+        let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap();
+        assert_eq!((report.predicted, report.dead_letters), (predicted, dead_letters));
+    }
+    assert_eq!(ids(&world.kafka).await.len(), 18);
+    let dead = read(&world.kafka, "out-dead").await;
+    let letter = |key: &str| dead.iter().find(|seen| seen.key.as_deref() == Some(key.as_bytes())).unwrap();
+    let (numbers, text) = (letter("k7"), letter("k8"));
+    assert_eq!(numbers.value.as_deref(), record(7).payload.as_deref());
+    let bytes = record(8).payload.unwrap().len().to_string();
+    assert!(text.value.is_none() && text.headers["millrace-value-bytes"] == bytes, "{text:?}");
+    for letter in [numbers, text] {
+        let reason = &letter.headers["millrace-reason"];
+        assert!(reason.contains("too large for topic out"), "{reason}");
+        assert!(letter.headers["millrace-source"].starts_with("in/0/"), "{letter:?}");
+    }
+    world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pipe_tells_that_it_waits_for_its_model() {
+    let world = world().await;
+    topic::create_topic(&world.kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&world.kafka).await.unwrap();
+    producer.send(OutRecord::new("in", json!({ "id": 1, "x": row_of(1) }).to_string())).await.unwrap();
+    let (told, mut waits) = tokio::sync::mpsc::unbounded_channel();
+    let waiting = Waiting::new(move |waits| {
+        // At the end the test listens no more.
+        let _ = told.send(waits);
+    });
+    let deps = Deps { waiting, ..world.deps.clone() };
+    let cancel = CancellationToken::new();
+    let config = PipeConfig { model: "late".into(), ..pipe() };
+    let running = tokio::spawn({
+        let cancel = cancel.clone();
+        async move { run(&config, deps, Until::Forever, cancel).await }
+    });
+    let mut told = async |wanted: bool| {
+        let until = async { while waits.recv().await.unwrap() != wanted {} };
+        tokio::time::timeout(Duration::from_secs(30), until).await.unwrap();
+    };
+    told(true).await;
+    let bundle = Bundle::new("late", 1, mlp(), Lineage::default(), Default::default()).unwrap();
+    bundle.write(world.deps.progress.object_store().as_ref(), "models").await.unwrap();
+    world.deps.inference.repository().refresh().await.unwrap();
+    told(false).await;
+    cancel.cancel();
+    let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap().unwrap();
+    assert_eq!(report.dead_letters, 0);
     world.broker.stop().await.unwrap();
 }

@@ -188,7 +188,7 @@ async fn both_services_take_connections_with_tls_alone() {
     for credentials in [stranger.credentials(None), Credentials::default()] {
         let refused = Client::connect_with(&addresses.grpc.to_string(), &credentials).await;
         let asked = match refused {
-            Err(ClientError::Unreachable { .. }) => continue,
+            Err(ClientError::Tls { .. } | ClientError::Unreachable { .. }) => continue,
             Err(other) => panic!("{other}"),
             Ok(mut client) => client.infer_message(good()).await,
         };
@@ -441,4 +441,44 @@ async fn files_that_cannot_be_used_are_named() {
     assert!(with_token("words").unwrap().token.is_some());
     with_token("empty").unwrap_err();
     with_token("none").unwrap_err();
+}
+
+/// Each side with and without TLS, and certificates that do not fit.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_name_what_does_not_fit_about_tls_and_the_flag() {
+    let (files, other) = (Files::new(), Files::new());
+    let mut params = CertificateParams::new(vec!["elsewhere.example".into()]).unwrap();
+    params.distinguished_name.push(DnType::CommonName, "elsewhere");
+    let key = KeyPair::generate().unwrap();
+    let issuer = Issuer::from_params(&other.authority.params, &other.authority.key);
+    other.write("server.pem", &params.signed_by(&key, &issuer).unwrap().pem());
+    other.write("server.key", &key.serialize_pem());
+    let secured = Server::start(files.config(), &[]).await;
+    let elsewhere = Server::start(other.config(), &[]).await;
+    let plain = Server::start(config(), &[]).await;
+    let stranger = Files::new();
+    let refused = async |server: &Server, host: &str, credentials: Credentials| {
+        let address = format!("{host}:{}", server.serving.addresses().grpc.port());
+        let asked = match Client::connect_with(&address, &credentials).await {
+            Ok(mut client) => client.server_metadata().await.map(drop),
+            Err(error) => Err(error),
+        };
+        match asked {
+            Err(error @ ClientError::Tls { .. }) => error.to_string(),
+            other => panic!("{address}: {other:?}"),
+        }
+    };
+    for (server, host, credentials, words) in [
+        (&secured, "http://127.0.0.1", Credentials::default(), "with TLS alone: say https://"),
+        (&secured, "127.0.0.1", Credentials::default(), "--ca"),
+        (&plain, "https://127.0.0.1", files.credentials(None), "TLS"),
+        (&secured, "https://localhost", stranger.credentials(None), "--ca"),
+        (&elsewhere, "https://localhost", other.credentials(None), "not for localhost"),
+    ] {
+        let line = refused(server, host, credentials).await;
+        assert!(line.contains(words) && line.contains(host), "{line}");
+    }
+    for server in [secured, elsewhere, plain] {
+        server.stop().await;
+    }
 }

@@ -107,6 +107,37 @@ struct Many {
     done: Notify,
 }
 
+impl Many {
+    fn new() -> Arc<Many> {
+        Arc::new(Many {
+            outcomes: Mutex::new(Vec::new()),
+            // One extra for the caller, so that the count cannot reach zero before all are queued.
+            open: AtomicUsize::new(1),
+            done: Notify::new(),
+        })
+    }
+
+    /// The ticket of the next record.
+    fn ticket(self: &Arc<Many>, index: usize) -> Ticket {
+        self.outcomes.lock().push(None);
+        self.open.fetch_add(1, Ordering::AcqRel);
+        Ticket::OfMany { index, many: Arc::clone(self) }
+    }
+
+    /// Takes back the ticket of a record that was not queued.
+    fn withdraw(&self) {
+        self.open.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Waits for all records that were queued; `None` where one was not.
+    async fn outcomes(&self) -> Vec<Option<Outcome>> {
+        if self.open.fetch_sub(1, Ordering::AcqRel) != 1 {
+            self.done.notified().await;
+        }
+        std::mem::take(&mut *self.outcomes.lock())
+    }
+}
+
 #[derive(Clone)]
 struct Deliveries {
     context: Context,
@@ -260,23 +291,15 @@ impl Producer {
     where
         I: IntoIterator<Item = OutRecord>,
     {
-        let many = Arc::new(Many {
-            outcomes: Mutex::new(Vec::new()),
-            // One extra for this function, so that the count cannot reach zero before all are queued.
-            open: AtomicUsize::new(1),
-            done: Notify::new(),
-        });
+        let many = Many::new();
         let mut topics: Vec<(usize, String)> = Vec::new();
         let mut refused = None;
         for (index, record) in records.into_iter().enumerate() {
             if topics.last().is_none_or(|(_, topic)| *topic != record.topic) {
                 topics.push((index, record.topic.clone()));
             }
-            many.outcomes.lock().push(None);
-            many.open.fetch_add(1, Ordering::AcqRel);
-            let ticket = Ticket::OfMany { index, many: many.clone() };
-            if let Err(error) = self.enqueue(&record, ticket).await {
-                many.open.fetch_sub(1, Ordering::AcqRel);
+            if let Err(error) = self.enqueue(&record, many.ticket(index)).await {
+                many.withdraw();
                 refused = Some(error);
                 break;
             }
@@ -284,10 +307,7 @@ impl Producer {
                 tokio::task::yield_now().await;
             }
         }
-        if many.open.fetch_sub(1, Ordering::AcqRel) != 1 {
-            many.done.notified().await;
-        }
-        let outcomes = std::mem::take(&mut *many.outcomes.lock());
+        let outcomes = many.outcomes().await;
         let mut deliveries = Vec::with_capacity(outcomes.len());
         let mut failed = None;
         for (index, outcome) in outcomes.into_iter().enumerate() {
@@ -309,6 +329,60 @@ impl Producer {
             }
         };
         Sent { deliveries, error }
+    }
+
+    /// Sends all records, pipelined, but for those that are too large for the producer or their topic; gives
+    /// the places of these, ascending. All others are acknowledged then.
+    ///
+    /// Brokers refuse a batch as a whole, so the records of a refused one are sent again one by one: these
+    /// may come behind later ones of their partition.
+    ///
+    /// Cancel safety: as [`Producer::send`].
+    ///
+    /// # Errors
+    /// The first error of [`Producer::send`] in record order but [`Error::RecordTooLarge`]; the other records
+    /// have been delivered or given up by then.
+    pub async fn send_fitting(&self, records: &[OutRecord]) -> Result<Vec<usize>> {
+        let many = Many::new();
+        let (mut too_large, mut refused) = (Vec::new(), None);
+        for (index, record) in records.iter().enumerate() {
+            match self.enqueue(record, many.ticket(index)).await {
+                Ok(()) => {}
+                Err(Error::RecordTooLarge { .. }) => {
+                    many.withdraw();
+                    too_large.push(index);
+                }
+                Err(error) => {
+                    many.withdraw();
+                    refused = Some(error);
+                    break;
+                }
+            }
+            if index % 1024 == 1023 {
+                tokio::task::yield_now().await;
+            }
+        }
+        let mut alone = Vec::new();
+        let outcomes = many.outcomes().await;
+        for ((index, record), outcome) in records.iter().enumerate().zip(outcomes) {
+            let Some(Err(error)) = outcome else { continue };
+            match self.undelivered(&record.topic, record.bytes(), error) {
+                Error::RecordTooLarge { .. } => alone.push(index),
+                error => return Err(error),
+            }
+        }
+        if let Some(error) = refused {
+            return Err(error);
+        }
+        for index in alone {
+            match self.send(records[index].clone()).await {
+                Ok(_) => {}
+                Err(Error::RecordTooLarge { .. }) => too_large.push(index),
+                Err(error) => return Err(error),
+            }
+        }
+        too_large.sort_unstable();
+        Ok(too_large)
     }
 
     /// Waits until everything queued so far was acknowledged or given up, at most `wait_max`.

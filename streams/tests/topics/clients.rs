@@ -221,6 +221,36 @@ async fn large_records_pass_and_too_large_ones_are_named() {
     assert_eq!(found[1].2.as_deref(), Some(&b"small"[..]));
 }
 
+/// Of the producer's own limit the client library tells at once; the broker refuses whole batches.
+#[tokio::test(flavor = "multi_thread")]
+async fn records_that_are_too_large_do_not_keep_others_from_their_topic() {
+    let dir = TempDir::new().unwrap();
+    let settings = broker::Config { message_bytes_max: 20_000, ..Default::default() };
+    let broker = broker_with(dir.path(), settings).await;
+    for message_bytes_max in ["10000", "1000000"] {
+        let topic = format!("t{message_bytes_max}");
+        let mut kafka = kafka_of(&broker);
+        kafka.properties.insert("message.max.bytes".to_string(), message_bytes_max.into());
+        let producer = Producer::connect(&kafka).await.unwrap();
+        let large = [7, 8, 40];
+        let record = |id: usize| {
+            let bytes = if large.contains(&id) { 50_000 } else { 1_000 };
+            OutRecord::new(topic.clone(), vec![id as u8; bytes]).partition(0)
+        };
+        let records: Vec<OutRecord> = (0..60).map(record).collect();
+        assert_eq!(producer.send_fitting(&records).await.unwrap(), large);
+        let mut consumer = Consumer::assign(&kafka, &[(topic.clone(), 0, EARLIEST)]).await.unwrap();
+        let found = rows(&take(&mut consumer, 57).await);
+        let mut ids: Vec<usize> = found.iter().map(|row| usize::from(row.2.as_ref().unwrap()[0])).collect();
+        ids.sort_unstable();
+        let fitting: Vec<usize> = (0..60).filter(|id| !large.contains(id)).collect();
+        assert_eq!(ids, fitting, "message.max.bytes={message_bytes_max}");
+        // The producer goes on.
+        assert!(producer.send_fitting(&records[..3]).await.unwrap().is_empty());
+    }
+    broker.stop().await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_not_there_is_named_in_bounded_time() {
     // A port that was free a moment ago.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Config, Datafs, VolumeSpec};
 
-use super::{Checkpoints, FINISHED_RUNS_KEPT, Finish, Kept, Trail};
+use super::{Checkpoints, FINISHED_RUNS_KEPT, Finish, Kept, Trail, UNFINISHED_RUNS_KEPT};
 use crate::engine::{Param, ParamLayout};
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
@@ -128,19 +128,22 @@ fn removed_checkpoints_free_their_space_without_the_background_collection() {
     }
 }
 
+/// A run with a checkpoint, begun at a time.
+fn begin(datafs: &Datafs, run: &str, finish: Option<Finish>, begun: i64) -> Checkpoints {
+    let run = checkpoints(datafs, run);
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(5), &layout(), finish).unwrap();
+    let (_, mut trail) = run.trail().unwrap().unwrap();
+    trail.begun = begun;
+    run.view.publish(millrace_datafs::Publish::new().put_key(run.key(), trail.value())).unwrap();
+    run
+}
+
 #[test]
 fn other_runs_of_a_job_stay_but_for_the_oldest_finished_ones() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
-    let begin = |run: &str, finish: Option<Finish>, begun: i64| {
-        let run = checkpoints(&datafs, run);
-        run.begin(b"model", b"{}", |_, _| false).unwrap();
-        run.write(&state(5), &layout(), finish).unwrap();
-        let (_, mut trail) = run.trail().unwrap().unwrap();
-        trail.begun = begun;
-        run.view.publish(millrace_datafs::Publish::new().put_key(run.key(), trail.value())).unwrap();
-        run
-    };
+    let begin = |run: &str, finish: Option<Finish>, begun: i64| begin(&datafs, run, finish, begun);
     let unfinished = begin("u", None, 1);
     // A run that never wrote a checkpoint.
     checkpoints(&datafs, "e").begin(b"model", b"{}", |_, _| false).unwrap();
@@ -157,4 +160,57 @@ fn other_runs_of_a_job_stay_but_for_the_oldest_finished_ones() {
     assert_eq!(kept, [false, false, true, true, true]);
     assert_eq!(folders(&last).len(), FINISHED_RUNS_KEPT + 2);
     assert!(!folders(&last).contains(&"e".repeat(16)));
+}
+
+#[test]
+fn of_unfinished_runs_of_a_job_the_newest_few_stay() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let finished = begin(&datafs, "f", Some(Finish::EpochsDone), 1);
+    let names = ["a", "b", "c", "d", "e"];
+    let unfinished: Vec<Checkpoints> =
+        names.iter().zip(2..).map(|(run, begun)| begin(&datafs, run, None, begun)).collect();
+    let last = checkpoints(&datafs, "z");
+    last.begin(b"model", b"{}", |_, _| false).unwrap();
+    let kept: Vec<bool> = unfinished.iter().map(|run| newest(run, 9).is_some()).collect();
+    assert_eq!(kept, [false, false, true, true, true]);
+    assert_eq!(newest(&finished, 9), Some(5));
+    assert_eq!(folders(&last).len(), UNFINISHED_RUNS_KEPT + 2);
+    // A run that is begun again is a new one.
+    unfinished[2].begin(b"model", b"{}", |_, _| false).unwrap();
+    assert_eq!(newest(&unfinished[2], 9), Some(5));
+    assert!(unfinished[3..].iter().all(|run| newest(run, 9).is_some()));
+}
+
+#[test]
+fn runs_keep_their_order_when_the_clock_goes_back() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let first = begin(&datafs, "a", None, i64::from(u32::MAX));
+    let later: Vec<Checkpoints> = ["b", "c", "d", "e"]
+        .into_iter()
+        .map(|run| {
+            let run = checkpoints(&datafs, run);
+            run.begin(b"model", b"{}", |_, _| false).unwrap();
+            run.write(&state(5), &layout(), None).unwrap();
+            run
+        })
+        .collect();
+    checkpoints(&datafs, "z").begin(b"model", b"{}", |_, _| false).unwrap();
+    assert_eq!(newest(&first, 9), None);
+    let kept: Vec<bool> = later.iter().map(|run| newest(run, 9).is_some()).collect();
+    assert_eq!(kept, [false, true, true, true]);
+}
+
+/// Deleting the named directories ends the run and nothing else.
+#[test]
+fn the_directories_of_a_run_are_its_own_and_those_that_it_took_over() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    let mut trail = Trail::new(&run.run);
+    for folder in ["000000000100", "rrrrrrrrrrrrrrrr/000000000200"] {
+        trail.insert(Kept { step: trail.kept.len() as u64, folder: folder.into(), sha256: None });
+    }
+    let places = run.places(trail.folders());
+    assert_eq!(places, "models:/checkpoints/job/rrrrrrrrrrrrrrrr, models:/checkpoints/job/000000000100");
 }

@@ -1,0 +1,86 @@
+//! Models in files, with weights beside them.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+
+use millrace_bundle::onnx::tensor_proto::DataLocation;
+use millrace_bundle::onnx::{ModelProto, StringStringEntryProto};
+use prost::Message;
+
+use super::read;
+
+/// Moves the weights of a model to a file, one behind the other.
+fn outside(model: &mut ModelProto, file: &str) -> Vec<u8> {
+    let mut weights = Vec::new();
+    for tensor in &mut model.graph.as_mut().unwrap().initializer {
+        let elements = match tensor.raw_data.take() {
+            Some(raw) => raw,
+            None => tensor.float_data.drain(..).flat_map(f32::to_le_bytes).collect(),
+        };
+        let entry =
+            |key: &str, value: String| StringStringEntryProto { key: Some(key.into()), value: Some(value) };
+        tensor.external_data = vec![
+            entry("location", file.to_owned()),
+            entry("offset", weights.len().to_string()),
+            entry("length", elements.len().to_string()),
+        ];
+        tensor.data_location = Some(DataLocation::External as i32);
+        weights.extend(elements);
+    }
+    weights
+}
+
+/// A model of which each initializer has raw data.
+fn raw() -> ModelProto {
+    let mut model = crate::init::mlp(5, &[4], 3, 1).unwrap();
+    for tensor in &mut model.graph.as_mut().unwrap().initializer {
+        if tensor.raw_data.is_none() {
+            tensor.raw_data = Some(tensor.float_data.drain(..).flat_map(f32::to_le_bytes).collect());
+        }
+    }
+    model
+}
+
+fn write(folder: &Path, model: &ModelProto) -> std::path::PathBuf {
+    let path = folder.join("model.onnx");
+    std::fs::write(&path, model.encode_to_vec()).unwrap();
+    path
+}
+
+#[test]
+fn weights_in_another_file_become_part_of_the_model() {
+    let whole = raw();
+    for file in ["model.onnx.data", "weights/part/0.bin"] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut model = whole.clone();
+        let weights = outside(&mut model, file);
+        let place = folder.path().join(file);
+        std::fs::create_dir_all(place.parent().unwrap()).unwrap();
+        std::fs::write(&place, weights).unwrap();
+        assert_eq!(read(&write(folder.path(), &model)).unwrap(), whole, "{file}");
+    }
+}
+
+#[test]
+fn weights_that_are_not_in_the_folder_of_the_model_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut model = raw();
+    let weights = outside(&mut model, "w.bin");
+    let path = write(folder.path(), &model);
+    let refused = |words: &str| {
+        let reason = read(&path).unwrap_err();
+        assert!(reason.contains("w.bin") && reason.contains(words), "{reason}");
+    };
+    refused("cannot be read");
+    std::fs::write(folder.path().join("w.bin"), &weights[..7]).unwrap();
+    refused("w.bin");
+    std::fs::remove_file(folder.path().join("w.bin")).unwrap();
+    std::fs::write(elsewhere.path().join("w.bin"), &weights).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path().join("w.bin"), folder.path().join("w.bin")).unwrap();
+    refused("out of its folder");
+    let mut model = raw();
+    outside(&mut model, "../w.bin");
+    let reason = read(&write(folder.path(), &model)).unwrap_err();
+    assert!(reason.contains("../w.bin"), "{reason}");
+}
