@@ -178,7 +178,10 @@ fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<S
 fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device)) -> Result<Vec<Session>> {
     let manifest = bundle.manifest();
     let (model, version) = (&manifest.name, manifest.version);
-    let (onnx, weights) = bundle.runnable()?;
+    let (onnx, weights) = match device {
+        Device::TensorRt(_) => bundle.runnable_with_shapes()?,
+        Device::Cpu | Device::Cuda(_) => bundle.runnable()?,
+    };
     let bytes = usize::try_from(bundle.model_bytes()).unwrap_or(usize::MAX);
     let threads = config.threads().max(1);
     let count = match config.sessions_max {
