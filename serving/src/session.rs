@@ -8,6 +8,7 @@ mod free;
 mod handover;
 mod joined;
 mod lease;
+mod limited;
 mod line;
 mod mix;
 mod nothing;
@@ -135,7 +136,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
     let of_each = free.len() / devices.each().len();
     let placement = Placement::new(manifest, &config.device, devices, of_each);
     let pool = Pool::new(free, placement, &manifest.signature, config, rows_max);
-    Ok((pool.taking_nothing(nothing::is_taken_by(bundle.graph())), rows))
+    let pool = pool.taking_nothing(nothing::is_taken_by(bundle.graph()));
+    Ok((pool.warmed_up(manifest)?, rows))
 }
 
 /// Whether the rows of a version are independent: as the configuration says, else as the graph proves.
