@@ -27,6 +27,8 @@
 //! - an answer is given again only to a request that asks the same of a version with the same content;
 //! - requests run together only where the graph proves that their rows are independent ([`rows`]), or where the
 //!   configuration asks for it;
+//! - a graph that would end the process, or answer with memory that nobody has written, is refused before it is loaded
+//!   ([`hazards`]);
 //! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
 //!   are and fit;
 //! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
@@ -73,6 +75,7 @@ mod drift;
 mod ensemble;
 pub mod error;
 mod grpc;
+pub mod hazards;
 pub mod infer;
 pub mod load;
 pub mod logging;

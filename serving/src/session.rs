@@ -8,6 +8,7 @@ mod free;
 mod handover;
 mod joined;
 mod lease;
+mod limited;
 mod line;
 mod mix;
 mod nothing;
@@ -33,6 +34,7 @@ use ort::value::ValueType;
 
 use crate::config::{Config, Device, Devices, Memory};
 use crate::error::{Error, Result, one_line};
+use crate::hazards::{self, Divisors};
 use crate::rows::{Dependence, Rows};
 use crate::runtime::Runtime;
 use crate::tensor::onnx::datatype;
@@ -115,6 +117,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
         built => (config.device.clone(), built?),
     };
     let rows = rows_of(bundle, declared);
+    // Made up inputs have zeros, which a user may vouch for that no request has where integers are divided.
+    let may_try = hazards::check_bundle(bundle, Divisors::Shown).is_ok();
     let (model, version) = (&manifest.name, manifest.version);
     let mut rows_max = config.batching.rows_max;
     match &rows {
@@ -124,7 +128,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
             }
             rows_max = 0;
         }
-        Rows::Declared(reason) if rows_max > 1 => {
+        Rows::Declared(reason) if rows_max > 1 && may_try => {
             let tried = free.first_mut().map(|session| trial_rows::check(session, &manifest.signature));
             if let Some(Err(found)) = tried {
                 tracing::warn!(model, version, %reason, found, "requests run together as configured, and a trial differs");
@@ -135,7 +139,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
     let of_each = free.len() / devices.each().len();
     let placement = Placement::new(manifest, &config.device, devices, of_each);
     let pool = Pool::new(free, placement, &manifest.signature, config, rows_max);
-    Ok((pool.taking_nothing(nothing::is_taken_by(bundle.graph())), rows))
+    let pool = pool.taking_nothing(nothing::is_taken_by(bundle.graph()));
+    Ok((if may_try { pool.warmed_up(manifest)? } else { pool }, rows))
 }
 
 /// Whether the rows of a version are independent: as the configuration says, else as the graph proves.
@@ -178,7 +183,10 @@ fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<S
 fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device)) -> Result<Vec<Session>> {
     let manifest = bundle.manifest();
     let (model, version) = (&manifest.name, manifest.version);
-    let (onnx, weights) = bundle.runnable()?;
+    let (onnx, weights) = match device {
+        Device::TensorRt(_) => bundle.runnable_with_shapes()?,
+        Device::Cpu | Device::Cuda(_) => bundle.runnable()?,
+    };
     let bytes = usize::try_from(bundle.model_bytes()).unwrap_or(usize::MAX);
     let threads = config.threads().max(1);
     let count = match config.sessions_max {

@@ -31,6 +31,8 @@ mod ensemble_tensors;
 mod entries;
 #[path = "serving/fuzz.rs"]
 mod fuzz;
+#[path = "serving/hazards.rs"]
+mod hazards;
 #[path = "serving/independence.rs"]
 mod independence;
 #[path = "serving/lifecycle.rs"]

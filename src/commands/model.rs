@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use millrace_bundle::onnx::{GraphProto, ModelProto};
 use millrace_bundle::{Bundle, Lineage, TensorSpec};
+use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
 use millrace_trainer::graph::Graph;
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
@@ -181,11 +182,13 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
     }
     let sha256 = hex::encode(Sha256::digest(&raw));
     let rows = Rows::of(&model, &signature);
+    let mut json = serde_json::json!({
+        "file": file, "bytes": length, "sha256": sha256, "signature": signature,
+        "operators": operators, "parameters": parameters, "trainable": trainable, "rows": rows_json(&rows),
+    });
+    let refused = refusal(hazards::check(&model, Divisors::Shown), &mut json);
     out.table(
-        &serde_json::json!({
-            "file": file, "bytes": length, "sha256": sha256, "signature": signature,
-            "operators": operators, "parameters": parameters, "trainable": trainable, "rows": rows_json(&rows),
-        }),
+        &json,
         &["model", &file.display().to_string()],
         [
             vec!["inputs".into(), tensors(&signature.inputs)],
@@ -199,8 +202,17 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
             vec!["rows".into(), rows.to_string()],
             vec!["size".into(), bytes(length)],
             vec!["sha256".into(), sha256.clone()],
-        ],
+        ]
+        .into_iter()
+        .chain(refused),
     )
+}
+
+/// What to show of a model that servers refuse.
+fn refusal(checked: Result<(), Hazard>, json: &mut serde_json::Value) -> Option<Vec<String>> {
+    let hazard = checked.err()?.to_string();
+    json["refused"] = hazard.clone().into();
+    Some(vec!["servers refuse it".into(), hazard])
 }
 
 fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
@@ -224,6 +236,7 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
     }
     let mut json = serde_json::to_value(manifest)?;
     json["rows"] = rows_json(&of_rows);
+    rows.extend(refusal(hazards::check_bundle(bundle, Divisors::Shown), &mut json));
     out.table(&json, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
 }
 

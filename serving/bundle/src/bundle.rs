@@ -206,9 +206,24 @@ impl Bundle {
     /// The encoded `ModelProto` as ONNX Runtime takes it, and the files in which its initializers keep their elements:
     /// other tensors have theirs in it.
     ///
+    /// Values that are neither inputs nor outputs have no declared shapes in it. ONNX Runtime believes such shapes and
+    /// replaces what the graph computes of them by constants, so that a wrong one makes another model of it.
+    ///
     /// # Errors
     /// [`Error::InvalidModel`] when that is not possible.
     pub fn runnable(&self) -> Result<(Bytes, Vec<(&str, &Bytes)>)> {
+        self.encoded(false)
+    }
+
+    /// The same with all shapes that the graph declares, which TensorRT needs where ONNX Runtime cannot tell them.
+    ///
+    /// # Errors
+    /// As [`Bundle::runnable`].
+    pub fn runnable_with_shapes(&self) -> Result<(Bytes, Vec<(&str, &Bytes)>)> {
+        self.encoded(true)
+    }
+
+    fn encoded(&self, keeps_shapes: bool) -> Result<(Bytes, Vec<(&str, &Bytes)>)> {
         let invalid = |reason: String| Error::InvalidModel { reason };
         let mut outline = onnx::ModelProto::clone(&self.graph);
         let named = external::files(&mut outline).map_err(invalid)?;
@@ -221,10 +236,15 @@ impl Bundle {
         let content = |path: &str| {
             weights.iter().find(|(name, _)| *name == path).map(|(_, content)| Bytes::clone(content))
         };
-        if weights.is_empty() || !external::inline(&mut outline, content).map_err(invalid)? {
+        let drops_shapes = !keeps_shapes && drop_shapes(&mut outline);
+        let inlines = !weights.is_empty() && external::inline(&mut outline, content).map_err(invalid)?;
+        if !drops_shapes && !inlines {
             return Ok((self.model_onnx().clone(), weights));
         }
         let mut model = decoded(self.model_onnx())?;
+        if drops_shapes {
+            drop_shapes(&mut model);
+        }
         external::inline(&mut model, content).map_err(invalid)?;
         Ok((Bytes::from(model.encode_to_vec()), weights))
     }
@@ -308,6 +328,21 @@ pub(crate) fn decoded(model_onnx: &[u8]) -> Result<onnx::ModelProto> {
     onnx::ModelProto::decode(model_onnx).map_err(|error| Error::InvalidModel {
         reason: format!("the bytes do not decode as a ModelProto: {error}"),
     })
+}
+
+/// Takes the declared shapes of values away that are neither inputs nor outputs; types stay, as ONNX Runtime compares
+/// them. Whether there were any.
+fn drop_shapes(model: &mut onnx::ModelProto) -> bool {
+    let graph = model.graph.iter_mut().flat_map(|graph| &mut graph.value_info);
+    let functions = model.functions.iter_mut().flat_map(|function| &mut function.value_info);
+    let mut any = false;
+    for declared in graph.chain(functions) {
+        let value = declared.r#type.as_mut().and_then(|declared| declared.value.as_mut());
+        if let Some(onnx::type_proto::Value::TensorType(tensor)) = value {
+            any |= tensor.shape.take().is_some();
+        }
+    }
+    any
 }
 
 pub(crate) fn sha256_hex(bytes: &[u8]) -> String {

@@ -29,6 +29,8 @@ pub(crate) fn without_elements(model: &mut ModelProto) {
             attribute.floats = Vec::new();
             attribute.ints = Vec::new();
             attribute.strings = Vec::new();
+            // Without a type, nobody takes it for an empty list.
+            attribute.r#type = None;
         }
     }
 }

@@ -292,3 +292,42 @@ fn datatypes_have_one_name_each() {
     assert_eq!(Signature::of_graph(&graph).unwrap().outputs[0].name, "logits");
     assert_eq!(MODEL_FILE, "model.onnx");
 }
+
+#[test]
+fn shapes_that_are_declared_between_inputs_and_outputs_do_not_run() {
+    let with = |shapes: bool| {
+        let mut model = linear(4, 2);
+        let graph = model.graph.as_mut().unwrap();
+        let mut declared = graph.output[0].clone();
+        declared.name = Some("hidden".into());
+        if let (false, Some(onnx::type_proto::Value::TensorType(tensor))) =
+            (shapes, declared.r#type.as_mut().unwrap().value.as_mut())
+        {
+            tensor.shape = None;
+        }
+        graph.value_info.push(declared);
+        Bundle::new("m", 1, model.encode_to_vec(), Lineage::default(), BTreeMap::new()).unwrap()
+    };
+    let (declared, plain) = (with(true), with(false));
+    assert_ne!(declared.model_onnx(), plain.model_onnx());
+    assert_eq!(&declared.runnable().unwrap().0, plain.model_onnx());
+    assert_eq!(&declared.runnable_with_shapes().unwrap().0, declared.model_onnx());
+    assert_eq!(&plain.runnable().unwrap().0, plain.model_onnx());
+}
+
+#[test]
+fn long_lists_that_an_outline_leaves_out_are_not_empty_lists() {
+    let kind = onnx::attribute_proto::AttributeType::Ints;
+    let list = |name: &str, len: usize| onnx::AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(kind as i32),
+        ints: vec![1; len],
+        ..Default::default()
+    };
+    let mut model = linear(4, 2);
+    model.graph.as_mut().unwrap().node[0].attribute = vec![list("short", 512), list("long", 513)];
+    let bundle = Bundle::new("m", 1, model.encode_to_vec(), Lineage::default(), BTreeMap::new()).unwrap();
+    let attributes = &bundle.graph().graph.as_ref().unwrap().node[0].attribute;
+    assert_eq!((attributes[0].ints.len(), attributes[0].r#type()), (512, kind));
+    assert_eq!((attributes[1].ints.len(), attributes[1].r#type), (0, None));
+}

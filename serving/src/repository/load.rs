@@ -13,6 +13,7 @@ use crate::blocking::blocking;
 use crate::config::Drift as DriftOptions;
 use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
+use crate::hazards::{self, Divisors};
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
 use crate::rows::Rows;
@@ -81,9 +82,18 @@ impl Repository {
         let independent = options.and_then(|options| options.independent_rows);
         let independent =
             independent.or(loading.as_ref().filter(|loading| loading.asks_for_batches()).map(|_| true));
+        let divisors = match options.and_then(|options| options.nonzero_divisors) {
+            Some(true) => Divisors::Trusted,
+            Some(false) | None => Divisors::Shown,
+        };
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
+            hazards::check_bundle(&bundle, divisors).map_err(|hazard| Error::Model {
+                model: bundle.manifest().name.clone(),
+                version: bundle.manifest().version,
+                reason: hazard.to_string(),
+            })?;
             let (pool, rows) = session::build(&bundle, &config, independent)?;
             for (inputs, count) in &warmups {
                 pool.warm_up_on(inputs, *count, bundle.manifest())?;

@@ -35,7 +35,8 @@ pub(super) fn attention(call: &Call<'_>) -> Outcome {
     [1, 2, 4, 5, 6].into_iter().try_for_each(|place| follows(call, place, 0, queries))?;
     mask(call, 3, queries)?;
     let rows = dims[0].clone();
-    let result = [vec![rows.clone()], dims[1..dims.len() - 1].to_vec(), call.unknown(1)].concat();
+    let inner = dims.get(1..dims.len() - 1).ok_or("its input is a list of numbers")?;
+    let result = [vec![rows.clone()], inner.to_vec(), call.unknown(1)].concat();
     let past = || queries.like(0, [vec![rows.clone()], call.unknown(3)].concat());
     Ok(vec![queries.like(0, result), past(), past(), past()])
 }

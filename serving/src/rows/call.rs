@@ -2,7 +2,8 @@
 
 use std::cell::Cell;
 
-use millrace_bundle::onnx::{AttributeProto, NodeProto};
+use millrace_bundle::onnx::attribute_proto::AttributeType;
+use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto};
 
 use super::extent::{Entry, Extent, Symbol};
 use super::value::{Kind, Value};
@@ -24,6 +25,8 @@ pub(super) struct Call<'a> {
     pub(super) bound: [&'a [AttributeProto]; 2],
     /// The next symbol that is not used.
     pub(super) symbols: &'a Cell<Symbol>,
+    /// Whether an attribute was read as another type than it says it has.
+    pub(super) misread: Cell<bool>,
 }
 
 impl Call<'_> {
@@ -42,12 +45,32 @@ impl Call<'_> {
         (0..count).map(|_| self.fresh()).collect()
     }
 
-    fn attribute(&self, name: &str) -> Option<&AttributeProto> {
-        let found = self.node.attribute.iter().find(|attribute| attribute.name() == name)?;
-        match found.ref_attr_name() {
-            "" => Some(found),
+    /// An attribute of the node; one that refers to an attribute of the function around it is that one.
+    fn followed<'b>(&'b self, attribute: &'b AttributeProto) -> Option<&'b AttributeProto> {
+        match attribute.ref_attr_name() {
+            "" => Some(attribute),
             outer => self.bound.into_iter().flatten().find(|attribute| attribute.name() == outer),
         }
+    }
+
+    fn attribute(&self, name: &str) -> Option<&AttributeProto> {
+        self.followed(self.node.attribute.iter().find(|attribute| attribute.name() == name)?)
+    }
+
+    /// An attribute of a type, where it is given. Writers leave out the field of a value that is 0 or empty, so that an
+    /// attribute without it has that value and not the operator's default.
+    fn typed(&self, name: &str, kind: AttributeType) -> Option<&AttributeProto> {
+        let found = self.attribute(name)?;
+        if found.r#type() != kind {
+            self.misread.set(true);
+        }
+        Some(found)
+    }
+
+    /// Whether a graph comes with an attribute, be it one of the function around the node.
+    pub(super) fn refers_to_graph(&self) -> bool {
+        let mut followed = self.node.attribute.iter().filter_map(|attribute| self.followed(attribute));
+        followed.any(|attribute| attribute.g.is_some() || !attribute.graphs.is_empty())
     }
 
     pub(super) fn has(&self, name: &str) -> bool {
@@ -55,20 +78,24 @@ impl Call<'_> {
     }
 
     pub(super) fn int(&self, name: &str, default: i64) -> i64 {
-        self.attribute(name).and_then(|attribute| attribute.i).unwrap_or(default)
+        self.typed(name, AttributeType::Int).map_or(default, AttributeProto::i)
     }
 
     pub(super) fn ints(&self, name: &str) -> Option<&[i64]> {
-        self.attribute(name).map(|attribute| attribute.ints.as_slice())
+        self.typed(name, AttributeType::Ints).map(|attribute| attribute.ints.as_slice())
     }
 
     pub(super) fn floats(&self, name: &str) -> Option<&[f32]> {
-        self.attribute(name).map(|attribute| attribute.floats.as_slice())
+        self.typed(name, AttributeType::Floats).map(|attribute| attribute.floats.as_slice())
     }
 
     pub(super) fn text(&self, name: &str, default: &str) -> String {
-        let bytes = self.attribute(name).and_then(|attribute| attribute.s.as_deref());
-        bytes.map_or_else(|| default.to_owned(), |bytes| String::from_utf8_lossy(bytes).into_owned())
+        let found = self.typed(name, AttributeType::String);
+        found.map_or_else(|| default.to_owned(), |found| String::from_utf8_lossy(found.s()).into_owned())
+    }
+
+    pub(super) fn tensor(&self, name: &str) -> Option<&TensorProto> {
+        self.typed(name, AttributeType::Tensor)?.t.as_ref()
     }
 
     /// Name of an input, for messages.

@@ -1,5 +1,6 @@
 //! Constants of a graph: their extents, and the elements of those that are small.
 
+use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
 use millrace_bundle::onnx::{AttributeProto, TensorProto};
 
@@ -8,12 +9,16 @@ use super::value::{CONTENT_MAX, Content, Value, extents_of};
 
 /// A constant as a value.
 pub(super) fn value(tensor: &TensorProto) -> Value {
+    if tensor.dims.iter().any(|extent| *extent < 0) {
+        return Value::free(None);
+    }
     let mut value = Value::free(Some(extents_of(&tensor.dims)));
     if tensor.dims.len() > 1 {
         return value;
     }
     if let Some(entries) = integers(tensor) {
-        return Value::integers(entries, tensor.dims.len());
+        let value = Value::integers(entries, tensor.dims.len());
+        return if tensor.data_type() == DataType::Int32 as i32 { value.narrowed() } else { value };
     }
     if let Some(floats) = floats(tensor) {
         value.content = Content::Floats(floats);
@@ -21,21 +26,27 @@ pub(super) fn value(tensor: &TensorProto) -> Value {
     value
 }
 
-/// The value of a `Constant` node, as far as it is known.
-pub(super) fn of_node(attributes: &[AttributeProto]) -> Value {
-    let of = |attribute: &AttributeProto| match attribute.name() {
-        "value" => attribute.t.as_ref().map(value),
-        "sparse_value" => {
-            let sparse = attribute.sparse_tensor.as_ref()?;
-            Some(Value::free(Some(extents_of(&sparse.dims))))
+/// The value of a `Constant` node with this attribute, as far as it is known.
+pub(super) fn of_node(attribute: &AttributeProto) -> Value {
+    use AttributeType as Is;
+    let list = |len: usize| Value::free(Some(vec![Extent::known(i64::try_from(len).unwrap_or(i64::MAX))]));
+    // ONNX Runtime goes by the type, and the operator's specification by the name.
+    let found = match (attribute.name(), attribute.r#type()) {
+        ("value", Is::Tensor) => attribute.t.as_ref().map(value),
+        ("sparse_value", Is::SparseTensor) => {
+            attribute.sparse_tensor.as_ref().map(|sparse| Value::free(Some(extents_of(&sparse.dims))))
         }
-        "value_float" | "value_string" => Some(Value::free(Some(Vec::new()))),
-        "value_floats" => Some(Value::free(Some(vec![Extent::known(attribute.floats.len() as i64)]))),
-        "value_strings" => Some(Value::free(Some(vec![Extent::known(attribute.strings.len() as i64)]))),
-        "value_ints" => Some(Value::free(Some(vec![Extent::known(attribute.ints.len() as i64)]))),
+        ("value_float", Is::Float) | ("value_string", Is::String) => Some(Value::free(Some(Vec::new()))),
+        ("value_int", Is::Int) => Some(Value::integers(vec![Entry::number(attribute.i())], 0)),
+        ("value_floats", Is::Floats) => Some(list(attribute.floats.len())),
+        ("value_strings", Is::Strings) => Some(list(attribute.strings.len())),
+        ("value_ints", Is::Ints) if attribute.ints.len() <= CONTENT_MAX => {
+            Some(Value::integers(attribute.ints.iter().map(|number| Entry::number(*number)).collect(), 1))
+        }
+        ("value_ints", Is::Ints) => Some(list(attribute.ints.len())),
         _ => None,
     };
-    attributes.iter().find_map(of).unwrap_or_else(|| Value::free(None))
+    found.unwrap_or_else(|| Value::free(None))
 }
 
 /// How many elements a tensor of rank 0 or 1 has, where they are in the graph and few.
@@ -49,17 +60,18 @@ fn count(tensor: &TensorProto) -> Option<usize> {
 }
 
 /// The elements of a small tensor of integers.
-pub(super) fn integers(tensor: &TensorProto) -> Option<Vec<Entry>> {
+fn integers(tensor: &TensorProto) -> Option<Vec<Entry>> {
     let count = count(tensor)?;
     let raw = tensor.raw_data.as_deref().unwrap_or_default();
     let numbers: Vec<i64> = match DataType::try_from(tensor.data_type()).ok()? {
         DataType::Int64 if raw.is_empty() => tensor.int64_data.clone(),
         DataType::Int64 => raw.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
-        DataType::Int32 | DataType::Bool if raw.is_empty() => {
-            tensor.int32_data.iter().map(|number| i64::from(*number)).collect()
-        }
+        DataType::Int32 if raw.is_empty() => tensor.int32_data.iter().copied().map(i64::from).collect(),
         DataType::Int32 => {
             raw.as_chunks().0.iter().map(|bytes| i64::from(i32::from_le_bytes(*bytes))).collect()
+        }
+        DataType::Bool if raw.is_empty() => {
+            tensor.int32_data.iter().map(|number| i64::from(*number != 0)).collect()
         }
         DataType::Bool => raw.iter().map(|byte| i64::from(*byte != 0)).collect(),
         _ => return None,

@@ -6,6 +6,13 @@ pub(super) type Symbol = u32;
 /// The number of rows of a run.
 pub(super) const BATCH: Symbol = 0;
 
+/// Most symbols of a product: a value that is multiplied with itself again and again has twice as many each time.
+const SYMBOLS_MAX: usize = 64;
+
+/// Largest number beside symbols that integers of 32 bits are followed with. The 65,536 rows that requests have at most
+/// times this are below 2^31.
+const NARROW_FACTOR_MAX: u64 = (1 << 15) - 1;
+
 /// An extent: a number times symbols.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Extent {
@@ -39,6 +46,15 @@ impl Extent {
         self.factor >= 0
     }
 
+    /// Whether an integer of 32 bits holds it.
+    fn fits_32_bits(&self) -> bool {
+        if self.symbols.is_empty() {
+            i32::try_from(self.factor).is_ok()
+        } else {
+            self.factor.unsigned_abs() <= NARROW_FACTOR_MAX
+        }
+    }
+
     /// How often the number of rows is a factor.
     pub(super) fn batches(&self) -> usize {
         self.symbols.iter().filter(|symbol| **symbol == BATCH).count()
@@ -49,11 +65,14 @@ impl Extent {
         self.symbols == other.symbols && self.factor != other.factor
     }
 
-    /// The product; `None` where the number is too large.
+    /// The product; `None` where the number is too large, or there are too many symbols.
     pub(super) fn times(&self, other: &Extent) -> Option<Extent> {
         let factor = self.factor.checked_mul(other.factor)?;
         if factor == 0 {
             return Some(Extent::known(0));
+        }
+        if self.symbols.len() + other.symbols.len() > SYMBOLS_MAX {
+            return None;
         }
         let mut symbols = [self.symbols.as_slice(), other.symbols.as_slice()].concat();
         symbols.sort_unstable();
@@ -110,6 +129,14 @@ impl Entry {
             Entry::Known(extent) => extent.batches() > 0,
             Entry::Uniform => false,
             Entry::OfRows => true,
+        }
+    }
+
+    /// The same as an integer of 32 bits, which wraps around beyond.
+    pub(super) fn narrowed(self) -> Entry {
+        match &self {
+            Entry::Known(extent) if extent.fits_32_bits() => self,
+            _ => Entry::unknown(&[&self]),
         }
     }
 

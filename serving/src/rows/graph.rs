@@ -1,12 +1,13 @@
 //! The walk through a graph, node by node, with the functions that its model brings along.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use millrace_bundle::onnx::{
-    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto,
-    tensor_shape_proto::dimension::Value as Dim, type_proto::Value as Type,
+    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto,
+    ValueInfoProto, attribute_proto::AttributeType, tensor_shape_proto::dimension::Value as Dim,
+    type_proto::Value as Type,
 };
 
 use super::Dependence;
@@ -20,6 +21,9 @@ use super::value::{Kind, Value, extents_of};
 const CALLS_MAX: usize = 16;
 /// Nodes that are walked through, those of functions once for each call.
 const NODES_MAX: usize = 1 << 20;
+
+/// Why rows are not followed into the graphs of `If`, `Loop` and `Scan`.
+const OWN_GRAPH: &str = "it runs a graph of its own";
 
 /// Values by name.
 type Scope<'a> = HashMap<&'a str, Value>;
@@ -42,12 +46,17 @@ struct Body<'a> {
 /// The value of an output of the model's graph, by name.
 pub(super) struct Outputs<'a> {
     scope: Scope<'a>,
+    /// Why nothing of the graph can be relied on.
+    refused: Option<Arc<Dependence>>,
 }
 
 impl Outputs<'_> {
     /// Whether the output is rows, one for each row of the inputs, in their order.
     pub(super) fn check(&self, name: &str) -> Result<(), Arc<Dependence>> {
         let refuse = |reason: &str| Err(Arc::new(Dependence::of_output(name, reason)));
+        if let Some(why) = &self.refused {
+            return Err(Arc::clone(why));
+        }
         let Some(value) = self.scope.get(name) else { return refuse("no node gives it") };
         match &value.kind {
             Kind::Mixed(why) => Err(Arc::clone(why)),
@@ -68,13 +77,67 @@ impl Outputs<'_> {
 pub(super) fn walk(model: &ModelProto) -> Outputs<'_> {
     let walk = Walk { functions: &model.functions, symbols: Cell::new(BATCH + 1), nodes: Cell::new(0) };
     let mut scope = Scope::new();
+    let mut refused = None;
     if let Some(graph) = &model.graph {
         walk.inputs(graph, &mut scope);
         constants_of(graph, &mut scope);
         let body = Body { opsets: &model.opset_import, bound: [&[], &[]], depth: 0 };
         walk.nodes(&graph.node, body, &mut scope);
+        refused = given_twice(graph).or_else(|| contradicted(graph, &scope)).map(Arc::new);
     }
-    Outputs { scope }
+    Outputs { scope, refused }
+}
+
+/// The first value of a graph that there is twice: ONNX Runtime may take the one or the other.
+fn given_twice(graph: &GraphProto) -> Option<Dependence> {
+    let sparse = graph.sparse_initializer.iter().filter_map(|sparse| sparse.values.as_ref());
+    let constants: Vec<&str> = graph.initializer.iter().chain(sparse).map(|tensor| tensor.name()).collect();
+    // An input with the name of a constant has the constant's value.
+    let initialized: HashSet<&str> = constants.iter().copied().collect();
+    let inputs = graph.input.iter().map(ValueInfoProto::name).filter(|name| !initialized.contains(name));
+    let made = graph.node.iter().flat_map(|node| &node.output).map(String::as_str);
+    let all = constants.iter().copied().chain(inputs).chain(made);
+    repeated(all).map(|name| Dependence::of_output(name, "there are two values of this name"))
+}
+
+/// The first name that is there more than once.
+fn repeated<'a>(names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let mut seen = HashSet::new();
+    let mut names = names.filter(|name| !name.is_empty());
+    names.find(|name| !seen.insert(*name))
+}
+
+fn shape_of(value: &ValueInfoProto) -> Option<&TensorShapeProto> {
+    match value.r#type.as_ref()?.value.as_ref()? {
+        Type::TensorType(tensor) => tensor.shape.as_ref(),
+        _ => None,
+    }
+}
+
+/// The first value whose declared shape is not what follows from the inputs. ONNX Runtime believes such shapes: it
+/// replaces what a graph computes of them by constants.
+fn contradicted(graph: &GraphProto, scope: &Scope<'_>) -> Option<Dependence> {
+    let measured = graph.node.iter().filter(|node| matches!(node.op_type(), "Shape" | "Size"));
+    let measured: HashSet<&str> = measured.flat_map(|node| &node.input).map(String::as_str).collect();
+    let outputs: HashSet<&str> = graph.output.iter().map(ValueInfoProto::name).collect();
+    let differs = |value: &&ValueInfoProto| {
+        let name = value.name();
+        let found = scope.get(name).and_then(|value| value.dims.as_ref());
+        let (Some(found), Some(said)) = (found, shape_of(value)) else { return false };
+        // Sessions have the shapes of outputs and of no other values, so that those have to be confirmed.
+        let is_used = outputs.contains(name) && measured.contains(name);
+        let extent_differs = |(said, found): (&Option<Dim>, &Extent)| match said {
+            Some(Dim::DimValue(said)) => match found.as_known() {
+                Some(found) => found != *said,
+                None => found.batches() > 0 || is_used,
+            },
+            _ => false,
+        };
+        said.dim.len() != found.len() || said.dim.iter().map(|dim| &dim.value).zip(found).any(extent_differs)
+    };
+    let value = graph.value_info.iter().chain(&graph.output).find(differs)?;
+    let reason = "its declared shape is not the one that follows from the inputs";
+    Some(Dependence::of_output(value.name(), reason))
 }
 
 fn constants_of<'a>(graph: &'a GraphProto, scope: &mut Scope<'a>) {
@@ -98,11 +161,7 @@ impl<'a> Walk<'a> {
     /// Inputs as requests give them. Those with a constant's name keep the constant.
     fn inputs(&self, graph: &'a GraphProto, scope: &mut Scope<'a>) {
         for input in &graph.input {
-            let shape = match input.r#type.as_ref().and_then(|of| of.value.as_ref()) {
-                Some(Type::TensorType(tensor)) => tensor.shape.as_ref(),
-                _ => None,
-            };
-            let dims = shape.map(|shape| {
+            let dims = shape_of(input).map(|shape| {
                 let extent = |(axis, dim): (usize, &millrace_bundle::onnx::tensor_shape_proto::Dimension)| {
                     match dim.value {
                         // Names of extents promise nothing that ONNX Runtime holds requests to.
@@ -159,15 +218,23 @@ impl<'a> Walk<'a> {
                 Some(value) => inputs.push(Some(value.clone())),
             }
         }
-        let (name, overload) = (node.op_type(), node.overload());
-        let function = self.functions.iter().find(|function| {
-            function.name() == name && function.domain() == node.domain() && function.overload() == overload
-        });
+        let name = node.op_type();
         let domain = Domain::of(node.domain());
-        if let Some(function) = function {
+        if repeated(node.attribute.iter().map(AttributeProto::name)).is_some() {
+            return failed("it has an attribute twice");
+        }
+        // Overloads of functions beside ONNX's own operators have names of their own.
+        let is_meant = |function: &&FunctionProto| {
+            is_named(function, node) && (domain != Domain::Other || function.overload() == node.overload())
+        };
+        let mut functions = self.functions.iter().filter(is_meant);
+        if let Some(function) = functions.next() {
             // ONNX Runtime may take its own operator of this name, or the function.
             if domain != Domain::Other {
                 return failed("the model defines an operator of this name itself");
+            }
+            if functions.next().is_some() {
+                return failed("the model has several functions of this name");
             }
             if body.depth >= CALLS_MAX {
                 return failed("its functions call each other too often");
@@ -188,35 +255,62 @@ impl<'a> Walk<'a> {
         }
         let free = inputs.iter().flatten().all(Value::is_free);
         if node.attribute.iter().any(|attribute| attribute.g.is_some() || !attribute.graphs.is_empty()) {
-            let inner = free && node.attribute.iter().all(|attribute| is_free_inside(attribute, scope));
+            let inner = free && node.attribute.iter().all(|attribute| self.is_free_inside(attribute, scope));
             return if inner && table::is_deterministic(domain, name) {
                 each(&|_: &str| Value::free(None))
             } else {
-                failed("it runs a graph of its own")
+                failed(OWN_GRAPH)
             };
         }
-        if name == "Constant"
-            && domain == Domain::Onnx
-            && !node.attribute.iter().any(|it| !it.ref_attr_name().is_empty())
-        {
-            let call = Call { node, inputs, opset, bound: body.bound, symbols: &self.symbols };
-            return vec![table::evaluate(&call).unwrap_or_else(|| constants::of_node(&node.attribute))];
+        if name == "Constant" && domain == Domain::Onnx {
+            let [attribute] = node.attribute.as_slice() else { return failed("it does not have one value") };
+            let known = attribute.ref_attr_name().is_empty();
+            return vec![if known { constants::of_node(attribute) } else { Value::free(None) }];
         }
-        let call = Call { node, inputs, opset, bound: body.bound, symbols: &self.symbols };
-        if domain == Domain::Onnx
-            && let Some(value) = table::evaluate(&call)
-        {
-            return vec![value];
+        let (bound, symbols, misread) = (body.bound, &self.symbols, Cell::new(false));
+        let call = Call { node, inputs, opset, bound, symbols, misread };
+        if call.refers_to_graph() {
+            return failed(OWN_GRAPH);
         }
-        let outcome: Outcome = match table::rule(domain, name) {
-            Some(rule) => rule(&call),
-            None => Err("it is not known to keep rows apart".into()),
+        let evaluated = if domain == Domain::Onnx { table::evaluate(&call) } else { None };
+        let outcome: Outcome = match (evaluated, table::rule(domain, name)) {
+            (Some(value), _) => Ok(vec![value]),
+            (None, Some(rule)) => rule(&call),
+            (None, None) => Err("it is not known to keep rows apart".into()),
         };
+        if call.misread.get() {
+            return failed("one of its attributes has another type than the operator takes");
+        }
         match outcome {
             Ok(values) => values,
             Err(_) if free && table::is_deterministic(domain, name) => each(&|_: &str| Value::free(None)),
             Err(reason) => failed(&reason),
         }
+    }
+
+    /// Whether the graphs inside an attribute use nothing from outside that depends on rows, and only operators that
+    /// give the same for the same.
+    fn is_free_inside(&self, attribute: &AttributeProto, scope: &Scope<'_>) -> bool {
+        use AttributeType as Is;
+        // One that refers to an attribute further out may be a graph, unless its type says that it is none.
+        let is_known = attribute.ref_attr_name().is_empty()
+            || matches!(
+                attribute.r#type(),
+                Is::Float | Is::Int | Is::String | Is::Tensor | Is::Floats | Is::Ints | Is::Strings
+            );
+        let is_same = |node: &NodeProto| {
+            table::is_deterministic(Domain::of(node.domain()), node.op_type())
+                && !self.functions.iter().any(|function| is_named(function, node))
+                && node.attribute.iter().all(|attribute| self.is_free_inside(attribute, scope))
+        };
+        is_known
+            && attribute.g.iter().chain(&attribute.graphs).all(|graph| {
+                let used = graph.node.iter().flat_map(|node| &node.input);
+                let used = used.chain(graph.output.iter().filter_map(|output| output.name.as_ref()));
+                // A name that is given inside may hide one from outside, which then is taken for used.
+                used.filter_map(|name| scope.get(name.as_str())).all(Value::is_free)
+                    && graph.node.iter().all(is_same)
+            })
     }
 
     /// The outputs of a function for these inputs.
@@ -231,8 +325,11 @@ impl<'a> Walk<'a> {
         let missing = |name: &str| {
             Value::mixed(Arc::new(Dependence::of_node(node, name, "it is not known what its function gives")))
         };
+        let names = function.input.iter().chain(function.node.iter().flat_map(|node| &node.output));
+        let is_clear = repeated(names.map(String::as_str)).is_none()
+            && repeated(function.attribute_proto.iter().map(AttributeProto::name)).is_none();
         // Attributes that come from further out are not followed.
-        if node.attribute.iter().any(refers) {
+        if !is_clear || node.attribute.iter().any(refers) {
             return node.output.iter().map(|name| missing(name)).collect();
         }
         let mut scope = Scope::new();
@@ -251,17 +348,11 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Whether the graphs inside an attribute use nothing from outside that depends on rows, and only operators that
-/// give the same for the same.
-fn is_free_inside(attribute: &AttributeProto, scope: &Scope<'_>) -> bool {
-    attribute.g.iter().chain(&attribute.graphs).all(|graph| {
-        let used = graph.node.iter().flat_map(|node| &node.input);
-        let used = used.chain(graph.output.iter().filter_map(|output| output.name.as_ref()));
-        // A name that is given inside may hide one from outside, which then is taken for used.
-        used.filter_map(|name| scope.get(name.as_str())).all(Value::is_free)
-            && graph.node.iter().all(|node| {
-                table::is_deterministic(Domain::of(node.domain()), node.op_type())
-                    && node.attribute.iter().all(|attribute| is_free_inside(attribute, scope))
-            })
-    })
+/// Whether a function of the model is what a node runs, as far as their names tell.
+fn is_named(function: &FunctionProto, node: &NodeProto) -> bool {
+    let same_domain = match Domain::of(node.domain()) {
+        Domain::Other => function.domain() == node.domain(),
+        domain => Domain::of(function.domain()) == domain,
+    };
+    same_domain && function.name() == node.op_type()
 }

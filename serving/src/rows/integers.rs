@@ -1,18 +1,31 @@
 //! Shapes and what graphs compute from them: integers of which is known how they depend on the number of rows.
 
+use millrace_bundle::onnx::tensor_proto::DataType;
+
 use super::call::{Call, axis_in};
 use super::extent::{Entry, Extent};
 use super::value::{CONTENT_MAX, Content, Value};
 
 /// The output of a node that computes integers which are followed; `None` leaves it to the operator's rule.
 pub(super) fn evaluate(call: &Call<'_>) -> Option<Value> {
+    let value = computed(call)?;
+    let is_narrow = |place: usize| call.given(place).is_some_and(|value| value.narrow);
+    let narrow = match call.operator() {
+        "Shape" | "Size" => false,
+        "Cast" => call.int("to", 0) == i64::from(DataType::Int32 as i32),
+        "Gather" => is_narrow(0),
+        _ => value.narrow || (0..call.inputs.len()).any(is_narrow),
+    };
+    Some(if narrow { value.narrowed() } else { value })
+}
+
+fn computed(call: &Call<'_>) -> Option<Value> {
     match call.operator() {
         "Shape" => shape(call),
         "Size" => {
             let size = Extent::product(call.given(0)?.dims.as_ref()?)?;
             Some(Value::integers(vec![Entry::Known(size)], 0))
         }
-        "Constant" => constant(call),
         "Concat" if call.opset >= 4 => concat(call),
         "ConstantOfShape" => filled(call),
         "Identity" | "Neg" | "Abs" | "Not" | "Cast" => single(call),
@@ -44,15 +57,6 @@ fn shape(call: &Call<'_>) -> Option<Value> {
     let end = bound(call.int("end", rank))?;
     let entries = dims.get(start..end.max(start))?.iter().cloned().map(Entry::Known).collect();
     Some(Value::integers(entries, 1))
-}
-
-/// A constant that is written as a list of integers; tensors are read where constants are.
-fn constant(call: &Call<'_>) -> Option<Value> {
-    if call.has("value_int") {
-        return Some(Value::integers(vec![Entry::number(call.int("value_int", 0))], 0));
-    }
-    let ints = call.ints("value_ints").filter(|ints| ints.len() <= CONTENT_MAX)?;
-    Some(Value::integers(ints.iter().map(|number| Entry::number(*number)).collect(), 1))
 }
 
 fn concat(call: &Call<'_>) -> Option<Value> {
@@ -88,31 +92,25 @@ fn filled(call: &Call<'_>) -> Option<Value> {
         [count] => Some(usize::try_from(count).ok().filter(|count| *count <= CONTENT_MAX)?),
         _ => return None,
     };
-    let fill = call.node.attribute.iter().find(|attribute| attribute.name() == "value")?;
-    let entries = super::constants::integers(fill.t.as_ref()?)?;
-    let [entry] = entries.as_slice() else { return None };
-    let rank = usize::from(count.is_some());
-    Some(Value::integers(vec![entry.clone(); count.unwrap_or(1)], rank))
+    let fill = super::constants::value(call.tensor("value")?);
+    let [entry] = fill.entries()? else { return None };
+    let value = Value::integers(vec![entry.clone(); count.unwrap_or(1)], usize::from(count.is_some()));
+    Some(if fill.narrow { value.narrowed() } else { value })
 }
 
 fn single(call: &Call<'_>) -> Option<Value> {
     let (entries, rank) = followed(call, 0)?;
+    let known = |entry: &Entry, result: fn(i64) -> Option<i64>| {
+        entry.as_number().and_then(result).map_or_else(|| Entry::unknown(&[entry]), Entry::number)
+    };
     let entry = |entry: &Entry| match call.operator() {
         "Identity" => entry.clone(),
         "Neg" => Entry::combine("Mul", entry, &Entry::number(-1), &mut || call.fresh()),
-        "Abs" | "Not" => entry.as_number().map_or_else(
-            || Entry::unknown(&[entry]),
-            |number| {
-                Entry::number(if call.operator() == "Abs" {
-                    number.saturating_abs()
-                } else {
-                    i64::from(number == 0)
-                })
-            },
-        ),
+        "Abs" => known(entry, i64::checked_abs),
+        "Not" => known(entry, |number| Some(i64::from(number == 0))),
         _ => entry.clone(),
     };
-    // Of the types that numbers are cast to, those of 32 and 64 bits hold every extent.
+    // Other integers hold no more than small extents.
     if call.operator() == "Cast" && !matches!(call.int("to", 0), 6 | 7) {
         return None;
     }
@@ -184,7 +182,12 @@ fn range(call: &Call<'_>) -> Option<Value> {
 
 fn product(call: &Call<'_>) -> Option<Value> {
     let (entries, rank) = followed(call, 0)?;
-    if rank != 1 {
+    // An empty list of axes may mean none of them, and one that is not known may be empty.
+    let axes = call.axes(1, 18).ok()?;
+    if rank != 1
+        || call.int("noop_with_empty_axes", 0) != 0
+        || axes.is_some_and(|axes| axes.iter().any(|axis| axis_in(*axis, 1).is_err()))
+    {
         return None;
     }
     let one = Entry::number(1);

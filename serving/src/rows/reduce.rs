@@ -94,7 +94,12 @@ pub(super) fn layer_normalization(call: &Call<'_>) -> Outcome {
 pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let rank = data.rank()?;
-    for axis in call.ints("axes").unwrap_or(&[0, 2, 3]) {
+    let axes = call.ints("axes").unwrap_or(&[0, 2, 3]);
+    // An empty list means all to the reductions that this operator is made of.
+    if axes.is_empty() {
+        from_axis(data, 0)?;
+    }
+    for axis in axes {
         not_along_rows(data, axis_in(*axis, rank)?)?;
     }
     Ok(vec![data.same_shape()])

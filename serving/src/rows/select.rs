@@ -40,21 +40,24 @@ pub(super) fn split(call: &Call<'_>) -> Outcome {
     let dims = data.extents()?;
     let axis = axis_in(call.int("axis", 0), dims.len())?;
     not_along_rows(data, axis)?;
-    let sizes = if call.opset < 13 { call.ints("split").map(<[i64]>::to_vec) } else { call.numbers(1).ok() };
-    if call.opset >= 13 && sizes.is_none() {
-        call.free_if_given(1)?;
-    }
+    let (given, sizes) = if call.opset < 13 {
+        (call.has("split"), call.ints("split").map(<[i64]>::to_vec))
+    } else {
+        (call.free_if_given(1)?.is_some(), call.numbers(1).ok())
+    };
+    // Those without a name have their part, too.
+    let count = call.node.output.len();
     let part = |number: usize| {
         let extent = match &sizes {
             Some(sizes) => sizes.get(number).map(|size| Extent::known(*size)),
-            None if call.opset >= 18 && call.has("num_outputs") => None,
-            None => dims[axis].divided_by(&Extent::known(call.outputs() as i64)),
+            None if given || (call.opset >= 18 && call.has("num_outputs")) => None,
+            None => i64::try_from(count).ok().and_then(|count| dims[axis].divided_by(&Extent::known(count))),
         };
         let mut dims = dims.to_vec();
         dims[axis] = extent.unwrap_or_else(|| call.fresh());
         data.like(data.axis().map_or(0, |(rows, _)| rows), dims)
     };
-    Ok((0..call.outputs()).map(part).collect())
+    Ok((0..count).map(part).collect())
 }
 
 pub(super) fn slice(call: &Call<'_>) -> Outcome {
@@ -88,6 +91,12 @@ pub(super) fn slice(call: &Call<'_>) -> Outcome {
         None if call.opset >= 10 && call.given(3).is_some() => return Err("its axes are not known".into()),
         None => (0..starts.as_ref().ok_or("its places are not known")?.len()).collect(),
     };
+    let differs = |numbers: &Option<Vec<Option<i64>>>| {
+        numbers.as_ref().is_some_and(|numbers| numbers.len() != axes.len())
+    };
+    if differs(&starts) || differs(&ends) || differs(&steps) {
+        return Err("its starts, ends, axes and steps are not as many".into());
+    }
     let mut made = dims.to_vec();
     for (place, axis) in axes.into_iter().enumerate() {
         let at =
@@ -99,7 +108,7 @@ pub(super) fn slice(call: &Call<'_>) -> Outcome {
             continue;
         }
         not_along_rows(data, axis)?;
-        let extent = dims.get(axis).and_then(Extent::as_known);
+        let extent = dims.get(axis).and_then(Extent::as_known).filter(|extent| *extent >= 0);
         let sliced = match (extent, at(&starts), at(&ends), step) {
             (Some(extent), Some(start), Some(end), Some(1)) => {
                 let bound = |bound: i64| {

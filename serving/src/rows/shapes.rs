@@ -141,7 +141,8 @@ pub(super) fn transpose(call: &Call<'_>) -> Outcome {
 pub(super) fn squeeze(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
-    let Some(axes) = call.axes(1, 13)? else {
+    // An empty list means what none does.
+    let Some(axes) = call.axes(1, 13)?.filter(|axes| !axes.is_empty()) else {
         if data.is_free() && dims.iter().all(|extent| extent.as_known().is_some()) {
             return Ok(vec![Value::free(Some(
                 dims.iter().filter(|extent| !extent.is_one()).cloned().collect(),

@@ -110,7 +110,7 @@ fn windows(call: &Call<'_>, dims: &[Extent], kernel: &[Option<i64>]) -> Vec<Exte
                     (of("pads", place, 0), of("pads", place + dims.len(), 0))
                 };
                 let room = extent.checked_add(before)?.checked_add(after)?.checked_sub(reach)?;
-                (room >= 0).then(|| room / stride + 1)
+                (room / stride).checked_add(1).filter(|_| room >= 0)
             }
             _ => None,
         }
@@ -159,16 +159,23 @@ pub(super) fn resize(call: &Call<'_>) -> Outcome {
         return Err("its sizes follow from each other".into());
     }
     let axes = match call.ints("axes") {
-        Some(axes) => axes.iter().map(|axis| axis_in(*axis, dims.len())).collect::<Result<Vec<_>, _>>()?,
-        None => (0..dims.len()).collect(),
+        // An empty list means what none does.
+        Some(axes) if !axes.is_empty() => {
+            axes.iter().map(|axis| axis_in(*axis, dims.len())).collect::<Result<Vec<_>, _>>()?
+        }
+        _ => (0..dims.len()).collect(),
     };
     let (scales, sizes) =
         if call.operator() == "Upsample" || call.opset < 11 { (1, usize::MAX) } else { (2, 3) };
+    let has_sizes =
+        call.given(sizes).is_some_and(|sizes| sizes.entries().is_none_or(|sizes| !sizes.is_empty()));
     let mut made = dims.to_vec();
     for (place, axis) in axes.iter().enumerate() {
         let is_rows = data.axis().is_some_and(|(rows, _)| rows == *axis);
         let size = call.given(sizes).and_then(Value::entries).and_then(|sizes| sizes.get(place));
         let scale = match call.given(scales).map(|scales| &scales.content) {
+            // Sizes come before scales.
+            _ if has_sizes => None,
             Some(Content::Floats(scales)) => scales.get(place).copied(),
             Some(_) => None,
             None => call.floats("scales").and_then(|scales| scales.get(place)).copied(),

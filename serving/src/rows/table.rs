@@ -55,8 +55,8 @@ pub(super) fn rule(domain: Domain, operator: &str) -> Option<Rule> {
 /// Whether an operator gives the same for the same inputs, as far as its name tells.
 pub(super) fn is_deterministic(domain: Domain, operator: &str) -> bool {
     domain != Domain::Other
-        && !operator.starts_with("Random")
-        && !matches!(operator, "Bernoulli" | "Multinomial" | "Dropout")
+        && !["Random", "Dropout", "Sampling"].iter().any(|word| operator.contains(word))
+        && !matches!(operator, "Bernoulli" | "Multinomial")
 }
 
 fn of_onnx(operator: &str) -> Option<Rule> {

@@ -5,4 +5,5 @@ mod forms;
 mod idioms;
 mod operators;
 mod random;
+mod readings;
 mod support;

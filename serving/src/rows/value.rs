@@ -43,26 +43,39 @@ pub(super) struct Value {
     /// Extents, always known of [`Kind::Rows`]; `None` where the rank is not known.
     pub(super) dims: Option<Vec<Extent>>,
     pub(super) content: Content,
+    /// Whether its integers have 32 bits.
+    pub(super) narrow: bool,
 }
 
 impl Value {
     pub(super) fn free(dims: Option<Vec<Extent>>) -> Value {
-        Value { kind: Kind::Free, dims, content: Content::Unknown }
+        Value { kind: Kind::Free, dims, content: Content::Unknown, narrow: false }
     }
 
     pub(super) fn rows(axis: usize, outer: Extent, dims: Vec<Extent>) -> Value {
-        Value { kind: Kind::Rows { axis, outer }, dims: Some(dims), content: Content::Unknown }
+        Value { kind: Kind::Rows { axis, outer }, dims: Some(dims), content: Content::Unknown, narrow: false }
     }
 
     pub(super) fn mixed(why: Arc<Dependence>) -> Value {
-        Value { kind: Kind::Mixed(why), dims: None, content: Content::Unknown }
+        Value { kind: Kind::Mixed(why), dims: None, content: Content::Unknown, narrow: false }
     }
 
     /// Integers of rank 0 or 1.
     pub(super) fn integers(entries: Vec<Entry>, rank: usize) -> Value {
         let kind = if entries.iter().any(Entry::is_of_rows) { Kind::Sized } else { Kind::Free };
         let dims = (0..rank).map(|_| Extent::known(entries.len() as i64)).collect();
-        Value { kind, dims: Some(dims), content: Content::Integers(entries) }
+        Value { kind, dims: Some(dims), content: Content::Integers(entries), narrow: false }
+    }
+
+    /// The same as integers of 32 bits.
+    pub(super) fn narrowed(self) -> Value {
+        let content = match self.content {
+            Content::Integers(entries) => {
+                Content::Integers(entries.into_iter().map(Entry::narrowed).collect())
+            }
+            content => content,
+        };
+        Value { content, narrow: true, ..self }
     }
 
     /// The axis of the rows and what is outside of them, where it has rows.
@@ -112,7 +125,7 @@ impl Value {
 
     /// A value of other elements in the same places.
     pub(super) fn same_shape(&self) -> Value {
-        Value { kind: self.kind.clone(), dims: self.dims.clone(), content: Content::Unknown }
+        Value { kind: self.kind.clone(), dims: self.dims.clone(), content: Content::Unknown, narrow: false }
     }
 }
 

@@ -1,9 +1,11 @@
 //! Tensors without elements: which graphs may get them.
 //!
 //! ONNX Runtime ends the process on them in some operators (LSTM, GRU, `Unique`, attention). So they reach graphs alone
-//! that are made of operators known to take them.
+//! that are made of operators known to take them, and that divide no integers by the extents of such tensors.
 
 use millrace_bundle::onnx::ModelProto;
+
+use crate::hazards;
 
 /// ONNX's own operators that were tried without elements along each axis.
 const OPERATORS: [&str; 48] = [
@@ -63,7 +65,9 @@ pub(super) fn is_taken_by(model: &ModelProto) -> bool {
         matches!(node.domain(), "" | "ai.onnx") && OPERATORS.contains(&node.op_type())
     };
     // A function of the model may have the name of an operator.
-    model.functions.is_empty() && model.graph.as_ref().is_some_and(|graph| graph.node.iter().all(known))
+    model.functions.is_empty()
+        && model.graph.as_ref().is_some_and(|graph| graph.node.iter().all(known))
+        && hazards::allows_empty_inputs(model)
 }
 
 #[cfg(test)]

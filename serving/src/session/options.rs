@@ -25,6 +25,9 @@ pub(super) fn builder(
         .map_err(options)?
         .with_inter_threads(1)
         .map_err(options)?
+        // A file that is a graph and something else as well runs as what was read of it.
+        .with_config_entry("session.load_model_format", "ONNX")
+        .map_err(options)?
         // Spinning threads take the processor from the other sessions and from the transports.
         .with_intra_op_spinning(false)
         .map_err(options)?;

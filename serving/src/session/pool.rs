@@ -18,13 +18,13 @@ use millrace_bundle::{Manifest, Signature};
 use super::background;
 use super::handover::{Begun, Shared};
 use super::lease::{Ran, Turn};
+use super::limited::{self, Failure};
 use super::line::{Room, Sizes, Work, late};
 use super::peak;
 use super::placement::Placement;
-use super::values::run_tensors;
 use super::{Session, intra_threads};
 use crate::config::{Config, Device, Engine, Memory};
-use crate::error::{Error, InferError, Result};
+use crate::error::{InferError, Result};
 use crate::tensor::{Data, Tensor};
 
 /// Before runs that take longer, the thread takes in what clients have sent, if others run, too; before
@@ -69,7 +69,7 @@ impl Pool {
             bytes_max: config.limits.waiting_bytes_max,
         };
         let runs_in_thread = placement.on().is_cpu() && intra_threads(config.threads(), free.len()) == 1;
-        let pool = Pool {
+        Pool {
             placement,
             sessions: free.len(),
             threads: config.threads(),
@@ -85,15 +85,25 @@ impl Pool {
                 room,
                 runs_in_thread,
             )),
-        };
-        let memories = pool.placement.on().each().into_iter().map(Device::memory);
+        }
+    }
+
+    /// Warms all sessions up.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a run does not end.
+    pub(super) fn warmed_up(self, manifest: &Manifest) -> Result<Pool> {
+        let row = self
+            .warm_up(&manifest.signature)
+            .map_err(|failure| super::failed(manifest, format!("on a row of zeros, {failure}")))?;
+        let memories = self.placement.on().each().into_iter().map(Device::memory);
         let arenas: Vec<String> = memories.filter_map(Memory::arena).collect();
-        if let Some(row) = pool.warm_up(signature)
+        if let Some(row) = row
             && !arenas.is_empty()
         {
-            peak::end_from_time_to_time(&pool.shared, arenas, row);
+            peak::end_from_time_to_time(&self.shared, arenas, row);
         }
-        pool
+        Ok(self)
     }
 
     /// Says whether tensors without elements may be run.
@@ -250,18 +260,34 @@ impl Pool {
     /// TensorRT on as many rows as run together, too, since it compiles the graph for the sizes that it has seen. A graph
     /// may well refuse zeros or a batch of one, which is no reason not to serve it. Comes back with the row where it does
     /// not.
-    fn warm_up(&self, signature: &Signature) -> Option<Vec<Tensor>> {
-        let row = zeros(signature, 1)?;
-        let warm = self.try_out(&row, 1, signature);
+    ///
+    /// # Errors
+    /// [`Failure::Endless`].
+    fn warm_up(&self, signature: &Signature) -> Result<Option<Vec<Tensor>>, Failure> {
+        let Some(row) = zeros(signature, 1).filter(|row| self.may_run(row)) else { return Ok(None) };
+        let warm = self.try_out(&row, 1, signature)?;
         let rows = self.shared.sizes.rows_max;
         if warm
             && rows > 1
             && self.placement.on().engine() == Some(Engine::TensorRt)
             && let Some(rows_of_zeros) = zeros(signature, rows as i64)
         {
-            self.try_out(&rows_of_zeros, rows, signature);
+            self.try_out(&rows_of_zeros, rows, signature)?;
         }
-        warm.then_some(row)
+        Ok(warm.then_some(row))
+    }
+
+    /// Whether inputs of a warm-up have elements where the graph needs them.
+    fn may_run(&self, inputs: &[Tensor]) -> bool {
+        self.takes_nothing || inputs.iter().all(|input| !input.data.is_empty())
+    }
+
+    /// The longest that a run of a warm-up may take.
+    fn run_max(&self) -> Duration {
+        match self.placement.on().engine() {
+            Some(Engine::TensorRt) => limited::COMPILATION_MAX,
+            _ => limited::RUN_MAX,
+        }
     }
 
     /// Runs each session so often on the inputs of a warm-up that its configuration asks for.
@@ -269,31 +295,41 @@ impl Pool {
     /// # Errors
     /// [`Error::Model`] when a run fails.
     pub(crate) fn warm_up_on(&self, inputs: &[Tensor], count: u32, manifest: &Manifest) -> Result<()> {
+        let failed = |reason: &dyn std::fmt::Display| {
+            super::failed(manifest, format!("config.pbtxt: model_warmup: {reason}"))
+        };
+        if !self.may_run(inputs) {
+            return Err(failed(
+                &"an input has no elements; the graph has operators that are not known to take that",
+            ));
+        }
         for session in self.shared.state.lock().free.iter_mut() {
             for _ in 0..count {
-                run_tensors(session, inputs, &manifest.signature.outputs).map_err(|error| {
-                    let (model, version) = (manifest.name.clone(), manifest.version);
-                    Error::Model { model, version, reason: format!("config.pbtxt: model_warmup: {error}") }
-                })?;
+                limited::run(session, inputs, &manifest.signature.outputs, self.run_max())
+                    .map_err(|failure| failed(&failure))?;
             }
         }
         Ok(())
     }
 
     /// Runs each session on inputs of so many rows; whether all could.
-    fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> bool {
+    ///
+    /// # Errors
+    /// [`Failure::Endless`].
+    fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> Result<bool, Failure> {
         let elements = inputs.iter().map(|input| input.data.len()).sum();
         for session in self.shared.state.lock().free.iter_mut() {
             session.peak.runs(elements);
-            match run_tensors(session, inputs, &signature.outputs) {
+            match limited::run(session, inputs, &signature.outputs, self.run_max()) {
                 Ok((_, times)) => self.shared.took(&times, None, (rows, elements), None),
-                Err(error) => {
+                Err(Failure::Refused(error)) => {
                     tracing::debug!(%error, "the warm-up run failed");
-                    return false;
+                    return Ok(false);
                 }
+                Err(endless) => return Err(endless),
             }
         }
-        true
+        Ok(true)
     }
 }
 

@@ -8,6 +8,7 @@ use super::Session;
 use super::values::run_tensors;
 use crate::config::{Config, Devices};
 use crate::error::{Error, InferError, Result};
+use crate::hazards::{self, Divisors};
 use crate::tensor::Tensor;
 
 /// One session of a version on one thread of the processor, as a server has several for small models.
@@ -25,6 +26,11 @@ impl Trial {
     pub fn open(bundle: &Bundle) -> Result<Trial> {
         let config = Config { threads_max: 1, sessions_max: 1, ..Config::default() };
         let manifest = bundle.manifest();
+        hazards::check_bundle(bundle, Divisors::Trusted).map_err(|hazard| Error::Model {
+            model: manifest.name.clone(),
+            version: manifest.version,
+            reason: hazard.to_string(),
+        })?;
         let session = super::sessions(bundle, &config, &Devices::CPU)?.pop().ok_or_else(|| Error::Model {
             model: manifest.name.clone(),
             version: manifest.version,

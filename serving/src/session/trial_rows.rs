@@ -9,7 +9,7 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use super::Session;
 use super::joined::{join, split};
-use super::values::run_tensors;
+use super::limited::{self, Failure};
 use crate::tensor::{Data, Tensor, element_count};
 
 /// Inner extents that are the caller's to choose, and how far integers may be from 0, one after the other: some inputs
@@ -35,6 +35,10 @@ pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), 
             Err(Trial::Differs(output)) => {
                 return Err(format!("rows of output {output:?} depend on the rows beside them"));
             }
+            Err(Trial::Endless(error)) => {
+                reason = error;
+                break;
+            }
             Err(Trial::Failed(error)) => reason = error,
         }
     }
@@ -44,6 +48,8 @@ pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), 
 enum Trial {
     Differs(String),
     Failed(String),
+    /// Others would not end either.
+    Endless(String),
 }
 
 fn compare(session: &mut Session, signature: &Signature, attempt: (i64, u64)) -> Result<(), Trial> {
@@ -57,12 +63,13 @@ fn compare(session: &mut Session, signature: &Signature, attempt: (i64, u64)) ->
                 .collect::<Option<_>>()
         })
         .collect::<Option<_>>()
-        .ok_or_else(|| failed("a row is too large"))?;
-    let mut runs = |inputs: &[Tensor]| {
-        run_tensors(session, inputs, &signature.outputs)
-            .map(|(tensors, _)| tensors)
-            .map_err(|error| Trial::Failed(error.to_string()))
-    };
+        .ok_or_else(|| failed("a row has no elements, or too many"))?;
+    let mut runs =
+        |inputs: &[Tensor]| match limited::run(session, inputs, &signature.outputs, limited::RUN_MAX) {
+            Ok((tensors, _)) => Ok(tensors),
+            Err(endless @ Failure::Endless(_)) => Err(Trial::Endless(endless.to_string())),
+            Err(refused) => Err(Trial::Failed(refused.to_string())),
+        };
     let alone = rows.iter().map(|row| runs(row)).collect::<Result<Vec<_>, _>>()?;
     let joined: Option<Vec<Tensor>> =
         (0..signature.inputs.len()).map(|place| join(rows.iter().map(|row| &row[place]))).collect();
@@ -84,7 +91,7 @@ fn compare(session: &mut Session, signature: &Signature, attempt: (i64, u64)) ->
 fn row(spec: &TensorSpec, (extent, integers): (i64, u64), magnitude: f64, seed: u64) -> Option<Tensor> {
     let inner = spec.shape.iter().skip(1).map(|found| if *found < 0 { extent } else { *found });
     let shape: Vec<i64> = std::iter::once(1).chain(inner).collect();
-    let count = element_count(&spec.name, &shape).ok().filter(|count| *count <= ELEMENTS_MAX)?;
+    let count = element_count(&spec.name, &shape).ok().filter(|count| (1..=ELEMENTS_MAX).contains(count))?;
     // The constants are Knuth's for linear congruences modulo 2^64.
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mut bits = || {

@@ -98,6 +98,31 @@ pub(super) fn run_tensors(
     Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
 }
 
+/// The same, until `options` end the run.
+///
+/// # Errors
+/// As [`run`]; [`InferError`] of any kind where the run was ended.
+pub(super) fn run_tensors_until(
+    session: &mut Session,
+    inputs: &[Tensor],
+    outputs: &[TensorSpec],
+    options: &RunOptions,
+) -> Result<(Vec<Tensor>, Times), InferError> {
+    let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
+    let outputs: Vec<Wanted<'_>> = outputs.iter().map(|spec| Wanted { spec, stays: false }).collect();
+    let failed = |error: ort::Error| refused(&error, &inputs);
+    let memory = session.memory;
+    let computing = Instant::now();
+    let values = inputs.iter().map(|input| input.value(memory)).collect::<Result<Vec<_>, _>>()?;
+    let input_end = Instant::now();
+    let values = session.run_with_options(values.as_slice(), options).map_err(failed)?;
+    let output_start = Instant::now();
+    let outputs = held(values, &outputs, memory, &[])?;
+    let end = Instant::now();
+    let times = Times { queued: computing, computing, input_end, output_start, end, cached: false };
+    Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
+}
+
 /// The same with inputs and outputs bound, each to the memory where it is to be.
 fn run_bound(
     session: &mut Session,

@@ -7,7 +7,7 @@ use millrace_serving::client::ClientError;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::{Config, Control, Source, serve};
+use millrace_serving::{Config, Control, ModelOptions, Source, serve};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
@@ -284,6 +284,24 @@ async fn settings_that_contradict_each_other_are_refused_at_the_start() {
         let source = Source::directory(dir.path()).unwrap();
         let error = serve(&config, source, CancellationToken::new()).await.unwrap_err().to_string();
         assert!(error.contains(part) && error.contains("load"), "{error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn options_of_a_model_that_no_call_has_loaded_keep_no_server_from_being_ready() {
+    let options = ModelOptions { sessions_max: Some(1), ..ModelOptions::default() };
+    let models = || std::collections::BTreeMap::from([("later".to_owned(), options.clone())]);
+    for (config, is_ready) in [
+        (Config { models: models(), ..explicit(&["mlp"]) }, true),
+        (Config { models: models(), ..explicit(&[]) }, true),
+        // The one serves what there is, and the other is told to load it.
+        (Config { models: models(), ..config() }, false),
+        (Config { models: models(), ..explicit(&["later"]) }, false),
+    ] {
+        let server = Server::start(config, &[]).await;
+        let ready = server.http("GET", "/v2/health/ready", &[], b"").await.status == 200;
+        assert_eq!(ready, is_ready);
+        server.stop().await;
     }
 }
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use millrace_bundle::onnx::ModelProto;
 use millrace_bundle::{Bundle, Imported, Lineage};
 use millrace_datafs::Name;
+use millrace_serving::hazards::{self, Divisors};
 use tokio::runtime::Handle;
 
 use super::{graph, publish, read};
@@ -41,6 +42,10 @@ pub(super) fn into_folder(file: &Path, name: &str, folder: &Path) -> Result<Bund
 fn bundle(file: &Path, name: &str, version: u64) -> Result<Bundle> {
     let (bytes, model) = read(file)?;
     graph(&model, file)?;
+    // What depends on divisors is for the server to refuse, whose configuration may vouch for them.
+    if let Err(hazard) = hazards::check(&model, Divisors::Trusted) {
+        return fail(Exit::Usage, format!("cannot import {}: {hazard}", file.display()));
+    }
     let file_name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let imported = Imported { file: file_name, producer: producer(&model) };
     // It holds the weights once more.

@@ -199,6 +199,8 @@ async fn a_bundle_has_its_weights_among_the_files_of_its_manifest() {
     assert_eq!(loaded.model_bytes(), bundle.model_onnx().len() as u64 + 32);
     let (onnx, files) = loaded.runnable().unwrap();
     assert_eq!((&onnx, files.len(), files[0].0), (bundle.model_onnx(), 1, "w.bin"));
+    let (onnx, _) = loaded.runnable_with_shapes().unwrap();
+    assert_eq!(&onnx, bundle.model_onnx());
     // The graph of another, with a manifest that lists no such file.
     let hostile = outside_of_linear("../../../etc/passwd");
     let manifest = String::from_utf8(bundle.files().pop().unwrap().1.to_vec()).unwrap();

@@ -1,5 +1,6 @@
 //! Forms that exporters write: shapes that graphs compute, functions, graphs inside graphs.
 
+use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
 
@@ -77,6 +78,7 @@ fn a_constant_is_expanded_as_pytorch_writes_it() {
     let token = |g: &mut Build, shape: &str| {
         let fill = AttributeProto {
             name: Some("value".into()),
+            r#type: Some(AttributeType::Tensor as i32),
             t: Some(millrace_bundle::onnx::TensorProto {
                 dims: vec![1],
                 data_type: Some(DataType::Int64 as i32),

@@ -1,0 +1,140 @@
+//! What is known of a value without running the graph: its type, bounds of its integers, whether it has elements.
+
+use millrace_bundle::onnx::TensorProto;
+use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
+
+/// Longest constant whose elements are read.
+const ELEMENTS_MAX: usize = 1 << 20;
+
+/// A value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Known {
+    /// Type of the elements as graphs number it; 0 where it is not known.
+    pub(super) datatype: i32,
+    /// The smallest that an element may be, of integers.
+    pub(super) low: i64,
+    /// The largest that an element may be, of integers. Those of 64 bits without a sign may be larger where this is
+    /// `i64::MAX`.
+    pub(super) high: i64,
+    /// Whether it has at least one element.
+    pub(super) full: bool,
+    /// Whether it is a constant of which no element is 0 or -1.
+    divides: bool,
+}
+
+impl Default for Known {
+    fn default() -> Known {
+        Known { datatype: 0, low: i64::MIN, high: i64::MAX, full: false, divides: false }
+    }
+}
+
+/// The bounds of a type.
+pub(super) fn bounds_of(datatype: i32) -> (i64, i64) {
+    use DataType as T;
+    match T::try_from(datatype) {
+        Ok(T::Bool) => (0, 1),
+        Ok(T::Uint8) => (0, u8::MAX.into()),
+        Ok(T::Uint16) => (0, u16::MAX.into()),
+        Ok(T::Uint32) => (0, u32::MAX.into()),
+        Ok(T::Uint64) => (0, i64::MAX),
+        Ok(T::Int8) => (i8::MIN.into(), i8::MAX.into()),
+        Ok(T::Int16) => (i16::MIN.into(), i16::MAX.into()),
+        Ok(T::Int32) => (i32::MIN.into(), i32::MAX.into()),
+        _ => (i64::MIN, i64::MAX),
+    }
+}
+
+impl Known {
+    /// Any value of a type.
+    pub(super) fn of_type(datatype: i32, full: bool) -> Known {
+        let (low, high) = bounds_of(datatype);
+        Known { datatype, low, high, full, divides: false }
+    }
+
+    /// A constant.
+    pub(super) fn of_tensor(tensor: &TensorProto) -> Known {
+        let full = tensor.dims.iter().all(|extent| *extent > 0);
+        let known = Known::of_type(tensor.data_type(), full);
+        let Some(elements) = elements(tensor) else { return known };
+        elements
+            .fold(None, |found: Option<Known>, element| {
+                let divides = !matches!(element, 0 | -1) && found.is_none_or(|found| found.divides);
+                let (low, high) = found.map_or((element, element), |found| (found.low, found.high));
+                Some(Known { low: low.min(element), high: high.max(element), divides, ..known })
+            })
+            .unwrap_or(known)
+    }
+
+    /// The same type within bounds, where it holds them; else any value of it, as integers wrap around.
+    pub(super) fn within(self, bounds: Option<(i64, i64)>) -> Known {
+        let (least, most) = bounds_of(self.datatype);
+        match bounds {
+            Some((low, high)) if least <= low && high <= most => Known { low, high, divides: false, ..self },
+            _ => Known::of_type(self.datatype, self.full),
+        }
+    }
+
+    pub(super) fn bounds(&self) -> (i64, i64) {
+        (self.low, self.high)
+    }
+
+    pub(super) fn has_no_type(&self) -> bool {
+        self.datatype == 0
+    }
+
+    /// Whether its elements are integers; `None` where its type is not known.
+    pub(super) fn is_integer(&self) -> Option<bool> {
+        use DataType as T;
+        match T::try_from(self.datatype) {
+            Ok(T::Undefined) | Err(_) => None,
+            Ok(T::Uint8 | T::Uint16 | T::Uint32 | T::Uint64 | T::Int8 | T::Int16 | T::Int32 | T::Int64) => {
+                Some(true)
+            }
+            Ok(_) => Some(false),
+        }
+    }
+
+    /// Whether a value can be divided by it, element by element.
+    pub(super) fn may_divide(&self, dividend: &Known) -> bool {
+        let holds = |number: i64| (self.low..=self.high).contains(&number);
+        self.divides || (!holds(0) && (!holds(-1) || dividend.low > bounds_of(self.datatype).0))
+    }
+}
+
+/// The elements of a tensor of integers that is in the graph and not long.
+fn elements(tensor: &TensorProto) -> Option<Box<dyn Iterator<Item = i64> + '_>> {
+    use DataType as T;
+    if !tensor.external_data.is_empty() || tensor.data_location() == DataLocation::External {
+        return None;
+    }
+    let count = tensor.dims.iter().try_fold(1usize, |count, extent| {
+        usize::try_from(*extent).ok().and_then(|extent| count.checked_mul(extent))
+    })?;
+    let raw = tensor.raw_data.as_deref().unwrap_or_default();
+    macro_rules! numbers {
+        ($number:ty, $typed:expr, $as:expr) => {{
+            const WIDTH: usize = size_of::<$number>();
+            let has = if raw.is_empty() { $typed.len() } else { raw.len() / WIDTH };
+            if has != count || count > ELEMENTS_MAX {
+                return None;
+            }
+            let of_raw = raw.as_chunks::<WIDTH>().0.iter().map(|bytes| <$number>::from_le_bytes(*bytes));
+            let of_typed = $typed.iter().map(|number| *number as $number);
+            let numbers = of_raw.chain(of_typed.take(if raw.is_empty() { count } else { 0 }));
+            Some(Box::new(numbers.map($as)))
+        }};
+    }
+    match T::try_from(tensor.data_type()).ok()? {
+        T::Int8 => numbers!(i8, tensor.int32_data, i64::from),
+        T::Int16 => numbers!(i16, tensor.int32_data, i64::from),
+        T::Int32 => numbers!(i32, tensor.int32_data, i64::from),
+        T::Uint8 => numbers!(u8, tensor.int32_data, i64::from),
+        T::Uint16 => numbers!(u16, tensor.int32_data, i64::from),
+        T::Uint32 => numbers!(u32, tensor.uint64_data, i64::from),
+        T::Int64 => numbers!(i64, tensor.int64_data, |number| number),
+        T::Uint64 => {
+            numbers!(u64, tensor.uint64_data, |number| i64::try_from(number).unwrap_or(i64::MAX))
+        }
+        _ => None,
+    }
+}

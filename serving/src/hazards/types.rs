@@ -1,0 +1,143 @@
+//! Types of what operators give.
+
+use millrace_bundle::onnx::attribute_proto::AttributeType;
+use millrace_bundle::onnx::tensor_proto::DataType;
+
+use super::Call;
+use super::known::Known;
+
+const FLOAT: i32 = DataType::Float as i32;
+const UINT8: i32 = DataType::Uint8 as i32;
+const INT32: i32 = DataType::Int32 as i32;
+const INT64: i32 = DataType::Int64 as i32;
+const STRING: i32 = DataType::String as i32;
+const BOOL: i32 = DataType::Bool as i32;
+
+/// The type of the elements of an output, as graphs number it; 0 where it is not known.
+pub(super) fn of_output(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
+    match call.node.domain() {
+        "" | "ai.onnx" => of_onnx(call, place, inside),
+        "ai.onnx.ml" => of_learners(call, place),
+        _ => of_others(call),
+    }
+}
+
+fn of_input(call: &Call<'_>, place: usize) -> i32 {
+    call.input(place).map_or(0, |input| input.datatype)
+}
+
+/// A type that an attribute says.
+fn said(call: &Call<'_>, name: &str, default: i32) -> i32 {
+    call.int(name).map_or(default, |datatype| i32::try_from(datatype).unwrap_or(0))
+}
+
+fn of_onnx(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
+    let first = of_input(call, 0);
+    match (call.node.op_type(), place) {
+        ("Cast", _) => said(call, "to", 0),
+        ("CastLike" | "Where" | "DequantizeLinear", _) => of_input(call, 1),
+        ("OneHot", _) => of_input(call, 2),
+        ("Constant", _) => of_constant(call),
+        ("ConstantOfShape", _) => {
+            let value = call.attribute("value");
+            value.map_or(FLOAT, |value| value.t.as_ref().map_or(0, |tensor| tensor.data_type()))
+        }
+        ("ArgMax" | "ArgMin" | "NonMaxSuppression" | "NonZero" | "SequenceLength" | "Shape" | "Size", _)
+        | ("MaxPool" | "StringSplit" | "TopK" | "Unique", 1..) => INT64,
+        (
+            "And" | "Equal" | "Greater" | "GreaterOrEqual" | "IsInf" | "IsNaN" | "Less" | "LessOrEqual"
+            | "Not" | "OptionalHasElement" | "Or" | "RegexFullMatch" | "Xor",
+            _,
+        )
+        | ("Dropout", 1) => BOOL,
+        ("QuantizeLinear", _) => match of_input(call, 2) {
+            0 => said(call, "output_dtype", UINT8),
+            datatype => datatype,
+        },
+        ("DynamicQuantizeLinear", 1) => FLOAT,
+        ("DynamicQuantizeLinear" | "ImageDecoder", _) => UINT8,
+        ("ConvInteger" | "MatMulInteger", _) => INT32,
+        ("QLinearConv" | "QLinearMatMul", _) => of_input(call, 7),
+        ("Bernoulli" | "EyeLike" | "RandomNormalLike" | "RandomUniformLike", _) => said(call, "dtype", first),
+        ("RandomNormal" | "RandomUniform" | "SequenceEmpty", _) => said(call, "dtype", FLOAT),
+        ("Multinomial", _) => said(call, "dtype", INT32),
+        ("BlackmanWindow" | "HammingWindow" | "HannWindow" | "MelWeightMatrix", _) => {
+            said(call, "output_datatype", FLOAT)
+        }
+        ("TfIdfVectorizer", _) => FLOAT,
+        ("StringNormalizer" | "StringSplit", _) => STRING,
+        // The first result of the graph inside a loop says whether it goes on.
+        ("Loop", _) => inside.first().and_then(|results| results.get(place + 1)).map_or(0, |it| it.datatype),
+        ("If" | "Scan" | "SequenceMap", _) => {
+            inside.first().and_then(|results| results.get(place)).map_or(0, |it| it.datatype)
+        }
+        _ => first,
+    }
+}
+
+fn of_constant(call: &Call<'_>) -> i32 {
+    let Some(attribute) = call.node.attribute.first().and_then(|attribute| call.followed(attribute)) else {
+        return 0;
+    };
+    match attribute.r#type() {
+        AttributeType::Tensor => attribute.t.as_ref().map_or(0, |tensor| tensor.data_type()),
+        AttributeType::Float | AttributeType::Floats => FLOAT,
+        AttributeType::Int | AttributeType::Ints => INT64,
+        AttributeType::String | AttributeType::Strings => STRING,
+        AttributeType::SparseTensor => {
+            let sparse = attribute.sparse_tensor.as_ref();
+            sparse.and_then(|sparse| sparse.values.as_ref()).map_or(0, |values| values.data_type())
+        }
+        _ => 0,
+    }
+}
+
+fn of_learners(call: &Call<'_>, place: usize) -> i32 {
+    let has = |name: &str| call.attribute(name).is_some();
+    match call.node.op_type() {
+        "ArrayFeatureExtractor" | "Binarizer" | "Imputer" | "TreeEnsemble" => of_input(call, 0),
+        "FeatureVectorizer"
+        | "LinearRegressor"
+        | "Normalizer"
+        | "OneHotEncoder"
+        | "SVMRegressor"
+        | "Scaler"
+        | "TreeEnsembleRegressor" => FLOAT,
+        "LinearClassifier" | "SVMClassifier" | "TreeEnsembleClassifier" => match place {
+            0 if has("classlabels_ints") || has("classlabels_int64s") => INT64,
+            0 => STRING,
+            _ => FLOAT,
+        },
+        "CategoryMapper" => {
+            if of_input(call, 0) == STRING {
+                INT64
+            } else {
+                STRING
+            }
+        }
+        "LabelEncoder" if has("values_floats") => FLOAT,
+        "LabelEncoder" if has("values_strings") => STRING,
+        "LabelEncoder" if has("values_int64s") => INT64,
+        "LabelEncoder" => {
+            let tensor = call.attribute("values_tensor").and_then(|values| values.t.as_ref());
+            tensor.map_or(0, |tensor| tensor.data_type())
+        }
+        _ => 0,
+    }
+}
+
+/// Operators of other domains give floats where they take some, but for those whose names tell otherwise.
+fn of_others(call: &Call<'_>) -> i32 {
+    const OTHER: [&str; 8] =
+        ["Quant", "QLinear", "Integer", "Search", "Sampling", "Unique", "Warping", "Hash"];
+    let is_float = |datatype: &i32| {
+        use DataType as T;
+        matches!(T::try_from(*datatype), Ok(T::Float | T::Double | T::Float16 | T::Bfloat16))
+    };
+    let operator = call.node.op_type();
+    if call.node.domain() != "com.microsoft" || OTHER.iter().any(|word| operator.contains(word)) {
+        return 0;
+    }
+    let inputs = call.inputs.iter().flatten().map(|input| input.datatype);
+    inputs.into_iter().find(is_float).unwrap_or(0)
+}

@@ -1,0 +1,82 @@
+//! Runs outside of requests, as those that warm sessions up: they are ended when they take too long.
+//!
+//! A version is ready after them, and so are the versions that are loaded after it. A graph may loop for ever on the
+//! inputs that it is tried with.
+
+use std::fmt;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use millrace_bundle::TensorSpec;
+use ort::session::RunOptions;
+
+use super::Session;
+use super::values::run_tensors_until;
+use crate::error::{InferError, one_line};
+use crate::statistics::Times;
+use crate::tensor::Tensor;
+
+/// Longest run: the first one of a model of many gigabytes takes some seconds on one core.
+pub(super) const RUN_MAX: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
+/// The same where the first run compiles the graph, as TensorRT does: that takes minutes.
+pub(super) const COMPILATION_MAX: Duration = Duration::from_secs(3600);
+
+/// Why a run gave nothing.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// It was ended after this time.
+    Endless(Duration),
+    /// ONNX Runtime or the graph refused it.
+    Refused(InferError),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Endless(limit) => write!(
+                f,
+                "a run did not end within {} s and was ended: bound the loops of the graph",
+                limit.as_secs_f32()
+            ),
+            Failure::Refused(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Runs a session on inputs in the signature's order, for no longer than a limit. ONNX Runtime looks between two nodes,
+/// those of the graphs inside of others included, whether it is to end.
+pub(super) fn run(
+    session: &mut Session,
+    inputs: &[Tensor],
+    outputs: &[TensorSpec],
+    limit: Duration,
+) -> Result<(Vec<Tensor>, Times), Failure> {
+    let internal = |reason: String| Failure::Refused(InferError::internal(reason));
+    let options =
+        RunOptions::new().map_err(|error| internal(format!("ONNX Runtime: {}", one_line(&error))))?;
+    let options = &options;
+    thread::scope(|scope| {
+        let (running, ended) = mpsc::channel::<()>();
+        let watch = move || {
+            // The other end is dropped when the run has ended.
+            let is_late = ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
+            if is_late && let Err(error) = options.terminate() {
+                tracing::warn!(%error, "a run that takes too long cannot be ended");
+            }
+            is_late
+        };
+        let watch = thread::Builder::new()
+            .name("run limit".into())
+            .spawn_scoped(scope, watch)
+            .map_err(|error| internal(format!("no thread for the limit of a run: {error}")))?;
+        let result = run_tensors_until(session, inputs, outputs, options);
+        drop(running);
+        // One that panicked has ended nothing.
+        let is_late = watch.join().unwrap_or(false);
+        result.map_err(|error| if is_late { Failure::Endless(limit) } else { Failure::Refused(error) })
+    })
+}
+
+#[cfg(test)]
+mod tests;
