@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use millrace_bundle::onnx::{ModelProto, StringStringEntryProto, tensor_proto::DataLocation};
+use millrace_bundle::onnx::{
+    AttributeProto, ModelProto, NodeProto, StringStringEntryProto, attribute_proto::AttributeType,
+    tensor_proto::DataLocation,
+};
 use millrace_serving::client::Client;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
@@ -211,4 +214,53 @@ fn weights_beside_a_graph_are_imported_with_it() {
         assert!(code == 2 && line.contains("cannot import"), "{location}: {code}: {line}");
     }
     assert_eq!(versions(&folder.join("m")), [1, 2]);
+}
+
+#[test]
+fn graphs_that_servers_refuse_are_refused_or_named_at_the_import() {
+    let home = Home::new();
+    let (made, folder) = (onnx(&home), folder(&home));
+    let model = ModelProto::decode(&std::fs::read(&made).unwrap()[..]).unwrap();
+    let node =
+        |domain: &str, operator: &str, inputs: &[&str], output: &str, attribute: AttributeProto| NodeProto {
+            domain: Some(domain.into()),
+            op_type: Some(operator.into()),
+            input: inputs.iter().map(ToString::to_string).collect(),
+            output: vec![output.into()],
+            attribute: if attribute.name.is_some() { vec![attribute] } else { vec![] },
+            ..Default::default()
+        };
+    let attribute = |name: &str, kind: AttributeType| AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(kind as i32),
+        ..Default::default()
+    };
+    let with = |nodes: Vec<NodeProto>, file: &str| {
+        let mut model = model.clone();
+        model.graph.as_mut().unwrap().node.extend(nodes);
+        home.file(file, model.encode_to_vec())
+    };
+    let probit =
+        AttributeProto { s: Some(b"PROBIT".to_vec()), ..attribute("post_transform", AttributeType::String) };
+    let scores =
+        with(vec![node("ai.onnx.ml", "LinearRegressor", &["input"], "scores", probit)], "scores.onnx");
+    let import = |file: &Path| {
+        ["model", "import", text(file), "--name", "m", "--models", text(&folder)].map(str::to_owned)
+    };
+    let (exit, line) = home.fails(import(&scores));
+    assert!(exit == 2 && line.contains("ai.onnx.ml.LinearRegressor") && line.contains("PROBIT"), "{line}");
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    assert!(home.json(["model", "show", text(&scores)])["refused"].as_str().unwrap().contains("PROBIT"));
+    // The configuration of a server may vouch for divisors.
+    let whole = AttributeProto { i: Some(7), ..attribute("to", AttributeType::Int) };
+    let quotient = with(
+        vec![
+            node("", "Cast", &["input"], "whole", whole),
+            node("", "Div", &["whole", "whole"], "quotient", AttributeProto::default()),
+        ],
+        "quotient.onnx",
+    );
+    let said = home.json(import(&quotient));
+    assert!(said["refused"].as_str().unwrap().contains("nonzero_divisors"), "{said}");
+    assert_eq!(home.json(["model", "show", text(&made)]).get("refused"), None);
 }

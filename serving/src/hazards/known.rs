@@ -19,7 +19,7 @@ pub(super) struct Known {
     /// Whether it has at least one element.
     pub(super) full: bool,
     /// Whether it is a constant of which no element is 0 or -1.
-    divides: bool,
+    pub(super) divides: bool,
 }
 
 impl Default for Known {
