@@ -4,8 +4,6 @@
 mod answering;
 mod calls;
 mod quota;
-mod rests;
-mod timer;
 
 pub(crate) use quota::{Answer, Call, Held, Quota};
 
@@ -24,7 +22,6 @@ use tokio::time::Sleep;
 
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
-use crate::session::Realtime;
 use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
@@ -56,7 +53,6 @@ pub(crate) struct Listener {
     unsent_bytes_max: usize,
     streams_max: u32,
     securing: Option<Securing>,
-    realtime: Realtime,
 }
 
 impl Listener {
@@ -95,13 +91,7 @@ impl Listener {
             unsent_bytes_max: limits.unsent_bytes_max,
             streams_max: streams_max(limits),
             securing: None,
-            realtime: Realtime::default(),
         }
-    }
-
-    /// Threads that read what clients send are of the real-time class where that is wanted.
-    pub(crate) fn prompt(self, realtime: Realtime) -> Listener {
-        Listener { realtime, ..self }
     }
 
     /// Takes connections with TLS alone, if there is something to secure them with.
@@ -189,7 +179,6 @@ struct Connection {
     opening: Option<(usize, Pin<Box<Sleep>>)>,
     /// Runs while the client takes nothing of what waits for it.
     writing: Option<Pin<Box<Sleep>>>,
-    realtime: Realtime,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -208,7 +197,6 @@ impl Connection {
             stalled: listener.stalled,
             opening: Some((0, Box::pin(tokio::time::sleep(listener.stalled)))),
             writing: None,
-            realtime: listener.realtime,
             _permit: permit,
         }
     }
@@ -243,7 +231,6 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.realtime.settle();
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
         let Some((matched, deadline)) = &mut self.opening else { return read };

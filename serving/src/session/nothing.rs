@@ -1,7 +1,7 @@
-//! Tensors without elements: which graphs may get them.
+//! Graphs that may get tensors without elements.
 //!
-//! ONNX Runtime ends the process on them in some operators (LSTM, GRU, `Unique`, attention). So they reach graphs alone
-//! that are made of operators known to take them.
+//! ONNX Runtime ends the process on such tensors in some operators (LSTM, GRU, `Unique`, attention). Only graphs of
+//! operators that are known to take them get them.
 
 use millrace_bundle::onnx::ModelProto;
 

@@ -1,40 +1,41 @@
-//! Memory of GPUs that a peak of load took and that runs do not need any more.
+//! Release of GPU memory after peaks of load.
 //!
-//! On a GPU a session keeps what its runs have taken in an arena, since the device is slow to give memory; only a run can
-//! have the arena give back what is free after it. So when its runs have become far smaller, a session that is free runs
-//! a row of zeros for that. On the processor there is no arena, and the allocator gives back what is not used.
+//! On a GPU, a session keeps the memory of its runs in an arena, because allocations on the device are slow. Only a run
+//! can make the arena release what is free after it. When the runs of a session have become far smaller, an idle session
+//! runs one row of zeros for that purpose. On the processor there is no arena, and the allocator returns unused memory.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::background;
-use super::handover::Shared;
-use super::lease::Lease;
+use tokio::sync::oneshot;
+
+use super::batch::Lease;
+use super::scheduler::Scheduler;
 use super::values::release;
 use crate::error::InferError;
 use crate::tensor::Tensor;
 
-/// How often is looked for peaks that are over: as long as the allocator of the processor's memory keeps what is not used.
+/// Time between two checks: as long as the allocator of the processor keeps unused memory.
 const PERIOD: Duration = Duration::from_secs(10);
-/// A peak is over when runs were smaller by this factor for a period. What is given back has to be taken again when
-/// they become larger, which costs some hundred microseconds.
+/// A peak is over when runs were smaller by this factor for a period. Allocating the memory again costs some hundred
+/// microseconds.
 const SMALLER: usize = 2;
 
-/// What runs of a session have taken in, in elements of inputs.
+/// Sizes of a session's runs, in elements of their inputs.
 #[derive(Debug, Default)]
 pub(super) struct Peak {
-    /// The first one, which is one row of zeros.
+    /// The first run, which is one row of zeros.
     least: usize,
-    /// The largest since memory was given back.
+    /// The largest since memory was released.
     most: usize,
-    /// The largest since peaks were looked for.
+    /// The largest since the last check.
     lately: usize,
-    /// There was a peak that is over.
+    /// A peak is over, and its memory is not released yet.
     is_over: bool,
 }
 
 impl Peak {
-    /// Notes a run that begins, of so many elements of inputs.
+    /// Notes the start of a run with so many elements of inputs.
     pub(super) fn runs(&mut self, elements: usize) {
         if self.least == 0 {
             self.least = elements;
@@ -43,7 +44,7 @@ impl Peak {
         self.lately = self.lately.max(elements);
     }
 
-    /// Looks whether there was a peak that is over, once in a period.
+    /// Checks for a peak that is over, once in a period.
     fn look(&mut self) {
         let lately = std::mem::take(&mut self.lately).max(self.least);
         if self.most / SMALLER > lately {
@@ -52,27 +53,27 @@ impl Peak {
         }
     }
 
-    /// Whether memory is to be given back, which is up to whoever asks.
+    /// Whether memory is to be released, which the caller does.
     fn ends(&mut self) -> bool {
         std::mem::take(&mut self.is_over)
     }
 }
 
-/// Has the sessions of a version give back what peaks took, from now until it is gone. `arenas` are those of its
-/// devices, `row` a row of zeros. Without a runtime of tasks nothing is given back.
-pub(super) fn end_from_time_to_time(shared: &Arc<Shared>, arenas: Vec<String>, row: Vec<Tensor>) {
+/// Shrinks the arenas of a version's sessions after peaks, until the version is gone. `arenas` are the names of its
+/// devices, `row` is one row of zeros. Without a Tokio runtime nothing is shrunk.
+pub(super) fn shrink_periodically(scheduler: &Arc<Scheduler>, arenas: Vec<String>, row: Vec<Tensor>) {
     let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-    let shared = Arc::downgrade(shared);
+    let scheduler = Arc::downgrade(scheduler);
     let (arenas, row) = (Arc::from(arenas), Arc::from(row));
     runtime.spawn(async move {
         loop {
             tokio::time::sleep(PERIOD).await;
-            match end(&shared, &arenas, &row).await {
+            match shrink(&scheduler, &arenas, &row).await {
                 None => return,
                 Some(Ok(0)) => {}
-                Some(Ok(sessions)) => tracing::debug!(sessions, "memory of a peak of load was given back"),
+                Some(Ok(sessions)) => tracing::debug!(sessions, "sessions released the memory of a peak"),
                 Some(Err(error)) => {
-                    tracing::warn!(%error, "what peaks of load take on the device stays until the version is unloaded");
+                    tracing::warn!(%error, "device memory of peaks stays in use until the version is unloaded");
                     return;
                 }
             }
@@ -80,32 +81,36 @@ pub(super) fn end_from_time_to_time(shared: &Arc<Shared>, arenas: Vec<String>, r
     });
 }
 
-/// Has each session that is free and had a peak that is over give back what it took; how many there were. `None` when
-/// the version is gone.
-pub(super) async fn end(
-    shared: &Weak<Shared>,
+/// Shrinks the arena of each idle session whose peak is over; the number of such sessions. `None` when the version is
+/// gone.
+pub(super) async fn shrink(
+    scheduler: &Weak<Scheduler>,
     arenas: &Arc<[String]>,
     row: &Arc<[Tensor]>,
 ) -> Option<Result<usize, InferError>> {
-    let mut ended = 0;
-    shared.upgrade()?.state.lock().free.iter_mut().for_each(|session| session.peak.look());
+    let mut shrunk = 0;
+    scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.look());
     loop {
-        // One after the other: the others are free for requests meanwhile.
-        let shared = shared.upgrade()?;
-        let free = shared.state.lock().free.take_if(|session| session.peak.ends());
-        let Some(session) = free else { return Some(Ok(ended)) };
-        let mut lease = Lease::new(&shared, session);
+        // One after the other: the others stay available to requests.
+        let scheduler = scheduler.upgrade()?;
+        let idle = scheduler.state.lock().idle.take_if(|session| session.peak.ends());
+        let Some(session) = idle else { return Some(Ok(shrunk)) };
+        let mut lease = Lease::new(&scheduler, session);
         let (arenas, row) = (Arc::clone(arenas), Arc::clone(row));
-        let run = move || {
-            let session =
-                lease.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))?;
-            let arena = arenas.get(session.place).map_or("", String::as_str);
-            release(session, &row, arena)
-        };
-        if let Err(error) = background::run(&shared.account, shared.run_micros(), 1, run).await {
-            return Some(Err(error));
+        let (done, released) = oneshot::channel();
+        scheduler.execute(Box::new(move || {
+            let result = lease.session().and_then(|session| {
+                let arena = arenas.get(session.place).map_or("", String::as_str);
+                release(session, &row, arena)
+            });
+            drop(lease);
+            // Fails when the runtime shuts down, and nothing follows.
+            let _ = done.send(result);
+        }));
+        match released.await.unwrap_or_else(|_| Err(InferError::internal("the run ended without a result"))) {
+            Ok(()) => shrunk += 1,
+            Err(error) => return Some(Err(error)),
         }
-        ended += 1;
     }
 }
 
