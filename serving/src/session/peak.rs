@@ -116,7 +116,27 @@ pub(super) async fn shrink(
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::time::Instant;
+
+    use millrace_bundle::onnx::{
+        GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TypeProto, ValueInfoProto,
+        tensor_proto, tensor_shape_proto, type_proto,
+    };
+    use millrace_bundle::{Datatype, TensorSpec};
+    use prost::Message as _;
+
+    use super::super::Session;
+    use super::super::executor::Executor;
+    use super::super::queue::QueueLimits;
+    use super::super::scheduler::Policy;
+    use super::super::work::tests::work;
+    use super::super::work::{Output, Work};
     use super::*;
+    use crate::config::Memory;
+    use crate::runtime::Runtime;
+    use crate::tensor::Held;
 
     fn is_over(peak: &mut Peak) -> bool {
         peak.look();
@@ -124,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peak_is_over_when_runs_were_far_smaller_for_a_period() {
+    fn peak_is_over_when_runs_were_far_smaller_for_a_period() {
         let mut peak = Peak::default();
         assert!(!is_over(&mut peak), "nothing has run");
         peak.runs(10);
@@ -137,14 +157,14 @@ mod tests {
         peak.runs(400);
         assert!(is_over(&mut peak));
         peak.runs(400);
-        assert!(!is_over(&mut peak), "it was given back, and 400 is the most now");
+        assert!(!is_over(&mut peak), "it was released, and 400 is the most now");
         peak.runs(10);
         peak.runs(10);
         assert!(is_over(&mut peak) && !is_over(&mut peak));
     }
 
     #[test]
-    fn a_session_in_use_gives_back_later() {
+    fn session_in_use_releases_its_memory_later() {
         let mut peak = Peak::default();
         peak.runs(1);
         peak.runs(1000);
@@ -152,5 +172,113 @@ mod tests {
         peak.look();
         peak.runs(1000);
         assert!(peak.ends() && !peak.ends());
+    }
+
+    /// `y = relu(x)`, of rows of any width.
+    fn graph() -> Vec<u8> {
+        use tensor_shape_proto::{Dimension, dimension::Value};
+        let dim = |name: &str| Dimension { value: Some(Value::DimParam(name.into())), ..Default::default() };
+        let value = |name: &str| {
+            let tensor = type_proto::Tensor {
+                elem_type: Some(tensor_proto::DataType::Float as i32),
+                shape: Some(TensorShapeProto { dim: vec![dim("rows"), dim("width")] }),
+            };
+            let value = Some(type_proto::Value::TensorType(tensor));
+            let r#type = TypeProto { value, ..Default::default() };
+            ValueInfoProto { name: Some(name.into()), r#type: Some(r#type), ..Default::default() }
+        };
+        let node = NodeProto {
+            op_type: Some("Relu".into()),
+            input: vec!["x".into()],
+            output: vec!["y".into()],
+            ..Default::default()
+        };
+        let graph = GraphProto {
+            name: Some("relu".into()),
+            node: vec![node],
+            input: vec![value("x")],
+            output: vec![value("y")],
+            ..Default::default()
+        };
+        let opset_import = vec![OperatorSetIdProto { version: Some(17), ..Default::default() }];
+        let model =
+            ModelProto { ir_version: Some(8), opset_import, graph: Some(graph), ..Default::default() };
+        model.encode_to_vec()
+    }
+
+    /// A scheduler with one session that has an arena. The processor's sessions have none otherwise; it is the same code
+    /// of ONNX Runtime as for GPUs.
+    fn scheduler() -> Arc<Scheduler> {
+        let arena = ort::ep::CPU::default().with_arena_allocator(true).build();
+        let environment = Runtime::load().unwrap().environment();
+        let builder = ort::session::builder::SessionBuilder::new(environment).unwrap();
+        let mut builder = builder.with_execution_providers([arena]).unwrap();
+        let session = Session::new(builder.commit_from_memory(&graph()).unwrap(), 0, Memory::Host);
+        let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
+        let policy = Policy {
+            rows_max: 0,
+            preferred: Vec::new(),
+            delay: Duration::ZERO,
+            limits: QueueLimits { requests_max: 64, bytes_max: usize::MAX },
+            is_predictable: false,
+            threads: 1,
+        };
+        let executor = Box::leak(Box::new(Executor::new()));
+        Arc::new(Scheduler::new(vec![session], vec![output], policy, executor, Instant::now))
+    }
+
+    async fn run(scheduler: &Arc<Scheduler>, rows: usize, width: usize) -> Output {
+        let input = Tensor::fp32("x", vec![rows as i64, width as i64], vec![1.0; rows * width]).unwrap();
+        let work = Work { inputs: vec![Held::Alone(input)], ..work(0, 1, &[0], 0) };
+        scheduler.run(work).await.unwrap()
+    }
+
+    fn resident_mib() -> usize {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        resident.trim().split(' ').next().unwrap().parse::<usize>().unwrap() >> 10
+    }
+
+    #[tokio::test]
+    async fn idle_session_releases_the_memory_of_a_peak() {
+        let scheduler = scheduler();
+        let row = Arc::from([Tensor::fp32("x", vec![1, 1], vec![0.0]).unwrap()]);
+        let arenas = Arc::from(["cpu:0".to_owned()]);
+        let weak = Arc::downgrade(&scheduler);
+        let shrink = || shrink(&weak, &arenas, &row);
+
+        drop(run(&scheduler, 1024, 1).await);
+        let before = resident_mib();
+        drop(run(&scheduler, 1024, 32 << 10).await);
+        let peak = resident_mib();
+        assert!(peak >= before + 100, "{before} MiB, then {peak}");
+        assert_eq!(shrink().await.unwrap().unwrap(), 0, "the peak was just now");
+        drop(run(&scheduler, 1024, 1).await);
+        // A session in use stays with its run.
+        let session = scheduler.state.lock().idle.take().unwrap();
+        let lease = Lease::new(&scheduler, session);
+        assert_eq!(shrink().await.unwrap().unwrap(), 0, "it is not idle");
+        drop(lease);
+        assert_eq!(shrink().await.unwrap().unwrap(), 1);
+        let after = resident_mib();
+        assert!(after <= before + 50, "{before} MiB, then {peak}, and {after} in the end");
+        assert_eq!(shrink().await.unwrap().unwrap(), 0, "once");
+        assert_eq!(scheduler.state.lock().idle.len(), 1);
+        drop(run(&scheduler, 1024, 3).await);
+
+        // A device whose memory the library does not know is an error, and the session stays.
+        drop(run(&scheduler, 1024, 32 << 10).await);
+        assert_eq!(shrink().await.unwrap().unwrap(), 0);
+        let unknown = Arc::from(["gpu:7".to_owned()]);
+        let error = super::shrink(&weak, &unknown, &row).await.unwrap().unwrap_err();
+        assert!(error.to_string().contains("gpu:7") || error.to_string().contains("arena"), "{error}");
+        assert_eq!(scheduler.state.lock().idle.len(), 1);
+        drop(run(&scheduler, 1024, 3).await);
+        drop(scheduler);
+        // The inference thread has a share in it until its task has ended.
+        while weak.strong_count() > 0 {
+            tokio::task::yield_now().await;
+        }
+        assert!(shrink().await.is_none(), "the version is gone");
     }
 }

@@ -65,7 +65,12 @@ impl Pool {
             },
             // On a GPU, runs of other models take their part of the time.
             is_predictable: has_fixed_cost && placement.on().is_cpu(),
-            threads: config.threads(),
+            // Runs on GPUs wait for them, and hardly use the thread.
+            threads: if placement.on().is_cpu() {
+                config.threads()
+            } else {
+                config.threads().max(sessions.len())
+            },
         };
         let outputs = signature.outputs.clone();
         let scheduler =

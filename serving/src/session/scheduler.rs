@@ -228,13 +228,15 @@ impl<R: Runner> Scheduler<R> {
         self.state.lock().queue.waiting()
     }
 
-    /// Counts dispatches that the executor needs beyond those submitted: one for each idle session, while requests are
-    /// queued and no leader is about to take them.
+    /// Counts dispatches that the executor needs beyond those submitted: one for each idle session while requests are
+    /// queued, but none for what fits into the batch of a leader.
     fn new_dispatches(&self, state: &mut State<R>, now: Instant) -> usize {
-        if state.leading || !self.is_ready(&state.queue, now) {
+        let is_taken = state.leading && state.queue.len() <= self.policy.rows_max;
+        if is_taken || !self.is_ready(&state.queue, now) {
             return 0;
         }
-        let wanted = state.idle.len().min(state.queue.len());
+        let idle = state.idle.len().saturating_sub(usize::from(state.leading));
+        let wanted = idle.min(state.queue.len());
         let new = wanted.saturating_sub(state.dispatches);
         state.dispatches += new;
         new
