@@ -177,7 +177,8 @@ impl<R: Runner> Scheduler<R> {
         now: Instant,
     ) -> Result<(Waiting<'_, R>, bool), InferError> {
         let mut state = self.state.lock();
-        let starts = state.queue.is_empty() && state.idle.len() > state.reserved();
+        let is_idle = state.queue.is_empty() && !state.leading;
+        let starts = state.queue.waiting() == 0 && state.idle.len() > state.reserved();
         let joins = state.leading && self.batches(&work) && state.queue.len() < self.policy.rows_max;
         let waits = !(starts || joins);
         if waits {
@@ -192,7 +193,7 @@ impl<R: Runner> Scheduler<R> {
             Ok(pushed) => pushed,
             Err(_) => return Err(self.full(before, bytes, "and none of them runs after it")),
         };
-        let leads = starts && may_lead && !state.leading;
+        let leads = may_lead && starts && is_idle;
         state.leading |= leads;
         let dispatches = self.new_dispatches(&mut state, now);
         drop(state);

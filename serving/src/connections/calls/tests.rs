@@ -73,7 +73,7 @@ fn poll(connection: &mut WithCalls<BoxFuture<'static, ()>>) -> usize {
 
 /// Polls a connection that has something to read.
 fn read(connection: &mut WithCalls<BoxFuture<'static, ()>>) -> usize {
-    let _ = connection.connection();
+    connection.of_connection.0.is_woken.store(true, Ordering::SeqCst);
     poll(connection)
 }
 

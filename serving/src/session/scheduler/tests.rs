@@ -397,7 +397,21 @@ async fn request_that_runs_at_its_deadline_is_answered() {
 }
 
 #[test]
-fn requests_beyond_the_limits_are_refused_only_if_no_session_is_idle() {
+fn requests_that_found_an_idle_session_do_not_count_towards_the_limits() {
+    let limits = QueueLimits { requests_max: 0, bytes_max: 0 };
+    let scheduler = scheduler(2, Policy { limits, ..policy() });
+    let mut calls = [1.0, 2.0].map(|value| pending(&scheduler, rows(1, LONG, value)));
+    assert_eq!(scheduler.waiting(), 0);
+    let error = answer(&mut call(&scheduler, rows(1, SHORT, 3.0))).unwrap_err();
+    assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
+    run_all(&scheduler);
+    assert_eq!(calls.each_mut().map(value), [1.0, 2.0]);
+    let mut call = pending(&scheduler, rows(1, SHORT, 3.0));
+    assert_eq!(value(&mut call), 3.0);
+}
+
+#[test]
+fn requests_beyond_the_limits_are_refused() {
     let mut policy = policy();
     policy.limits = QueueLimits { requests_max: 1, bytes_max: 8 * LONG };
     let scheduler = scheduler(1, policy);
