@@ -1,7 +1,6 @@
 //! A small model at a moderate load, alone and while a large one of the same server has all it can do.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use millrace_serving::load::{Closed, Measured, Open, closed, open};
@@ -18,48 +17,25 @@ const SHARE: f64 = 0.3;
 const CLIENTS: usize = 16;
 const WARM_UP: Duration = Duration::from_millis(500);
 
-pub(crate) const FIGURES: &[(&str, &str)] = &[
-    (
-        "mixed",
-        "MLP 16-64-64-4 at 30 % of its rps_c64, open loop: 99th percentile while 16 clients saturate MLP 512-2048-2048-16",
-    ),
-    ("mixed_floor", "the same against an empty loop on each core that gives way to everything else"),
-];
-
-/// What a load of the small model runs beside.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Beside {
-    Nothing,
-    /// As many requests of the large one as the server answers.
-    Large,
-    /// A loop on each core that does nothing, of the kernel's idle class: what the machine itself takes once its
-    /// cores have no rest, whoever gives them none.
-    Loops,
-}
-
-const ALL: [Beside; 3] = [Beside::Nothing, Beside::Large, Beside::Loops];
+pub(crate) const FIGURES: &[(&str, &str)] = &[(
+    "mixed",
+    "MLP 16-64-64-4 at 30 % of its rps_c64, open loop: 99th percentile while 16 clients saturate MLP 512-2048-2048-16",
+)];
 
 pub(crate) fn run(asked: &Asked, _: &Path, ours: &Served, report: &mut dyn FnMut(Figure)) {
     let rate = SHARE * capacity(ours, &TINY, asked.window());
-    let mut best = [f64::INFINITY; ALL.len()];
+    // Without and with the load of the large model.
+    let mut best = [f64::INFINITY; 2];
     for round in 0..asked.rounds() {
-        for turn in 0..ALL.len() {
-            let which = (turn + round) % ALL.len();
-            let small = measure(ours, rate, ALL[which], asked.window(), round as u64);
+        for turn in 0..best.len() {
+            let which = (turn + round) % best.len();
+            let small = measure(ours, rate, which == 1, asked.window(), round as u64);
             best[which] = best[which].min(p99(&small));
         }
     }
-    let [alone, beside, loops] = best.map(|seconds| seconds * 1e6);
-    for (name, control, against) in [
-        ("serving/mixed", alone, "the same load with nothing beside it"),
-        (
-            "serving/mixed_floor",
-            loops,
-            "the same load beside an empty loop of the kernel's idle class on each core",
-        ),
-    ] {
-        report(Figure { name, kind: Kind::Time, unit: "us", value: beside, control, against });
-    }
+    let [control, value] = best.map(|seconds| seconds * 1e6);
+    let against = "the same load with nothing beside it";
+    report(Figure { name: "serving/mixed", kind: Kind::Time, unit: "us", value, control, against });
 }
 
 /// The 99th percentile in seconds; none is long enough where more than one of a hundred was refused.
@@ -71,25 +47,19 @@ fn p99(measured: &Measured) -> f64 {
     measured.latency.quantile(0.99).as_secs_f64()
 }
 
-fn measure(ours: &Served, rate: f64, what: Beside, window: Duration, seed: u64) -> Measured {
+/// The small model's load, with or without that of the large one.
+fn measure(ours: &Served, rate: f64, with_large: bool, window: Duration, seed: u64) -> Measured {
     let load = Open { rate, connections: 8, deadline: None, warm_up: WARM_UP, duration: window, seed };
     let beside = Closed { clients: CLIENTS, warm_up: WARM_UP, duration: window };
-    let end = AtomicBool::new(false);
     let small = std::thread::scope(|scope| {
-        if what == Beside::Loops {
-            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-                scope.spawn(|| idle(&end));
-            }
-        }
         // Clients of their own, whose threads the small model's requests do not share.
-        let large = (what == Beside::Large)
+        let large = with_large
             .then(|| scope.spawn(|| client().block_on(closed(ours.address(), &LARGE.requests(), &beside))));
         let small = scope.spawn(|| {
             on_time();
             client().block_on(open(ours.address(), &TINY.requests(), &load))
         });
         let small = small.join().unwrap();
-        end.store(true, Ordering::Relaxed);
         if let Some(large) = large {
             let large = large.join().unwrap().unwrap();
             assert!(large.failed.is_empty() && large.latency.count() > 0, "large: {:?}", large.failed);
@@ -118,15 +88,6 @@ fn on_time() {
             "serving/mixed: the generator is not of the real-time class and may be late itself: {error}"
         );
     }
-}
-
-/// Keeps a core from resting until the end, and nobody from running.
-fn idle(end: &AtomicBool) {
-    let none = libc::sched_param { sched_priority: 0 };
-    // SAFETY: 0 is the calling thread, and the parameter outlives the call.
-    let set = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const none) };
-    assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
-    while !end.load(Ordering::Relaxed) {}
 }
 
 /// What a client runs on. One thread is enough for either load, and none of them waits for another one.

@@ -88,22 +88,13 @@ pub(crate) fn serve(arguments: Vec<String>) {
     });
 }
 
-/// What `millrace serve` is when nothing is configured, but for the ports, and `realtime` where the process may.
+/// What `millrace serve` is when nothing is configured, but for the ports.
 async fn ours(at: &Path, stop: CancellationToken) {
     let mut config = Config::default();
     for address in [&mut config.grpc, &mut config.http, &mut config.metrics] {
         address.set_port(0);
     }
-    let source = || Source::directory(at).unwrap();
-    config.realtime = true;
-    let serving = match millrace_serving::serve(&config, source(), stop.clone()).await {
-        Err(millrace_serving::Error::Config { reason }) => {
-            eprintln!("serving/mixed: {reason}");
-            config.realtime = false;
-            millrace_serving::serve(&config, source(), stop).await.unwrap()
-        }
-        serving => serving.unwrap(),
-    };
+    let serving = millrace_serving::serve(&config, Source::directory(at).unwrap(), stop).await.unwrap();
     println!("{}", serving.addresses().grpc);
     serving.join().await.unwrap();
 }

@@ -3,7 +3,6 @@
 use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::error::{Error, Result};
-use crate::session::end_realtime;
 
 /// Runs blocking work on a thread of its own. A panic of the work goes on in the caller.
 ///
@@ -26,10 +25,5 @@ pub(crate) async fn blocking<T: Send + 'static>(
 pub(crate) fn in_place<T>(long: bool, work: impl FnOnce() -> T) -> T {
     let has_others =
         || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);
-    if long && has_others() {
-        end_realtime();
-        tokio::task::block_in_place(work)
-    } else {
-        work()
-    }
+    if long && has_others() { tokio::task::block_in_place(work) } else { work() }
 }

@@ -47,13 +47,12 @@ pub struct Config {
     /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
     /// otherwise.
     pub allow_fallback: bool,
-    /// Threads that inference may use together; 0 takes what the control group and the CPU affinity
-    /// of the process allow.
+    /// Threads of the pool that inference runs on, and threads that a run of a large model may use; 0 takes what the
+    /// control group and the CPU affinity of the process allow.
     pub threads_max: usize,
-    /// Whether the threads that answer clients are of the kernel's real-time class while more than one model is in
-    /// use, so that long runs of one never delay the others. Takes root, CAP_SYS_NICE or a limit of real-time
-    /// priority of at least 1.
-    pub realtime: bool,
+    /// Ignored with a warning; the next release refuses it.
+    #[serde(skip_serializing)]
+    pub realtime: Option<bool>,
     /// Sessions per model version and device, each of which runs one request at a time; those on the processor
     /// share the weights. 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
     pub sessions_max: usize,
@@ -125,7 +124,7 @@ impl Default for Config {
             device: Devices::CPU,
             allow_fallback: false,
             threads_max: 0,
-            realtime: false,
+            realtime: None,
             sessions_max: 0,
             control: Control::Poll,
             load: Vec::new(),

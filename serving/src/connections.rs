@@ -5,9 +5,7 @@ mod answer;
 mod answering;
 mod calls;
 mod quota;
-mod rests;
 mod taking;
-mod timer;
 
 pub(crate) use answer::{Answer, Call};
 pub(crate) use quota::{Answers, Held, Quota};
@@ -27,7 +25,6 @@ use tokio::time::Sleep;
 
 use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
-use crate::session::Realtime;
 use crate::tls::{Securing, Stream};
 
 /// What a client of HTTP/2 sends first.
@@ -60,7 +57,6 @@ pub(crate) struct Listener {
     answers: Answers,
     streams_max: u32,
     securing: Option<Securing>,
-    realtime: Realtime,
 }
 
 impl Listener {
@@ -100,13 +96,7 @@ impl Listener {
             answers: Answers::new(limits.answer_bytes_max),
             streams_max: streams_max(limits),
             securing: None,
-            realtime: Realtime::default(),
         }
-    }
-
-    /// Threads that read what clients send are of the real-time class where that is wanted.
-    pub(crate) fn prompt(self, realtime: Realtime) -> Listener {
-        Listener { realtime, ..self }
     }
 
     /// Answers count together with those of the other listeners that have the same bound.
@@ -199,7 +189,6 @@ struct Connection {
     opening: Option<(usize, Pin<Box<Sleep>>)>,
     /// Runs while the client takes nothing of what waits for it.
     writing: Option<Pin<Box<Sleep>>>,
-    realtime: Realtime,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -218,7 +207,6 @@ impl Connection {
             stalled: listener.stalled,
             opening: Some((0, Box::pin(tokio::time::sleep(listener.stalled)))),
             writing: None,
-            realtime: listener.realtime,
             _permit: permit,
         }
     }
@@ -253,7 +241,6 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.realtime.settle();
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
         let Some((matched, deadline)) = &mut self.opening else { return read };

@@ -318,7 +318,6 @@ pub(crate) async fn infer_with(
         timeout: request.timeout,
         deadline: request.deadline,
         client: request.client,
-        beside: false,
     };
     let (outputs, inferences, times) = perform(model, place, checked).await?;
     let outputs = outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?;
@@ -363,8 +362,8 @@ async fn perform(
     let answer_by = request.deadline;
     let deadline = answer_by.into_iter().chain(expires).min();
     let level = model.pool.level(request.priority);
-    let (client, beside) = (request.client, request.beside);
-    let work = Work { inputs, outputs, stays, rows, queued, deadline, answer_by, level, client, beside };
+    let client = request.client;
+    let work = Work { inputs, outputs, stays, rows, queued, deadline, answer_by, level, client };
     // A model whose first extent is no batch answers one inference per request.
     let inferences = |rows: usize| rows.max(1) as u64;
     let mut missed = None;

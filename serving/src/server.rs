@@ -30,7 +30,6 @@ use crate::peer::Noted;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
 use crate::rest::pages::{self, Pages};
-use crate::session::Realtime;
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
@@ -100,8 +99,8 @@ impl Serving {
 ///
 /// # Errors
 /// [`Error::Config`] for a limit of 0, for what is no origin, for certificates and tokens that cannot
-/// be used, for a collector of spans that is none, and for `realtime` where the process may not; [`Error::Bind`] when a port is taken; what [`Repository::open`] says. Nothing runs on
-/// afterwards.
+/// be used, and for a collector of spans that is none; [`Error::Bind`] when a port is taken; what [`Repository::open`]
+/// says. Nothing runs on afterwards.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
 }
@@ -124,6 +123,11 @@ pub async fn serve_with(
     cancel: CancellationToken,
 ) -> Result<Serving> {
     config.limits.check()?;
+    if config.realtime.is_some() {
+        tracing::warn!(
+            "[serving] realtime has no effect any more and will be refused by the next release: remove it"
+        );
+    }
     if let Some(directory) = config.trace_directory.as_deref().filter(|path| !path.is_dir()) {
         let reason = format!("trace_directory {} is not a folder", directory.display());
         return Err(Error::Config { reason });
@@ -142,8 +146,6 @@ struct Entrance {
     tokens: Option<Arc<Tokens>>,
     /// Where spans of those who passed are sent.
     telemetry: Option<telemetry::Opened>,
-    /// How those who passed are served.
-    realtime: Realtime,
 }
 
 impl Entrance {
@@ -154,13 +156,11 @@ impl Entrance {
                 "tokens come over connections without TLS, where others may read them: set [serving.tls]"
             );
         }
-        let realtime = config.realtime;
         let open = move || {
             Ok(Entrance {
                 certificates: tls.as_ref().map(Certificates::open).transpose()?,
                 tokens: tokens.as_deref().map(tokens::open).transpose()?,
                 telemetry: spans.as_ref().map(telemetry::Opened::open).transpose()?,
-                realtime: Realtime::new(realtime)?,
             })
         };
         blocking("configuration", open).await
@@ -246,14 +246,11 @@ fn serve_on(
         .prepare();
     let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
-    let realtime = entrance.realtime;
     // Metrics are scraped however many answers wait.
     let answers = Answers::new(limits.answer_bytes_max);
     let grpc = Listener::grpc(grpc, "gRPC", limits).counted(&answers);
-    let grpc = grpc.secured(securing(Securing::grpc)).prompt(realtime);
-    transports.spawn(grpc.answer(calls, closing.clone()));
-    let http = Listener::http(http, "REST", limits).counted(&answers);
-    let http = http.secured(securing(Securing::http)).prompt(realtime);
+    transports.spawn(grpc.secured(securing(Securing::grpc)).answer(calls, closing.clone()));
+    let http = Listener::http(http, "REST", limits).counted(&answers).secured(securing(Securing::http));
     transports.spawn(http.answer(Logged::new(Noted::new(routes)).traced(telemetry), closing.clone()));
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);

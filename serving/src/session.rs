@@ -1,53 +1,51 @@
 //! Sessions of one model version: how they are built and checked. [`Pool`] runs requests on them.
 
-mod background;
-mod backing;
-mod company;
-mod efficiency;
-mod free;
-mod handover;
-mod joined;
-mod lease;
+mod admission;
+mod batch;
+mod batch_sizer;
+mod executor;
+mod fixed_cost;
+mod idle_sessions;
 mod limited;
-mod line;
-mod mix;
 mod nothing;
 mod options;
-mod outlook;
 mod peak;
 mod placement;
 mod pool;
-mod realtime;
-mod spent;
-mod thrift;
+mod queue;
+mod row_join;
+mod run_time;
+mod scheduler;
 mod trial;
 mod trial_rows;
-mod typical;
 mod values;
 mod weights;
+mod work;
 
+use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use millrace_bundle::{Bundle, Manifest, Signature};
 use ort::value::ValueType;
 
 use crate::config::{Config, Device, Devices, Memory};
-use crate::error::{Error, Result, one_line};
+use crate::error::{Error, InferError, Result, one_line};
 use crate::hazards::{self, Divisors};
 use crate::rows::{Dependence, Rows};
 use crate::runtime::Runtime;
+use crate::statistics::Times;
 use crate::tensor::onnx::datatype;
-use backing::Weights;
+use crate::tensor::{Held, View};
+use executor::Executor;
 use peak::Peak;
 use placement::Placement;
+use values::Wanted;
 
-pub(crate) use lease::Ran;
-pub(crate) use line::Work;
 pub(crate) use options::check_device;
 pub(crate) use pool::Pool;
-pub(crate) use realtime::{Realtime, end as end_realtime};
 pub use trial::Trial;
+pub(crate) use work::{Output, Work};
 
 /// Models up to this size get one session per thread, larger ones one that uses all threads, unless said
 /// otherwise.
@@ -55,35 +53,61 @@ const PER_THREAD_BYTES_MAX: usize = 64 << 20;
 /// Smaller models are not worth the second pass over the graph that sharing weights takes.
 const SHARED_BYTES_MIN: usize = 1 << 20;
 
-/// Lets no long run begin any more in this process, and waits for those under way, at most for `patience`; whether they
-/// have ended. To be called last, when no server answers any more: ONNX Runtime takes apart what runs use when the
-/// process ends, and requests for long runs that come later are never answered. Blocks the thread; changes nothing that
-/// is stored.
-pub fn finish_runs(patience: std::time::Duration) -> bool {
-    background::end(patience)
+/// Lets no more runs start on the inference threads of this process and waits for those in progress, at most for
+/// `patience`; whether they have finished. To be called last, when no server answers any more: ONNX Runtime releases at
+/// the end of the process what runs use, and requests that still wait are never answered. Blocks the thread.
+pub fn finish_runs(patience: Duration) -> bool {
+    Executor::shared().close(patience)
 }
 
-/// A session, and the weights that it has in common with the others of its version.
+/// Inference on one session, one batch at a time. The scheduler knows sessions by this alone.
+trait Runner: Debug + Send + 'static {
+    /// Index of its device among those of the version.
+    fn device(&self) -> usize;
+
+    /// Runs inputs in the signature's order, for a request that was queued at a time.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
+    fn run(
+        &mut self,
+        inputs: &[View<'_>],
+        outputs: &[Wanted<'_>],
+        queued: Instant,
+    ) -> std::result::Result<(Vec<Held>, Times), InferError>;
+}
+
+/// A session of ONNX Runtime.
 #[derive(Debug)]
 pub(crate) struct Session {
     session: ort::session::Session,
-    // After the session, which uses them.
-    _weights: Option<Arc<Weights>>,
-    /// The place of its device among those of the version.
+    /// Index of its device among those of the version.
     place: usize,
-    /// Where its runs have their tensors.
+    /// The memory of its inputs and outputs.
     memory: Memory,
     peak: Peak,
 }
 
 impl Session {
     fn new(session: ort::session::Session, place: usize, memory: Memory) -> Session {
-        Session { session, _weights: None, place, memory, peak: Peak::default() }
+        Session { session, place, memory, peak: Peak::default() }
+    }
+}
+
+impl Runner for Session {
+    fn device(&self) -> usize {
+        self.place
     }
 
-    /// On the processor.
-    fn sharing(session: ort::session::Session, weights: Arc<Weights>) -> Session {
-        Session { session, _weights: Some(weights), place: 0, memory: Memory::Host, peak: Peak::default() }
+    fn run(
+        &mut self,
+        inputs: &[View<'_>],
+        outputs: &[Wanted<'_>],
+        queued: Instant,
+    ) -> std::result::Result<(Vec<Held>, Times), InferError> {
+        // Before the run: one that fails may have taken memory as well.
+        self.peak.runs(inputs.iter().map(|input| input.elements()).sum());
+        values::run(self, inputs, outputs, queued)
     }
 }
 
@@ -138,7 +162,8 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
     }
     let of_each = free.len() / devices.each().len();
     let placement = Placement::new(manifest, &config.device, devices, of_each);
-    let pool = Pool::new(free, placement, &manifest.signature, config, rows_max);
+    let has_fixed_cost = fixed_cost::has_fixed_cost(bundle.graph(), &manifest.signature);
+    let pool = Pool::new(free, placement, &manifest.signature, config, rows_max, has_fixed_cost);
     let pool = pool.taking_nothing(nothing::is_taken_by(bundle.graph()));
     Ok((if may_try { pool.warmed_up(manifest)? } else { pool }, rows))
 }
@@ -163,7 +188,7 @@ pub(crate) fn none(manifest: &Manifest, config: &Config) -> Pool {
     let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
     // The models of the steps decide.
-    Pool::new(Vec::new(), placement, &nothing, &config, 0).taking_nothing(true)
+    Pool::new(Vec::new(), placement, &nothing, &config, 0, false).taking_nothing(true)
 }
 
 /// Sessions of a version, on each of the devices as many.
@@ -207,8 +232,9 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
             .map_err(refused)?;
     }
     if count > 1 && device == Device::Cpu && bytes >= SHARED_BYTES_MIN {
+        let on_processor = |session| Session::new(session, place, Memory::Host);
         match weights::sessions(&plain, &builder, &onnx, count) {
-            Ok(sessions) => return Ok(sessions),
+            Ok(sessions) => return Ok(sessions.into_iter().map(on_processor).collect()),
             Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
         }
     }

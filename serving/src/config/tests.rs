@@ -29,6 +29,13 @@ fn the_table_round_trips_and_refuses_unknown_keys() {
 }
 
 #[test]
+fn removed_key_is_accepted_and_not_shown() {
+    let config: Config = serde_json::from_str(r#"{"realtime":true}"#).unwrap();
+    assert_eq!(config.realtime, Some(true), "so that the server can warn");
+    assert!(!serde_json::to_string(&config).unwrap().contains("realtime"));
+}
+
+#[test]
 fn memory_is_shared_where_every_client_is_local_or_as_configured() {
     let config = |json: &str| serde_json::from_str::<Config>(json).unwrap();
     for (table, shared) in [

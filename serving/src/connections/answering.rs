@@ -1,4 +1,4 @@
-//! What answers on the connections of a listener, until it is to stop.
+//! Serving of a listener's connections until it is to stop.
 
 use std::convert::Infallible;
 
@@ -10,10 +10,9 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
-use super::calls::Calls;
+use super::calls::{Calls, WithCalls};
 use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
 use super::taking::Endings;
-use super::timer::Timer;
 use super::{HEAD_BYTES_MAX, Listener};
 use crate::metrics::CONNECTIONS_CUT;
 use crate::peer::{OfPeer, Peer, Peered};
@@ -36,7 +35,7 @@ impl Listener {
                 () = closed.cancelled() => break,
                 Some(_) = connections.join_next() => {}
                 connection = self.accept() => {
-                    let calls = Calls::new();
+                    let calls = Calls::default();
                     let protocol = self.protocol(calls.clone());
                     let (quota, mut watch) = Quota::new(self.unsent_bytes_max, &self.answers);
                     let peer = Peer { address: connection.peer, quota };
@@ -44,7 +43,7 @@ impl Listener {
                     let (leaving, stalled, name) = (leaving.clone(), self.stalled, self.service);
                     connections.spawn(async move {
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
-                        let mut answering = calls.attend(answering);
+                        let mut answering = WithCalls::new(answering, calls);
                         let ended = async {
                             tokio::select! {
                                 ended = &mut answering => ended,
@@ -91,7 +90,7 @@ impl Listener {
             .max_buf_size(HEAD_BYTES_MAX as usize);
         protocol
             .http2()
-            .timer(Timer::new())
+            .timer(TokioTimer::new())
             .max_concurrent_streams(self.streams_max)
             .max_header_list_size(HEAD_BYTES_MAX)
             // Calls that ran out of time before the server came to them.

@@ -1,207 +1,168 @@
-//! The calls of a connection of HTTP/2, each of which is a future of its own: one that comes alone is
-//! answered where it was read, before the connection goes on, as most can be; others are tasks.
+//! Calls of one HTTP/2 connection: one at a time runs in the task of its connection, concurrent ones in tasks of their
+//! own.
 //!
-//! A task for each call costs a client that waits for each answer before it asks again some microseconds: the
-//! task is made, the thread goes from the connection to it and back, and other threads wake up to look
-//! whether there is something for them. A connection that brings several calls at a time has them run as tasks,
-//! on all threads, and so has one whose calls take long: nothing that comes meanwhile would be read.
-//!
-//! The first of these tasks that is done would have its answer sent at once, alone, since what a task wakes comes before
-//! all that waits for the thread. So a connection that is woken while calls of it are tasks lets others have their turn
-//! first, as long as that finds more of its answers: they are sent together (seen: refusals under too much load, a
-//! write for four of five of them before).
+//! Most clients wait for each answer before they send the next request. Their calls need no task: the connection polls
+//! the call that it has just read, and sends the answer in the same turn. A task for each call would cost such a client
+//! some microseconds, because the thread goes from the connection to the call and back.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
-use std::time::{Duration, Instant};
 
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use futures::task::AtomicWaker;
 use hyper::rt::Executor;
 use parking_lot::Mutex;
 
-use super::rests::Rests;
+/// Rounds in which a connection and its call may wake each other before other tasks have their turn.
+const ROUNDS_MAX: usize = 4;
 
-/// How often a connection that woke itself goes on at once, before others have their turn.
-const AGAIN_MAX: usize = 2;
-/// Calls that keep a connection for longer are for tasks. A model that takes 90 us for a client with one connection,
-/// who asks without waiting for answers, has its typical answer a tenth later otherwise.
-const LONG: Duration = Duration::from_micros(60);
+/// Takes the calls of one connection from hyper. All clones are one.
+#[derive(Clone, Default)]
+pub(super) struct Calls(Arc<Slot>);
 
-/// The calls of one connection. All clones are one.
-#[derive(Debug, Clone)]
-pub(super) struct Calls(Arc<Shared>);
-
-#[derive(Debug, Default)]
-struct Shared {
-    /// Wakes the task of the connection, which is always the same one once it is known.
-    task: Mutex<Option<Waker>>,
-    /// The thread that the connection is on just now, 0 where it is on none.
-    thread: AtomicUsize,
-    /// Something that the connection waits for has come while it was on a thread, and from there.
-    again: AtomicBool,
-    /// Calls that came in this turn of the connection.
-    came: AtomicUsize,
-    /// Whether several came in the turn before it.
-    crowded: AtomicBool,
-    /// Calls that are tasks.
-    tasks: AtomicUsize,
-    /// Calls that were tasks and have ended.
-    ended: AtomicUsize,
-    /// How long a call may keep the connection.
-    long: Duration,
-    /// From trying calls where they were read, which is in vain for long ones.
-    rests: Rests,
-}
-
-thread_local! {
-    /// Its address tells threads from each other.
-    static HERE: u8 = const { 0 };
-}
-
-/// A number of this thread that is not 0.
-fn here() -> usize {
-    HERE.with(|here| std::ptr::from_ref(here).addr())
-}
-
-impl Calls {
-    pub(super) fn new() -> Calls {
-        Calls::of(LONG)
-    }
-
-    fn of(long: Duration) -> Calls {
-        Calls(Arc::new(Shared { long, ..Shared::default() }))
-    }
-
-    /// A connection, which is polled by this alone. Its calls are to run by a clone of this.
-    pub(super) fn attend<C: Future>(&self, connection: C) -> Attended<C> {
-        Attended {
-            connection: Box::pin(connection),
-            waker: Waker::from(self.0.clone()),
-            calls: self.clone(),
-            task: None,
-            behind: None,
-            rests: Rests::default(),
-        }
-    }
-
-    /// A call has come; whether it is to be tried before the connection goes on. The connection alone asks, so that
-    /// no two do at a time.
-    fn come(&self) -> bool {
-        let Shared { came, crowded, tasks, rests, .. } = &*self.0;
-        let first = came.fetch_add(1, Ordering::Relaxed) == 0;
-        rests.are_over() && first && !crowded.load(Ordering::Relaxed) && tasks.load(Ordering::Relaxed) == 0
-    }
+/// Room for the call that runs in the task of the connection.
+#[derive(Default)]
+struct Slot {
+    /// Whether there is such a call.
+    is_taken: AtomicBool,
+    /// The call, until the connection has taken it.
+    arrived: Mutex<Option<BoxFuture<'static, ()>>>,
 }
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
     fn execute(&self, call: F) {
-        let mut call = Box::pin(call);
-        if self.come() {
-            let again = self.0.again.load(Ordering::Relaxed);
-            let began = Instant::now();
-            // A task polls it again as soon as there is one, so nothing needs to be woken.
-            let mut context = Context::from_waker(Waker::noop());
-            // As in a task, a panic is the end of the call and not that of the others.
-            let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(&mut context)));
-            self.0.rests.note(began.elapsed() > self.0.long);
-            // The connection is being polled and has its part in what the call has done, an answer to be sent, still
-            // before it: it needs no other turn for that.
-            self.0.again.store(again, Ordering::Relaxed);
-            match polled {
-                Ok(Poll::Pending) => {}
-                Ok(Poll::Ready(())) | Err(_) => return,
-            }
+        if self.0.is_taken.swap(true, Ordering::Relaxed) {
+            tokio::spawn(call);
+            return;
         }
-        self.0.tasks.fetch_add(1, Ordering::Relaxed);
-        let counted = Counted(self.clone());
-        tokio::spawn(async move {
-            let _counted = counted;
-            call.await;
-        });
+        // As in a task, a panic ends the call alone. The panic hook has reported it.
+        let call = AssertUnwindSafe(call).catch_unwind().map(drop);
+        *self.0.arrived.lock() = Some(call.boxed());
     }
 }
 
-/// A call that is a task.
-struct Counted(Calls);
+/// The task of a connection, woken by either of its two parts.
+#[derive(Default)]
+struct Turns {
+    task: AtomicWaker,
+    /// Whether the task is being polled: it looks for wake-ups itself then, and is not scheduled again for them.
+    is_polled: AtomicBool,
+}
 
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.0.ended.fetch_add(1, Ordering::Relaxed);
-        self.0.0.tasks.fetch_sub(1, Ordering::Relaxed);
+/// A part of the task, and whether it is to be polled.
+struct Part {
+    is_woken: AtomicBool,
+    turns: Arc<Turns>,
+}
+
+impl Part {
+    fn new(turns: &Arc<Turns>, is_woken: bool) -> (Arc<Part>, Waker) {
+        let part = Arc::new(Part { is_woken: AtomicBool::new(is_woken), turns: Arc::clone(turns) });
+        let waker = Waker::from(Arc::clone(&part));
+        (part, waker)
+    }
+
+    fn take(&self) -> bool {
+        self.is_woken.swap(false, Ordering::SeqCst)
     }
 }
 
-impl Wake for Shared {
-    fn wake(self: Arc<Self>) {
+impl Wake for Part {
+    fn wake(self: Arc<Part>) {
         self.wake_by_ref();
     }
 
-    fn wake_by_ref(self: &Arc<Self>) {
-        if self.thread.load(Ordering::Relaxed) == here() {
-            // The runtime would put the task in its line and wake another thread for it.
-            self.again.store(true, Ordering::Relaxed);
-        } else if let Some(task) = &*self.task.lock() {
-            task.wake_by_ref();
+    fn wake_by_ref(self: &Arc<Part>) {
+        // Sequentially consistent, as are the steps of `WithCalls::poll` in the other order: either this sees that the
+        // task is not polled any more, or the task sees this wake-up.
+        if !self.is_woken.swap(true, Ordering::SeqCst) && !self.turns.is_polled.load(Ordering::SeqCst) {
+            self.turns.task.wake();
         }
     }
 }
 
-/// A connection that goes on by itself when it was woken by one of its calls meanwhile.
-pub(super) struct Attended<C> {
+/// A connection together with its call.
+pub(super) struct WithCalls<C> {
     connection: Pin<Box<C>>,
-    waker: Waker,
     calls: Calls,
-    /// What the calls wake, so that telling them anew takes a comparison.
-    task: Option<Waker>,
-    /// While others have their turn first: how many calls had ended before.
-    behind: Option<usize>,
-    /// From letting others go first.
-    rests: Rests,
+    call: Option<BoxFuture<'static, ()>>,
+    turns: Arc<Turns>,
+    of_connection: (Arc<Part>, Waker),
+    of_call: (Arc<Part>, Waker),
 }
 
-impl<C> Attended<C> {
+impl<C> WithCalls<C> {
+    /// A connection whose calls a clone of `calls` takes.
+    pub(super) fn new(connection: C, calls: Calls) -> WithCalls<C> {
+        let turns = Arc::default();
+        WithCalls {
+            connection: Box::pin(connection),
+            calls,
+            call: None,
+            of_connection: Part::new(&turns, true),
+            of_call: Part::new(&turns, false),
+            turns,
+        }
+    }
+
+    /// The connection, which is polled again after a change.
     pub(super) fn connection(&mut self) -> Pin<&mut C> {
+        self.of_connection.0.is_woken.store(true, Ordering::SeqCst);
         self.connection.as_mut()
     }
 }
 
-impl<C: Future> Future for Attended<C> {
+impl<C: Future> WithCalls<C> {
+    fn poll_parts(&mut self) -> Poll<C::Output> {
+        for _ in 0..ROUNDS_MAX {
+            let is_woken = self.of_call.0.take();
+            if let Some(call) = self.call.as_mut().filter(|_| is_woken)
+                && call.as_mut().poll(&mut Context::from_waker(&self.of_call.1)).is_ready()
+            {
+                self.call = None;
+                self.calls.0.is_taken.store(false, Ordering::Relaxed);
+            }
+            // After the call, whose answer wakes it.
+            if self.of_connection.0.take() {
+                let mut context = Context::from_waker(&self.of_connection.1);
+                if let Poll::Ready(ended) = self.connection.as_mut().poll(&mut context) {
+                    return Poll::Ready(ended);
+                }
+            }
+            if self.call.is_none() {
+                self.call = self.calls.0.arrived.lock().take();
+                if self.call.is_some() {
+                    self.of_call.0.is_woken.store(true, Ordering::SeqCst);
+                }
+            }
+            if !self.is_woken() {
+                break;
+            }
+        }
+        Poll::Pending
+    }
+
+    fn is_woken(&self) -> bool {
+        [&self.of_connection, &self.of_call].into_iter().any(|(part, _)| part.is_woken.load(Ordering::SeqCst))
+    }
+}
+
+impl<C: Future> Future for WithCalls<C> {
     type Output = C::Output;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<C::Output> {
-        let Attended { connection, waker, calls: Calls(calls), task, behind, rests } = &mut *self;
-        if !task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
-            *task = Some(cx.waker().clone());
-            calls.task.lock().clone_from(task);
+        self.turns.task.register(cx.waker());
+        self.turns.is_polled.store(true, Ordering::SeqCst);
+        let polled = self.poll_parts();
+        self.turns.is_polled.store(false, Ordering::SeqCst);
+        if polled.is_pending() && self.is_woken() {
+            cx.waker().wake_by_ref();
         }
-        let ended = calls.ended.load(Ordering::Relaxed);
-        match behind.take() {
-            Some(before) => rests.note(ended == before),
-            None if calls.tasks.load(Ordering::Relaxed) > 0 && rests.are_over() => {
-                *behind = Some(ended);
-                // A task that wakes itself goes behind all others that can run.
-                cx.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            None => {}
-        }
-        for _ in 0..=AGAIN_MAX {
-            calls.again.store(false, Ordering::Relaxed);
-            calls.thread.store(here(), Ordering::Relaxed);
-            let polled = connection.as_mut().poll(&mut Context::from_waker(waker));
-            calls.thread.store(0, Ordering::Relaxed);
-            match calls.came.swap(0, Ordering::Relaxed) {
-                0 => {}
-                came => calls.crowded.store(came > 1, Ordering::Relaxed),
-            }
-            if polled.is_ready() || !calls.again.load(Ordering::Relaxed) {
-                return polled;
-            }
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
+        polled
     }
 }
 

@@ -1,8 +1,8 @@
 //! One request through an ensemble: steps run as soon as the tensors that they take are there.
 //!
-//! All of it is one task, so that who drops the request drops its steps: those that wait leave the lines of their
-//! models. Of steps that run beside each other those that take long have threads of their own
-//! (`session/pool.rs`); a short one is done before it could have been handed over.
+//! All steps belong to one task, so that a dropped request drops its steps: those that wait leave the queues of their
+//! models. Independent steps run at the same time on inference threads, except for short ones
+//! (`session/scheduler.rs`).
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use super::plan::Plan;
 use crate::error::{InferError, quote};
 use crate::infer::{self, Checked};
 use crate::repository::Model;
-use crate::session::{Ran, Work};
+use crate::session::{Output, Work};
 use crate::statistics::Times;
 use crate::tensor::{Held, shown};
 
@@ -33,7 +33,7 @@ impl Ensemble {
         &'a self,
         ensemble: &'a Model,
         work: Work,
-    ) -> BoxFuture<'a, Result<Ran, InferError>> {
+    ) -> BoxFuture<'a, Result<Output, InferError>> {
         Box::pin(async move {
             let members = self.resolve(ensemble)?;
             let Work { inputs, outputs, rows, queued, deadline, answer_by, level, client, .. } = work;
@@ -46,10 +46,8 @@ impl Ensemble {
             let mut times: Option<Times> = None;
             let mut running = FuturesUnordered::new();
             loop {
-                let ready = flow.ready();
-                let beside = running.len() + ready.len() > 1;
-                for number in ready {
-                    let (checked, makes) = flow.begin(number, asking, beside)?;
+                for number in flow.ready() {
+                    let (checked, makes) = flow.begin(number, asking)?;
                     running.push(run_step(number, &members[number].model, checked, makes));
                 }
                 let Some(Ended { number, makes, outcome }) = running.next().await else { break };
@@ -67,7 +65,7 @@ impl Ensemble {
                 outputs.iter().zip(&wanted).map(|(place, tensor)| output(&mut flow, *tensor, &specs[*place]));
             let outputs = made.collect::<Result<_, _>>()?;
             let times = times.ok_or_else(|| InferError::internal("no step of the ensemble ran"))?;
-            Ok(Ran {
+            Ok(Output {
                 outputs,
                 times: Times { queued, end: Instant::now(), cached: false, ..times },
                 run_rows: Some(rows),
@@ -161,12 +159,7 @@ impl<'a> Flow<'a> {
     }
 
     /// The request of a step that is ready, and the tensors that it makes.
-    fn begin(
-        &mut self,
-        number: usize,
-        asking: Asking,
-        beside: bool,
-    ) -> Result<(Checked, Vec<usize>), InferError> {
+    fn begin(&mut self, number: usize, asking: Asking) -> Result<(Checked, Vec<usize>), InferError> {
         self.waiting[number] = false;
         let members = self.members;
         let member = &members[number];
@@ -186,7 +179,6 @@ impl<'a> Flow<'a> {
             timeout,
             deadline: asking.answer_by,
             client: asking.client,
-            beside,
         };
         Ok((checked, makes))
     }

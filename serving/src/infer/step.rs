@@ -24,8 +24,6 @@ pub(crate) struct Checked {
     pub(crate) timeout: Option<Duration>,
     pub(crate) deadline: Option<Instant>,
     pub(crate) client: Option<SocketAddr>,
-    /// Whether its task has others to run meanwhile.
-    pub(crate) beside: bool,
 }
 
 /// Runs a step of an ensemble, which counts as any request to its model does; gives the wanted outputs.

@@ -21,7 +21,6 @@ fn work(inputs: Vec<Tensor>, outputs: Vec<usize>) -> Work {
         answer_by: None,
         level: 0,
         client: None,
-        beside: false,
     }
 }
 

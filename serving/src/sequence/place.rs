@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use super::live::Claim;
 use super::{Sequences, Step};
 use crate::error::InferError;
-use crate::session::{Pool, Ran, Work};
+use crate::session::{Output, Pool, Work};
 use crate::tensor::Held;
 
 /// A place. Dropped, it makes room for the next request; unless it was committed, nothing has changed.
@@ -45,7 +45,7 @@ impl Place {
     /// # Errors
     /// [`InferError::Invalid`] when the sequence is not live, and for several rows;
     /// [`InferError::DeadlineExceeded`], [`InferError::Overloaded`]; as [`Pool::run`].
-    pub(crate) async fn run(&mut self, pool: &Pool, mut work: Work) -> Result<Ran, InferError> {
+    pub(crate) async fn run(&mut self, pool: &Pool, mut work: Work) -> Result<Output, InferError> {
         let sequences = Arc::clone(&self.sequences);
         let plan = sequences.plan();
         plan.check_rows(work.rows)?;

@@ -1,4 +1,4 @@
-//! Tensors without elements: which graphs may get them.
+//! Graphs that may get tensors without elements.
 //!
 //! ONNX Runtime ends the process on them in some operators (LSTM, GRU, `Unique`, attention). So they reach graphs alone
 //! that are made of operators known to take them, and that divide no integers by the extents of such tensors.

@@ -1,4 +1,4 @@
-//! Where the sessions of a version run, and where they were asked to.
+//! Placement of a version's sessions: the devices they run on, and the devices requested.
 
 use millrace_bundle::Manifest;
 use prometheus::IntGauge;

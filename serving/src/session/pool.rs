@@ -1,97 +1,94 @@
-//! Runs requests on the sessions of one model version, each of which runs one thing at a time.
-//!
-//! While a session is free a request runs on the thread that it came in on: a hop to another thread costs
-//! more than a small model takes. When all are busy it waits in line, and whoever is done hands his
-//! session to the one that is next in the line, whose thread takes along all that can run with it. So
-//! nothing waits for a batch to fill, and batches grow with the load by themselves; there is no thread of
-//! their own that all would have to go through, but for long runs.
-//!
-//! Where many ask, a request that finds a session free gathers company first: its thread takes in what has
-//! been sent by then, and who comes meanwhile waits for it.
+//! Sessions of one model version and the scheduler that runs requests on them.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use millrace_bundle::{Manifest, Signature};
 
-use super::background;
-use super::handover::{Begun, Shared};
-use super::lease::{Ran, Turn};
+use super::Session;
+use super::executor::Executor;
 use super::limited::{self, Failure};
-use super::line::{Room, Sizes, Work, late};
 use super::peak;
 use super::placement::Placement;
-use super::{Session, intra_threads};
+use super::queue::QueueLimits;
+use super::scheduler::{Policy, Scheduler};
+use super::work::{Output, Work};
 use crate::config::{Config, Device, Engine, Memory};
 use crate::error::{InferError, Result};
+use crate::statistics::Times;
 use crate::tensor::{Data, Tensor};
 
-/// Before runs that take longer, the thread takes in what clients have sent, if others run, too; before
-/// shorter ones where that was worth it lately. It costs some microseconds, or 50 where a thread that is idle
-/// takes the task over.
-const READ_ON_MICROS_MIN: usize = 40;
-
-/// Of the time that a run takes, the part for which more may be taken in before it, where that is longer than
-/// [`READ_ON_MICROS_MIN`].
-const LOOK_PART: usize = 4;
+/// Extents that a warm-up gives open dimensions, one after the other until the graph can run: more than 1 first, since
+/// requests have more.
+const WARM_EXTENTS: [i64; 3] = [16, 2, 1];
+/// Runs of a warm-up: the first one also makes buffers, and tells little of the time that others take.
+const WARM_RUNS: usize = 3;
+/// Longest run of a warm-up that is repeated.
+const WARM_REPEATED_MAX: Duration = Duration::from_millis(10);
+/// Most elements of an input of a warm-up.
+const WARM_ELEMENTS_MAX: usize = 1 << 24;
 
 /// Sessions of one model version.
 #[derive(Debug)]
 pub(crate) struct Pool {
     placement: Placement,
-    sessions: usize,
-    /// Threads that long runs may use together.
-    threads: usize,
     priority_levels: usize,
     priority_default: usize,
     timeout: Option<Duration>,
     /// Whether tensors without elements may be run.
     takes_nothing: bool,
-    shared: Arc<Shared>,
+    scheduler: Arc<Scheduler>,
 }
 
 impl Pool {
-    /// Takes sessions of a version, up to `rows_max` rows of which may run together.
+    /// Takes sessions of a version, up to `rows_max` rows of which may run together. `has_fixed_cost` says whether the
+    /// shapes of the inputs alone decide how long a run takes.
     pub(super) fn new(
-        free: Vec<Session>,
+        sessions: Vec<Session>,
         placement: Placement,
         signature: &Signature,
         config: &Config,
         rows_max: usize,
+        has_fixed_cost: bool,
     ) -> Pool {
         let batching = &config.batching;
         let mut preferred = batching.preferred_rows.clone();
         preferred.retain(|rows| (1..=rows_max).contains(rows));
         preferred.sort_unstable();
-        let room = Room {
-            requests_max: config.limits.requests_waiting_max,
-            bytes_max: config.limits.waiting_bytes_max,
+        let policy = Policy {
+            rows_max,
+            preferred,
+            delay: Duration::from_micros(batching.delay_us_max),
+            limits: QueueLimits {
+                requests_max: config.limits.requests_waiting_max,
+                bytes_max: config.limits.waiting_bytes_max,
+            },
+            // On a GPU, runs of other models take their part of the time.
+            is_predictable: has_fixed_cost && placement.on().is_cpu(),
+            // Runs on GPUs wait for them, and hardly use the thread.
+            threads: if placement.on().is_cpu() {
+                config.threads()
+            } else {
+                config.threads().max(sessions.len())
+            },
         };
-        let runs_in_thread = placement.on().is_cpu() && intra_threads(config.threads(), free.len()) == 1;
+        let outputs = signature.outputs.clone();
+        let scheduler =
+            Scheduler::new(sessions, outputs, policy, Executor::shared(), std::time::Instant::now);
         Pool {
             placement,
-            sessions: free.len(),
-            threads: config.threads(),
             priority_levels: batching.priority_levels,
             priority_default: batching.priority_default,
             timeout: (batching.timeout_us_max > 0).then(|| Duration::from_micros(batching.timeout_us_max)),
             takes_nothing: false,
-            shared: Arc::new(Shared::new(
-                free,
-                signature.outputs.clone(),
-                Sizes { rows_max, preferred },
-                Duration::from_micros(batching.delay_us_max),
-                room,
-                runs_in_thread,
-            )),
+            scheduler: Arc::new(scheduler),
         }
     }
 
     /// Warms all sessions up.
     ///
     /// # Errors
-    /// [`Error::Model`] when a run does not end.
+    /// [`Error::Model`](crate::Error::Model) when a run does not end.
     pub(super) fn warmed_up(self, manifest: &Manifest) -> Result<Pool> {
         let row = self
             .warm_up(&manifest.signature)
@@ -101,7 +98,7 @@ impl Pool {
         if let Some(row) = row
             && !arenas.is_empty()
         {
-            peak::end_from_time_to_time(&self.shared, arenas, row);
+            peak::shrink_periodically(&self.scheduler, arenas, row);
         }
         Ok(self)
     }
@@ -126,24 +123,24 @@ impl Pool {
         self.placement.on().memory()
     }
 
-    /// How many requests wait for a session.
+    /// Requests that wait for a session.
     pub(crate) fn waiting(&self) -> usize {
-        self.shared.waiting()
+        self.scheduler.waiting()
     }
 
     /// Most rows that run together; `None` where each request runs alone.
     pub(crate) fn batch_rows_max(&self) -> Option<usize> {
-        self.shared.runs_together().then_some(self.shared.sizes.rows_max)
+        self.scheduler.has_batches().then_some(self.scheduler.policy.rows_max)
     }
 
     /// Sizes of batches that are preferred, ascending.
     pub(crate) fn preferred_rows(&self) -> &[usize] {
-        &self.shared.sizes.preferred
+        &self.scheduler.policy.preferred
     }
 
-    /// How long a request waits for others once it could run, in microseconds.
+    /// How long a request that had to wait goes on waiting for others, in microseconds.
     pub(crate) fn delay_us(&self) -> u64 {
-        u64::try_from(self.shared.delay.as_micros()).unwrap_or(u64::MAX)
+        u64::try_from(self.scheduler.policy.delay.as_micros()).unwrap_or(u64::MAX)
     }
 
     /// Levels of priority that requests may choose from.
@@ -151,8 +148,8 @@ impl Pool {
         self.priority_levels
     }
 
-    /// The level of a request by the priority that it gives: as Triton has it, the default for none and for
-    /// one that there is not.
+    /// The level of a request by the priority that it gives. As in Triton, an absent or unknown priority means the
+    /// default.
     pub(crate) fn level(&self, priority: u64) -> usize {
         match usize::try_from(priority) {
             Ok(level) if (1..=self.priority_levels).contains(&level) => level,
@@ -162,7 +159,7 @@ impl Pool {
 
     /// How many requests may wait.
     pub(crate) fn requests_waiting_max(&self) -> usize {
-        self.shared.room.requests_max
+        self.scheduler.policy.limits.requests_max
     }
 
     /// The longest that a request may wait for a session.
@@ -170,111 +167,43 @@ impl Pool {
         self.timeout
     }
 
-    /// Runs a request, alone or with others. Cancel safe: a caller who goes while it waits is not served.
+    /// Runs a request, alone or in a batch. Cancel safe: a request whose call is dropped leaves the queue.
     ///
     /// # Errors
-    /// [`InferError::Overloaded`] when too much waits already, or so much that it could not begin in time;
-    /// [`InferError::DeadlineExceeded`] when it did not begin in time; [`InferError::Invalid`] when the graph cannot
+    /// [`InferError::Overloaded`] when the queue is full, or so long that the request could not start in time;
+    /// [`InferError::DeadlineExceeded`] when it did not start in time; [`InferError::Invalid`] when the graph cannot
     /// take the inputs; [`InferError::Internal`] when ONNX Runtime fails.
-    pub(crate) async fn run(&self, work: Work) -> Result<Ran, InferError> {
-        if work.is_late() {
-            return Err(late(work.queued));
-        }
-        let (deadline, queued, beside) = (work.deadline, work.queued, work.beside);
-        let client = work.client;
-        let waiting = match self.shared.begin(work, |free| self.gathers(client, free))? {
-            Begun::Alone(mut lease, work) => {
-                return self.execute(deadline, queued, beside, move || lease.run_alone(&work)).await;
-            }
-            Begun::Gathers(lease, work) => {
-                self.look(&work).await;
-                return self.execute(deadline, queued, beside, move || lease.run(work)).await;
-            }
-            Begun::Waits(waiting) => waiting,
-        };
-        self.shared.notify();
-        match waiting.turn().await {
-            Turn::Done(result) => result,
-            Turn::Lead(mut lease, work) => {
-                if self.shared.run_micros() >= READ_ON_MICROS_MIN {
-                    if self.batch_rows_max().is_some() {
-                        self.shared.gather_for(&mut lease, &work);
-                    }
-                    self.look(&work).await;
-                }
-                if !self.shared.delay.is_zero() {
-                    lease.end_gathering();
-                    self.shared.linger(&work).await;
-                }
-                self.execute(deadline, queued, beside, move || lease.run(work)).await
-            }
-        }
+    pub(crate) async fn run(&self, work: Work) -> Result<Output, InferError> {
+        self.scheduler.run(work).await
     }
 
-    /// Whether a request of a client that has a session, beside which so many are free, looks for company. Where nobody
-    /// else runs there is hardly anything to take in, unless it was otherwise lately.
-    fn gathers(&self, client: Option<SocketAddr>, free: usize) -> bool {
-        let long = self.shared.run_micros() >= READ_ON_MICROS_MIN;
-        let beside = free + 1 < self.sessions;
-        self.batch_rows_max().is_some() && ((long && beside) || self.shared.company.is_likely(client, beside))
-    }
-
-    /// Takes in what clients have sent, as long as more comes, and not longer than it is worth.
-    async fn look(&self, work: &Work) {
-        let began = Instant::now();
-        let longest = (self.shared.run_micros() / LOOK_PART).max(READ_ON_MICROS_MIN);
-        let mut seen = work.rows;
-        loop {
-            read_on().await;
-            let rows = self.shared.rows_like(work);
-            if rows <= seen
-                || rows >= self.shared.sizes.rows_max
-                || began.elapsed() >= Duration::from_micros(longest as u64)
-            {
-                return;
-            }
-            seen = rows;
-        }
-    }
-
-    /// Runs on this thread, or, where that takes long, on one for long runs.
-    async fn execute(
-        &self,
-        deadline: Option<Instant>,
-        queued: Instant,
-        beside: bool,
-        run: impl FnOnce() -> Result<Ran, InferError> + Send + 'static,
-    ) -> Result<Ran, InferError> {
-        if !self.shared.is_long(beside) {
-            return run();
-        }
-        let in_time = move || match deadline {
-            // It may have waited for the thread.
-            Some(deadline) if deadline <= Instant::now() => Err(late(queued)),
-            _ => run(),
-        };
-        background::run(&self.shared.account, self.shared.run_micros(), self.threads, in_time).await
-    }
-
-    /// Runs each session on a row of zeros, so that the first request does not pay for lazily made buffers; with
-    /// TensorRT on as many rows as run together, too, since it compiles the graph for the sizes that it has seen. A graph
-    /// may well refuse zeros or a batch of one, which is no reason not to serve it. Comes back with the row where it does
-    /// not.
+    /// Runs each session on zeros, so that the first request does not wait for buffers and the time of a run is known;
+    /// with TensorRT on a full batch, too, since it compiles the graph for the sizes that it has seen. A graph may
+    /// refuse zeros, or every extent that is tried, and is served all the same. Returns the inputs of one row where it
+    /// could run.
     ///
     /// # Errors
     /// [`Failure::Endless`].
     fn warm_up(&self, signature: &Signature) -> Result<Option<Vec<Tensor>>, Failure> {
-        let Some(row) = zeros(signature, 1).filter(|row| self.may_run(row)) else { return Ok(None) };
-        let warm = self.try_out(&row, 1, signature)?;
-        let rows = self.shared.sizes.rows_max;
-        if warm
-            && rows > 1
-            && self.placement.on().engine() == Some(Engine::TensorRt)
-            && let Some(rows_of_zeros) = zeros(signature, rows as i64)
-        {
-            self.try_out(&rows_of_zeros, rows, signature)?;
+        let rows_max = self.scheduler.policy.rows_max;
+        let is_closed =
+            signature.inputs.iter().all(|spec| spec.shape.iter().skip(1).all(|extent| *extent >= 0));
+        let extents: &[i64] = if is_closed && rows_max > 1 { &WARM_EXTENTS[2..] } else { &WARM_EXTENTS };
+        for extent in extents {
+            let row = zeros(signature, if rows_max > 1 { 1 } else { *extent }, *extent);
+            let Some(row) = row.filter(|row| self.may_run(row)) else { continue };
+            if !self.try_out(&row, 1, signature)? {
+                continue;
+            }
+            if rows_max > 1
+                && self.placement.on().engine() == Some(Engine::TensorRt)
+                && let Some(batch) = zeros(signature, rows_max as i64, *extent)
+            {
+                self.try_out(&batch, rows_max, signature)?;
+            }
+            return Ok(Some(row));
         }
-        Ok(warm.then_some(row))
+        Ok(None)
     }
 
     /// Whether inputs of a warm-up have elements where the graph needs them.
@@ -282,7 +211,7 @@ impl Pool {
         self.takes_nothing || inputs.iter().all(|input| !input.data.is_empty())
     }
 
-    /// The longest that a run of a warm-up may take.
+    /// Longest run of a warm-up.
     fn run_max(&self) -> Duration {
         match self.placement.on().engine() {
             Some(Engine::TensorRt) => limited::COMPILATION_MAX,
@@ -290,10 +219,10 @@ impl Pool {
         }
     }
 
-    /// Runs each session so often on the inputs of a warm-up that its configuration asks for.
+    /// Runs each session on the inputs of a warm-up as often as its configuration asks for.
     ///
     /// # Errors
-    /// [`Error::Model`] when a run fails.
+    /// [`Error::Model`](crate::Error::Model) when a run fails.
     pub(crate) fn warm_up_on(&self, inputs: &[Tensor], count: u32, manifest: &Manifest) -> Result<()> {
         let failed = |reason: &dyn std::fmt::Display| {
             super::failed(manifest, format!("config.pbtxt: model_warmup: {reason}"))
@@ -303,7 +232,7 @@ impl Pool {
                 &"an input has no elements; the graph has operators that are not known to take that",
             ));
         }
-        for session in self.shared.state.lock().free.iter_mut() {
+        for session in self.scheduler.state.lock().idle.iter_mut() {
             for _ in 0..count {
                 limited::run(session, inputs, &manifest.signature.outputs, self.run_max())
                     .map_err(|failure| failed(&failure))?;
@@ -318,42 +247,68 @@ impl Pool {
     /// [`Failure::Endless`].
     fn try_out(&self, inputs: &[Tensor], rows: usize, signature: &Signature) -> Result<bool, Failure> {
         let elements = inputs.iter().map(|input| input.data.len()).sum();
-        for session in self.shared.state.lock().free.iter_mut() {
-            session.peak.runs(elements);
-            match limited::run(session, inputs, &signature.outputs, self.run_max()) {
-                Ok((_, times)) => self.shared.took(&times, None, (rows, elements), None),
-                Err(Failure::Refused(error)) => {
-                    tracing::debug!(%error, "the warm-up run failed");
-                    return Ok(false);
+        let elapsed = |times: &Times| times.end.saturating_duration_since(times.computing);
+        for session in self.scheduler.state.lock().idle.iter_mut() {
+            for _ in 0..WARM_RUNS {
+                match limited::run(session, inputs, &signature.outputs, self.run_max()) {
+                    Ok((_, times)) => {
+                        session.peak.runs(elements);
+                        self.scheduler.run_times.note(rows, elements, elapsed(&times));
+                        if elapsed(&times) > WARM_REPEATED_MAX {
+                            break;
+                        }
+                    }
+                    Err(Failure::Refused(error)) => {
+                        tracing::debug!(%error, "the warm-up run failed");
+                        return Ok(false);
+                    }
+                    Err(endless) => return Err(endless),
                 }
-                Err(endless) => return Err(endless),
             }
         }
         Ok(true)
     }
 }
 
-/// Inputs of so many rows, where there are rows; other extents that may be any are 1. `None` when that is much.
-fn zeros(signature: &Signature, rows: i64) -> Option<Vec<Tensor>> {
+/// Inputs of zeros with so many rows, and an extent for the other dimensions that are open. `None` when that is much.
+fn zeros(signature: &Signature, rows: i64, open: i64) -> Option<Vec<Tensor>> {
     let inputs = signature.inputs.iter().map(|spec| {
-        let extent = |(place, extent): (usize, &i64)| match (place, *extent) {
+        let extent = |(index, extent): (usize, &i64)| match (index, *extent) {
             (0, ..0) => rows,
-            (_, ..0) => 1,
+            (_, ..0) => open,
             (_, extent) => extent,
         };
         let shape: Vec<i64> = spec.shape.iter().enumerate().map(extent).collect();
         let count = crate::tensor::element_count(&spec.name, &shape).ok()?;
-        let small = count <= 1 << 24;
+        let small = count <= WARM_ELEMENTS_MAX;
         small.then(|| Tensor { name: spec.name.clone(), shape, data: Data::zeros(spec.datatype, count) })
     });
     inputs.collect()
 }
 
-/// Has this thread take in all that clients have sent by now. Runs keep it from that: without this a server
-/// whose threads all run would leave requests in its sockets, where they can neither run together with
-/// others nor be seen to be too late.
-async fn read_on() {
-    // The first time this task comes back together with what was found to be readable then, and before it.
-    tokio::task::yield_now().await;
-    tokio::task::yield_now().await;
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use millrace_bundle::{Datatype, TensorSpec};
+
+    use super::*;
+
+    #[test]
+    fn warm_up_gives_open_extents_more_than_one() {
+        let input = |name: &str, shape: &[i64]| TensorSpec {
+            name: name.into(),
+            datatype: Datatype::Int64,
+            shape: shape.to_vec(),
+        };
+        let inputs = vec![input("ids", &[-1, -1]), input("mask", &[-1, 3]), input("fixed", &[5])];
+        let signature = Signature { inputs, outputs: Vec::new() };
+        let zeros = zeros(&signature, 1, WARM_EXTENTS[0]).unwrap();
+        let shapes: Vec<_> =
+            zeros.iter().map(|tensor| (tensor.shape.as_slice(), tensor.data.len())).collect();
+        assert_eq!(shapes, [(&[1, 16][..], 16), (&[1, 3][..], 3), (&[5][..], 5)]);
+        assert!(WARM_EXTENTS[0] > 1 && WARM_EXTENTS.is_sorted_by(|a, b| a > b));
+        let large = Signature { inputs: vec![input("x", &[-1, 1 << 20, -1])], outputs: Vec::new() };
+        assert!(super::zeros(&large, 1, 17).is_none(), "that many elements are not worth a warm-up");
+    }
 }

@@ -1,4 +1,4 @@
-//! A version that runs by itself, outside of a server: to compare two, and to see how long a run takes.
+//! One session of a version outside of a server: to compare two versions, and to measure a run.
 
 use std::time::Duration;
 

@@ -1,15 +1,15 @@
-//! A trial of rows that the configuration declares independent and the graph does not prove to be.
+//! Trial of rows that the configuration declares independent, where the graph does not prove it.
 //!
-//! Rows are run each alone and all as one, and the answers have to agree. That shows dependence, never independence, so
-//! that it warns and decides nothing. The rows are of very different magnitudes, as most operators that mix rows show
-//! the largest.
+//! Each row runs alone and all run as one batch, and the results must agree. A difference shows dependence; agreement
+//! proves nothing. The trial therefore warns and decides nothing. The rows have very different magnitudes, because most
+//! operators that mix rows show the largest value.
 
 use half::{bf16, f16};
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use super::Session;
-use super::joined::{join, split};
 use super::limited::{self, Failure};
+use super::row_join::{join, split};
 use crate::tensor::{Data, Tensor, element_count};
 
 /// Inner extents that are the caller's to choose, and how far integers may be from 0, one after the other: some inputs

@@ -1,7 +1,7 @@
-//! One run of a session: from tensors to tensors.
+//! Runs of one session, from tensors to tensors.
 //!
-//! Inputs are taken from where they are. Outputs are copied into the processor's memory, or stay where the run leaves
-//! them for the next one: on the processor without a copy, on a GPU by a binding, as ONNX Runtime copies them otherwise.
+//! Inputs are read where they are. Outputs are copied into the processor's memory, or stay where the run leaves them:
+//! on the processor without a copy, on a GPU by an I/O binding, without which ONNX Runtime would copy them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -39,11 +39,6 @@ impl Wanted<'_> {
     fn is_to_stay(self) -> bool {
         self.stays && self.spec.datatype.element_bytes().is_some()
     }
-}
-
-/// Elements of all inputs of a run.
-pub(super) fn elements(inputs: &[View<'_>]) -> usize {
-    inputs.iter().map(|input| input.elements()).sum()
 }
 
 /// Runs a session on inputs in the signature's order, for a request that waits since `queued`.

@@ -1,15 +1,16 @@
 //! One copy of the weights for all sessions of a version on the processor.
 //!
-//! Left to itself, each session has the weights and, instead of or beside them, what its kernels made of
-//! them: matrix products pack theirs. Both are shared here. The graph is optimised once; what came out has
-//! its large weights taken away and given to every session as tensors over the same memory. For such
-//! weights, and for no others, ONNX Runtime keeps what the kernels packed in a container that sessions have
-//! in common. Optimising comes first because it may change a weight and keep its name, and a tensor that is
-//! given goes by the name.
+//! By default each session holds the weights and what its kernels made of them: matrix products pack theirs. Both are
+//! shared here by ONNX Runtime's own means. The graph is optimised once. Its large weights are then removed from it and
+//! given to every session as initializers over the same memory; for such initializers alone, sessions share the packed
+//! weights in a container. Optimising comes first because it may change a weight and keep its name, by which
+//! initializers are given.
 //!
-//! What kernels have packed is not read again, so the copy itself goes to a file ([`super::backing`]).
+//! ONNX Runtime keeps the initializers in memory beside the packed weights, so that several sessions of a model of
+//! matrix products take twice the memory of its weights, however many they are.
 
 use std::collections::HashSet;
+use std::fmt::Debug;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -19,11 +20,11 @@ use half::{bf16, f16};
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
 use millrace_bundle::onnx::{GraphProto, ModelProto, StringStringEntryProto, TensorProto};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use ort::session::Session;
 use ort::session::builder::{GraphOptimizationLevel, PrepackedWeights, SessionBuilder};
+use ort::value::{DynValue, PrimitiveTensorElementType, Tensor};
 use prost::Message;
 
-use super::Session;
-use super::backing::Weights;
 use crate::error::one_line;
 
 /// Smaller weights are left in the graph: they are not worth a tensor of their own.
@@ -46,7 +47,7 @@ pub(super) fn sessions(
     if let Some(graph) = &mut model.graph {
         take_weights(graph, &mut weights)?;
     }
-    if weights.is_empty() {
+    if weights.0.is_empty() {
         return Err("no weight of the optimised graph is large".into());
     }
     let graph = model.encode_to_vec();
@@ -59,7 +60,7 @@ pub(super) fn sessions(
         .map_err(refused)?
         .with_prepacked_weights(&PrepackedWeights::new())
         .map_err(refused)?;
-    for (name, value) in weights.iter() {
+    for (name, value) in &weights.0 {
         let refused = |error: ort::Error<SessionBuilder>| format!("weight {name:?}: {}", one_line(&error));
         builder = builder
             // For the graph, which has them by name alone,
@@ -69,14 +70,23 @@ pub(super) fn sessions(
             .with_initializer(name, Arc::clone(value))
             .map_err(refused)?;
     }
-    let sessions = (0..count)
-        .map(|_| builder.commit_from_memory(&graph).map_err(|error| one_line(&error)))
-        .collect::<Result<Vec<_>, _>>()?;
-    if let Err(error) = weights.move_to_file() {
-        tracing::info!(%error, "weights that kernels have packed stay in memory beside the packed ones");
+    // Each session keeps the weights alive.
+    (0..count).map(|_| builder.commit_from_memory(&graph).map_err(|error| one_line(&error))).collect()
+}
+
+/// Weights by name.
+#[derive(Debug, Default)]
+struct Weights(Vec<(String, Arc<DynValue>)>);
+
+impl Weights {
+    fn add<T>(&mut self, name: &str, dims: &[i64], elements: Box<[T]>) -> ort::Result<()>
+    where
+        T: PrimitiveTensorElementType + Clone + Debug + 'static,
+    {
+        let value = Tensor::from_array((dims.to_vec(), elements))?.into_dyn();
+        self.0.push((name.to_owned(), Arc::new(value)));
+        Ok(())
     }
-    let weights = Arc::new(weights);
-    Ok(sessions.into_iter().map(|session| Session::sharing(session, Arc::clone(&weights))).collect())
 }
 
 /// The graph as ONNX Runtime would run it.

@@ -1,8 +1,10 @@
-//! Who runs when more comes than can run: deadlines, callers who go, priorities, clients that share a line,
-//! and several models at once.
+//! Scheduling of more requests than can run: deadlines, callers who go, priorities, clients that share a queue, long
+//! requests, and several models at once.
 
 use std::time::{Duration, Instant};
 
+use millrace_bundle::onnx::GraphProto;
+use millrace_bundle::onnx::tensor_proto::DataType::Float;
 use millrace_serving::client::{Client, ClientError};
 use millrace_serving::infer::Request;
 use millrace_serving::tensor::Tensor;
@@ -18,13 +20,15 @@ use tonic::Code;
 
 use crate::support::*;
 
-/// Rows of the requests that hold a session, beside those that are waited for.
+/// Rows of a full batch.
 pub(crate) const ROWS_MAX: usize = 8;
 /// Rows of the request that keeps the session busy at first.
 const BUSY_ROWS: usize = 128;
+/// The metric of requests that wait for a session.
+const PENDING: &str = "nv_inference_pending_request_count";
 
-/// One session, which a request that has waited for it holds until eight rows run together: for longer than
-/// a test may take.
+/// One session, for which a request that had to wait goes on waiting until eight rows run together: for longer than a
+/// test may take.
 pub(crate) fn holding() -> Config {
     let mut config = config();
     config.sessions_max = 1;
@@ -101,9 +105,10 @@ impl Line {
         self.metric(&name).await
     }
 
+    /// Waits until so many requests wait besides the one of [`Line::hold`].
     pub(crate) async fn waiting(&self, count: u64) {
         let what = format!("{count} requests wait");
-        until(&what, async || self.metric("nv_inference_pending_request_count").await == count).await;
+        until(&what, async || self.metric(PENDING).await == count + 1).await;
     }
 
     pub(crate) fn send(&self, client: &Client, count: usize, parameters: &[(&str, u64)]) -> Answer {
@@ -117,7 +122,8 @@ impl Line {
         client.model_statistics(request).await.unwrap().into_inner().model_stats.remove(0)
     }
 
-    /// Has the session held by a request of one row; tells how many runs that took, and its answer.
+    /// Queues a request of one row that waits for a full batch, and everything after it with it; tells how many runs
+    /// there were so far, and its answer.
     pub(crate) async fn hold(&self) -> (u64, Answer) {
         let client = self.server.client().await;
         loop {
@@ -126,22 +132,17 @@ impl Line {
             let inference = self.server.serving.inference();
             until("one is there", async || inference.in_flight() > 0 || busy.is_finished()).await;
             let holder = self.send(&client, 1, &[]);
-            let mut waited = false;
             until("the holder waits or was served", async || {
-                waited = self.metric("nv_inference_pending_request_count").await == 1;
-                waited || holder.is_finished() || busy.is_finished()
+                self.metric(PENDING).await == 1 || holder.is_finished()
             })
             .await;
             busy.await.unwrap().unwrap();
-            if waited {
-                self.waiting(0).await;
-                let runs = self.statistics().await.execution_count;
-                // Unless it came too early, and has run by itself.
-                if !holder.is_finished() && runs == before + 1 {
-                    return (runs, holder);
-                }
+            let runs = self.statistics().await.execution_count;
+            // Unless it found the session idle, and has run alone.
+            if !holder.is_finished() && runs == before + 1 {
+                return (runs, holder);
             }
-            // Whether it holds the session or not: this many rows end any wait, and run by themselves.
+            // This many rows end any wait, and run by themselves.
             self.send(&client, ROWS_MAX, &[]).await.unwrap().unwrap();
             holder.await.unwrap().unwrap();
         }
@@ -149,7 +150,7 @@ impl Line {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_goes_while_he_waits_leaves_the_line() {
+async fn caller_that_goes_while_it_waits_leaves_the_queue() {
     let line = Line::start(holding(), "line-of-leavers").await;
     let (runs, holder) = line.hold().await;
     // Calls of a connection that stays, and connections that close.
@@ -191,11 +192,11 @@ async fn who_goes_while_he_waits_leaves_the_line() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_cannot_run_in_time_is_told_so_and_not_run() {
+async fn request_that_cannot_run_in_time_is_refused_and_not_run() {
     let line = Line::start(holding(), "line-of-the-late").await;
     let (runs, holder) = line.hold().await;
     let client = line.server.client().await;
-    // All of these come back while the session is held.
+    // All of these come back while the queue is held.
     let refused = line.send(&client, 1, &[("timeout", 1_000)]).await.unwrap();
     assert_eq!(code(&refused), Code::DeadlineExceeded);
     assert!(refused.unwrap_err().to_string().contains("timeout"));
@@ -284,9 +285,10 @@ async fn the_server_bounds_how_long_requests_wait() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn places_go_by_priority_and_are_shared_among_clients() {
+async fn queue_is_ordered_by_priority_and_shared_among_clients() {
     let mut config = holding();
-    config.limits.requests_waiting_max = 3;
+    // One is that of the holder.
+    config.limits.requests_waiting_max = 4;
     config.batching.priority_levels = 2;
     config.batching.priority_default = 2;
     let line = Line::start(config, "line-of-the-unequal").await;
@@ -373,4 +375,60 @@ async fn models_that_are_used_together_all_answer() {
         }
     }
     server.stop().await;
+}
+
+/// The sum of `m * m`, where `m` is the outer product of the input with itself: `input` FP32 [1, any] to `output`
+/// FP32 [1, 1]. Ten times the elements take a thousand times as long.
+fn cubic() -> Vec<u8> {
+    model(GraphProto {
+        name: Some("cubic".into()),
+        node: vec![
+            node("Transpose", &["input"], "column"),
+            node("MatMul", &["column", "input"], "m"),
+            node("MatMul", &["m", "m"], "square"),
+            node("ReduceSum", &["square"], "output"),
+        ],
+        input: vec![value("input", Float, &[1, -1])],
+        output: vec![value("output", Float, &[1, 1])],
+        ..Default::default()
+    })
+}
+
+/// One I/O thread: were the long run on it, nothing would be answered meanwhile.
+#[tokio::test]
+async fn long_request_of_a_model_with_short_runs_does_not_stall_the_others() {
+    let mut config = config();
+    config.sessions_max = 2;
+    let server = Server::start(config, &[("cubic", 1, cubic())]).await;
+    let input =
+        |extent: usize| vec![Tensor::fp32("input", vec![1, extent as i64], vec![0.01; extent]).unwrap()];
+    let mut client = server.client().await;
+    // The typical run is short.
+    for _ in 0..100 {
+        client.infer("cubic", None, input(4), Form::Raw).await.unwrap();
+    }
+    let (mut other, long) = (server.client().await, input(3000));
+    let long = tokio::spawn(async move { other.infer("cubic", None, long, Form::Raw).await });
+    let mut longest = Duration::ZERO;
+    while !long.is_finished() {
+        let sent = Instant::now();
+        client.infer("cubic", None, input(4), Form::Raw).await.unwrap();
+        client.infer("mlp", None, vec![mlp_row()], Form::Raw).await.unwrap();
+        assert_eq!(server.http("GET", "/v2/health/live", &[], b"").await.status, 200);
+        let metrics = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
+        assert_eq!(metrics.status, 200);
+        longest = longest.max(sent.elapsed());
+    }
+    long.await.unwrap().unwrap();
+    let request = pb::ModelStatisticsRequest { name: "cubic".into(), version: String::new() };
+    let statistics = server.triton().await.model_statistics(request).await.unwrap().into_inner();
+    // Nearly all of it is that of the long run.
+    let spent = statistics.model_stats[0].inference_stats.as_ref().unwrap().compute_infer.unwrap();
+    let run = Duration::from_nanos(spent.ns);
+    assert!(longest < run / 2, "four requests took {longest:?} beside a run of {run:?}");
+    server.stop().await;
+}
+
+fn mlp_row() -> Tensor {
+    Tensor::fp32("input", vec![1, FEATURES as i64], vec![0.5; FEATURES]).unwrap()
 }

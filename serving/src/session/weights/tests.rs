@@ -1,4 +1,4 @@
-//! Sessions that share their weights beside ones that do not, and graphs that are not what they say.
+//! Sessions that share weights against sessions that do not, and invalid graphs.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use millrace_bundle::onnx::*;
@@ -149,7 +149,7 @@ fn weights_that_a_request_may_give_or_that_two_graphs_have_stay_in_the_graph() {
     graph.node.push(NodeProto { attribute: vec![attribute], ..Default::default() });
     let mut weights = Weights::default();
     take_weights(&mut graph, &mut weights).unwrap();
-    let names: Vec<&str> = weights.iter().map(|(name, _)| name).collect();
+    let names: Vec<&str> = weights.0.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["kernel", "w2"], "biases are small");
     let taken = graph.initializer.iter().find(|tensor| tensor.name() == "w2").unwrap();
     assert_eq!((taken.raw_data.as_ref(), taken.dims.as_slice()), (None, [64, 96].as_slice()));

@@ -1,4 +1,4 @@
-//! Tensors of several requests put together by their rows, and taken apart again.
+//! Joining of tensors by rows, and splitting them again.
 
 use crate::tensor::{Data, Tensor};
 

@@ -1,0 +1,170 @@
+//! Batches: the run of one or several requests on a session, and the distribution of their results.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Runner;
+use super::queue::Job;
+use super::row_join::{join, split};
+use super::scheduler::Scheduler;
+use super::values::Wanted;
+use super::work::{Output, Work};
+use crate::error::InferError;
+use crate::statistics::Times;
+use crate::tensor::{Held, Tensor, View};
+
+/// A session in use; returned to its scheduler when dropped, also when a run panics.
+#[derive(Debug)]
+pub(super) struct Lease<R: Runner> {
+    scheduler: Arc<Scheduler<R>>,
+    session: Option<R>,
+}
+
+impl<R: Runner> Drop for Lease<R> {
+    fn drop(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.scheduler.give_back(session);
+        }
+    }
+}
+
+impl<R: Runner> Lease<R> {
+    pub(super) fn new(scheduler: &Arc<Scheduler<R>>, session: R) -> Lease<R> {
+        Lease { scheduler: Arc::clone(scheduler), session: Some(session) }
+    }
+
+    /// The session.
+    ///
+    /// # Errors
+    /// [`InferError::Internal`] when it was taken out.
+    pub(super) fn session(&mut self) -> Result<&mut R, InferError> {
+        self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))
+    }
+
+    /// Runs one request.
+    ///
+    /// # Errors
+    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
+    pub(super) fn run_alone(&mut self, work: &Work) -> Result<Output, InferError> {
+        let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
+        let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows)?;
+        Ok(Output { outputs, times, run_rows: Some(work.rows) })
+    }
+
+    /// Runs inputs of so many rows for the outputs that a request wants, of which some stay on the device.
+    fn run_inputs(
+        &mut self,
+        inputs: &[View<'_>],
+        work: &Work,
+        stays: &[bool],
+        rows: usize,
+    ) -> Result<(Vec<Held>, Times), InferError> {
+        let scheduler = Arc::clone(&self.scheduler);
+        let stays = stays.iter().copied().chain(std::iter::repeat(false));
+        let wanted = work.outputs.iter().zip(stays);
+        let outputs: Vec<Wanted<'_>> =
+            wanted.map(|(index, stays)| Wanted { spec: &scheduler.outputs[*index], stays }).collect();
+        let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued)?;
+        let elements = inputs.iter().map(|input| input.elements()).sum();
+        let elapsed = times.end.saturating_duration_since(times.computing);
+        scheduler.run_times.note(rows, elements, elapsed);
+        Ok((outputs, times))
+    }
+
+    /// Runs several requests as one; `None` when that failed.
+    fn run_together(&mut self, jobs: &[Job]) -> Option<Vec<Output>> {
+        let first = &jobs.first()?.work;
+        let rows: Vec<usize> = jobs.iter().map(|job| job.work.rows).collect();
+        let ran = joined(jobs).and_then(|joined| {
+            let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
+            // Outputs are split in the processor's memory, so none stays on the device.
+            let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum())?;
+            Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
+        });
+        let (outputs, times) = match ran {
+            Ok(ran) => ran,
+            Err(error) => {
+                tracing::debug!(%error, requests = jobs.len(), "a batch failed: its requests run one by one");
+                return None;
+            }
+        };
+        let of = |job: &Job| Output {
+            outputs: Vec::with_capacity(outputs.len()),
+            times: Times { queued: job.work.queued, ..times },
+            run_rows: None,
+        };
+        let mut parts: Vec<Output> = jobs.iter().map(of).collect();
+        for output in outputs {
+            let name = output.name.clone();
+            let Some(split) = split(output, &rows) else {
+                tracing::warn!(
+                    output = name,
+                    "an output has other rows than the inputs: requests run one by one from now on"
+                );
+                self.scheduler.keeps_rows.store(false, Ordering::Relaxed);
+                return None;
+            };
+            for (part, output) in parts.iter_mut().zip(split) {
+                part.outputs.push(Held::Alone(output));
+            }
+        }
+        Some(parts)
+    }
+}
+
+/// Requests that run together on a session.
+#[derive(Debug)]
+pub(super) struct Batch<R: Runner> {
+    pub(super) lease: Lease<R>,
+    pub(super) first: Job,
+    pub(super) others: Vec<Job>,
+}
+
+impl<R: Runner> Batch<R> {
+    /// Runs the requests whose callers are still there, and sends their results.
+    pub(super) fn run(self) {
+        let Batch { mut lease, first, others } = self;
+        let begun = lease.scheduler.now();
+        let jobs = std::iter::once(first).chain(others);
+        let jobs: Vec<Job> = jobs.filter(|job| !job.reply.is_closed()).collect();
+        if jobs.is_empty() {
+            return;
+        }
+        let rows = jobs.iter().map(|job| job.work.rows).sum();
+        let together = if jobs.len() > 1 { lease.run_together(&jobs) } else { None };
+        // The batch counts once, with the first request whose caller is still there at its end.
+        let mut uncounted = together.as_ref().map(|_| rows);
+        let results: Vec<_> = match together {
+            Some(outputs) => outputs.into_iter().map(Ok).collect(),
+            // Also when a batch has failed: one of its requests may be the reason, and the others must not suffer.
+            None => jobs.iter().map(|job| lease.run_alone(&job.work)).collect(),
+        };
+        if jobs.iter().any(|job| job.waits) {
+            let elapsed = lease.scheduler.now().saturating_duration_since(begun);
+            lease.scheduler.admission.note(rows, elapsed);
+        }
+        // The next batch can start while results are sent.
+        drop(lease);
+        for (job, mut result) in jobs.into_iter().zip(results) {
+            let Job { work, reply, .. } = job;
+            if let Ok(output) = &mut result {
+                output.run_rows = output.run_rows.or(uncounted);
+            }
+            // The caller may share tensors with its request, and copies those that it does not have alone.
+            drop(work);
+            if reply.send(result).is_ok() {
+                uncounted = None;
+            }
+        }
+    }
+}
+
+/// The inputs of requests that are alike, as those of one.
+fn joined(jobs: &[Job]) -> Result<Vec<Tensor>, InferError> {
+    let inputs = jobs.first().map_or(0, |first| first.work.inputs.len());
+    let join = |index: usize| {
+        let parts = jobs.iter().map(|job| job.work.inputs[index].read()).collect::<Result<Vec<_>, _>>()?;
+        join(parts.into_iter()).ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
+    };
+    (0..inputs).map(join).collect()
+}

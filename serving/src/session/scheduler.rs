@@ -1,0 +1,472 @@
+//! Scheduler of one model version: brings requests and sessions together, on I/O threads or inference threads.
+//!
+//! Every session runs one batch at a time. A request is queued, and a dispatch takes the head of the queue with an idle
+//! session and all requests that can share its batch. Two threads dispatch:
+//!
+//! - An **inference thread** ([`Executor`]) is the rule. Requests that arrive until it has woken up run in its batch.
+//! - The **I/O thread** of the request, only if the model is idle and the run is known to be short for these shapes: a
+//!   hop to another thread costs 20 to 60 us. The request leads: it first yields to the other tasks of its thread, so
+//!   that the requests which other connections have sent by then run in its batch. With one client nothing else is
+//!   ready, and the yield costs about a microsecond.
+//!
+//! A session that finishes a batch while requests wait is dispatched again, on an inference thread. Batches therefore
+//! grow with the load, and no request waits while a session is idle, except for the configured delay.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use millrace_bundle::TensorSpec;
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio::time::timeout_at;
+
+use super::admission::AdmissionControl;
+use super::batch::{Batch, Lease};
+use super::batch_sizer::BatchSizer;
+use super::executor::Executor;
+use super::idle_sessions::IdleSessions;
+use super::queue::{Job, Position, QueueLimits, RequestQueue};
+use super::run_time::RunTimeEstimate;
+use super::work::{Output, Work, late};
+use super::{Runner, Session};
+use crate::error::InferError;
+
+/// Longest run on an I/O thread: a few times the cost of a hop to an inference thread.
+const INLINE_MAX: Duration = Duration::from_micros(150);
+
+/// Longest delay that counts: a year, so that a time with it exists.
+const DELAY_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// What the configuration and the graph say of a model version's runs.
+#[derive(Debug)]
+pub(super) struct Policy {
+    /// Most rows of a batch; below 2 each request runs alone.
+    pub(super) rows_max: usize,
+    /// Preferred sizes of batches, ascending.
+    pub(super) preferred: Vec<usize>,
+    /// How long a request that had to wait goes on waiting for a full batch.
+    pub(super) delay: Duration,
+    pub(super) limits: QueueLimits,
+    /// Whether the time of a run depends on shapes alone, so that short ones may run on I/O threads.
+    pub(super) is_predictable: bool,
+    /// Most inference threads.
+    pub(super) threads: usize,
+}
+
+/// The scheduler. `R` runs the batches.
+#[derive(Debug)]
+pub(super) struct Scheduler<R = Session> {
+    pub(super) state: Mutex<State<R>>,
+    pub(super) policy: Policy,
+    pub(super) outputs: Vec<TensorSpec>,
+    pub(super) run_times: RunTimeEstimate,
+    pub(super) admission: AdmissionControl,
+    sizer: BatchSizer,
+    /// Whether rows of batches came out as they went in; if not, each request runs alone from then on.
+    pub(super) keeps_rows: AtomicBool,
+    executor: &'static Executor,
+    clock: fn() -> Instant,
+}
+
+#[derive(Debug)]
+pub(super) struct State<R> {
+    pub(super) idle: IdleSessions<R>,
+    queue: RequestQueue,
+    /// Whether a request leads: an I/O thread will dispatch once.
+    leading: bool,
+    /// Dispatches submitted to the executor that have not begun.
+    dispatches: usize,
+}
+
+impl<R> State<R> {
+    /// Idle sessions that a dispatch will take.
+    fn reserved(&self) -> usize {
+        self.dispatches + usize::from(self.leading)
+    }
+}
+
+impl<R: Runner> Scheduler<R> {
+    pub(super) fn new(
+        sessions: Vec<R>,
+        outputs: Vec<TensorSpec>,
+        policy: Policy,
+        executor: &'static Executor,
+        clock: fn() -> Instant,
+    ) -> Scheduler<R> {
+        let admission = AdmissionControl::new(sessions.len(), policy.rows_max);
+        let idle = IdleSessions::new(sessions);
+        Scheduler {
+            state: Mutex::new(State { idle, queue: RequestQueue::default(), leading: false, dispatches: 0 }),
+            policy,
+            outputs,
+            run_times: RunTimeEstimate::default(),
+            admission,
+            sizer: BatchSizer::default(),
+            keeps_rows: AtomicBool::new(true),
+            executor,
+            clock,
+        }
+    }
+
+    /// Runs a request, alone or in a batch. Cancel safe: a request whose call is dropped leaves the queue.
+    ///
+    /// # Errors
+    /// [`InferError::Overloaded`] when the queue is full, or so long that the request could not start in time;
+    /// [`InferError::DeadlineExceeded`] when it did not start in time; [`InferError::Invalid`] when the graph cannot
+    /// take the inputs; [`InferError::Internal`] when the run fails.
+    pub(super) async fn run(self: &Arc<Self>, work: Work) -> Result<Output, InferError> {
+        let now = self.now();
+        if work.is_late(now) {
+            return Err(late(work.queued, now));
+        }
+        let (is_short, is_batched) = (self.is_short(work.rows, work.elements()), self.batches(&work));
+        if is_short
+            && !is_batched
+            && let Some(mut lease) = self.take_idle_session()
+        {
+            return lease.run_alone(&work);
+        }
+        let (waiting, leads) = self.submit(work, is_short && is_batched, now)?;
+        if leads {
+            let leader = Leader(Some(self));
+            tokio::task::yield_now().await;
+            leader.dispatch();
+        }
+        waiting.answer().await
+    }
+
+    /// The present time.
+    pub(super) fn now(&self) -> Instant {
+        (self.clock)()
+    }
+
+    /// Whether a run of such inputs is known to be short enough for an I/O thread.
+    fn is_short(&self, rows: usize, elements: usize) -> bool {
+        self.policy.is_predictable
+            && self.run_times.of(rows, elements).is_some_and(|estimate| estimate <= INLINE_MAX)
+    }
+
+    /// Whether requests run in batches.
+    pub(super) fn has_batches(&self) -> bool {
+        self.policy.rows_max > 1 && self.keeps_rows.load(Ordering::Relaxed)
+    }
+
+    /// Whether a request may share a batch with others.
+    fn batches(&self, work: &Work) -> bool {
+        work.rows > 0 && self.has_batches()
+    }
+
+    /// Takes a session for a request that arrives while the model is idle.
+    fn take_idle_session(self: &Arc<Self>) -> Option<Lease<R>> {
+        let mut state = self.state.lock();
+        let is_free = state.queue.is_empty() && state.idle.len() > state.reserved();
+        let session = if is_free { state.idle.take() } else { None };
+        drop(state);
+        session.map(|session| Lease::new(self, session))
+    }
+
+    /// Queues a request; whether it leads, which `may_lead` allows. Submits dispatches for idle sessions.
+    ///
+    /// # Errors
+    /// [`InferError::Overloaded`].
+    fn submit(
+        self: &Arc<Self>,
+        mut work: Work,
+        may_lead: bool,
+        now: Instant,
+    ) -> Result<(Waiting<'_, R>, bool), InferError> {
+        let mut state = self.state.lock();
+        let is_idle = state.queue.is_empty() && !state.leading;
+        let starts = state.queue.waiting() == 0 && state.idle.len() > state.reserved();
+        let joins = state.leading && self.batches(&work) && state.queue.len() < self.policy.rows_max;
+        let waits = !(starts || joins);
+        if waits {
+            work.allow_for(self.run_times.typical());
+            self.admission.check(&state.queue, &work, now)?;
+        }
+        let lingers_until = self.lingers_until(&work).filter(|_| waits);
+        let (deadline, answer_by, queued) = (work.deadline, work.answer_by, work.queued);
+        let (job, reply) = Job::new(work, waits);
+        let (bytes, before) = (job.bytes(), (state.queue.waiting(), state.queue.bytes()));
+        let (position, displaced) = match state.queue.push(job, self.policy.limits) {
+            Ok(pushed) => pushed,
+            Err(_) => return Err(self.full(before, bytes, "and none of them runs after it")),
+        };
+        let leads = may_lead && starts && is_idle;
+        state.leading |= leads;
+        let dispatches = self.new_dispatches(&mut state, now);
+        drop(state);
+        for job in displaced {
+            let error = self.full(before, job.bytes(), "and one arrived that runs before it");
+            job.refuse(error);
+        }
+        self.submit_dispatches(dispatches);
+        let waiting = Waiting {
+            scheduler: self,
+            position: Some(position),
+            lingers_until,
+            deadline,
+            answer_by,
+            queued,
+            reply,
+        };
+        Ok((waiting, leads))
+    }
+
+    fn full(&self, (requests, bytes): (usize, usize), own: usize, why: &str) -> InferError {
+        InferError::Overloaded {
+            reason: format!(
+                "{requests} requests with {bytes} bytes wait for this model and this one has {own}, {why}; the limits \
+                 are {} and {} (limits.requests_waiting_max, limits.waiting_bytes_max)",
+                self.policy.limits.requests_max, self.policy.limits.bytes_max
+            ),
+        }
+    }
+
+    /// Requests that wait for a session.
+    pub(super) fn waiting(&self) -> usize {
+        self.state.lock().queue.waiting()
+    }
+
+    /// Counts dispatches that the executor needs beyond those submitted: one for each idle session while requests are
+    /// queued, but none for what fits into the batch of a leader.
+    fn new_dispatches(&self, state: &mut State<R>, now: Instant) -> usize {
+        let is_taken = state.leading && state.queue.len() <= self.policy.rows_max;
+        if is_taken || !self.is_ready(&state.queue, now) {
+            return 0;
+        }
+        let idle = state.idle.len().saturating_sub(usize::from(state.leading));
+        let wanted = idle.min(state.queue.len());
+        let new = wanted.saturating_sub(state.dispatches);
+        state.dispatches += new;
+        new
+    }
+
+    fn submit_dispatches(self: &Arc<Self>, dispatches: usize) {
+        for _ in 0..dispatches {
+            let scheduler = Arc::clone(self);
+            self.execute(Box::new(move || scheduler.dispatch()));
+        }
+    }
+
+    /// Runs a task on an inference thread.
+    pub(super) fn execute(&self, task: Box<dyn FnOnce() + Send>) {
+        self.executor.submit(self.policy.threads, task);
+    }
+
+    /// End of the time for which a request that has to wait goes on waiting for a fuller batch; `None` where there is
+    /// no such time, or the deadline of the request comes first.
+    fn lingers_until(&self, work: &Work) -> Option<Instant> {
+        if self.policy.delay.is_zero() || !self.batches(work) {
+            return None;
+        }
+        let until = work.queued.checked_add(self.policy.delay.min(DELAY_MAX))?;
+        Some(until).filter(|until| work.deadline.is_none_or(|deadline| deadline > *until))
+    }
+
+    /// Whether the queue has a head that need not wait for a fuller batch.
+    fn is_ready(&self, queue: &RequestQueue, now: Instant) -> bool {
+        let Some(head) = queue.head() else { return false };
+        let Some(until) = self.lingers_until(&head.work).filter(|_| head.waits) else { return true };
+        let enough = self.policy.preferred.last().copied().unwrap_or(self.policy.rows_max);
+        now >= until || queue.rows_like(&head.work, enough) >= enough
+    }
+
+    /// Runs the next batch on this inference thread.
+    fn dispatch(self: &Arc<Self>) {
+        let mut expired = Vec::new();
+        let batch = {
+            let mut state = self.state.lock();
+            state.dispatches = state.dispatches.saturating_sub(1);
+            let rows_max = |state: &State<R>, head: &Work| Some(self.batch_rows(state, head));
+            self.take_batch(&mut state, &mut expired, rows_max)
+        };
+        self.refuse_late(expired);
+        if let Some(batch) = batch {
+            batch.run();
+        }
+    }
+
+    /// Runs the next batch on this I/O thread if it is short, and leaves everything else to inference threads.
+    fn dispatch_inline(self: &Arc<Self>) {
+        let mut expired = Vec::new();
+        let (batch, dispatches) = {
+            let mut state = self.state.lock();
+            state.leading = false;
+            let rows_max = |state: &State<R>, head: &Work| {
+                let rows_max = self.policy.rows_max;
+                let rows = state.queue.rows_like(head, rows_max).clamp(head.rows, rows_max.max(head.rows));
+                let elements = head.elements() / head.rows.max(1) * rows.max(1);
+                self.is_short(rows, elements).then_some(rows_max)
+            };
+            let batch = self.take_batch(&mut state, &mut expired, rows_max);
+            let dispatches = self.new_dispatches(&mut state, self.now());
+            (batch, dispatches)
+        };
+        self.refuse_late(expired);
+        self.submit_dispatches(dispatches);
+        if let Some(batch) = batch {
+            batch.run();
+        }
+    }
+
+    /// Takes the head of the queue, the requests that share its batch, and a session. `rows_max` gives the most rows of
+    /// the batch, or nothing when there is to be none.
+    fn take_batch(
+        self: &Arc<Self>,
+        state: &mut State<R>,
+        expired: &mut Vec<Job>,
+        rows_max: impl FnOnce(&State<R>, &Work) -> Option<usize>,
+    ) -> Option<Batch<R>> {
+        // Read under the lock, so that no deadline that has passed is missed.
+        let now = self.now();
+        state.queue.expire(now, expired);
+        if !self.is_ready(&state.queue, now) {
+            return None;
+        }
+        if state.idle.len() == 0 {
+            return None;
+        }
+        let rows_max = {
+            let state: &State<R> = state;
+            rows_max(state, &state.queue.head()?.work)?
+        };
+        let first = state.queue.pop()?;
+        let lease = Lease::new(self, state.idle.take()?);
+        let others = if self.batches(&first.work) {
+            state.queue.take_like(&first.work, rows_max, &self.policy.preferred, now)
+        } else {
+            Vec::new()
+        };
+        Some(Batch { lease, first, others })
+    }
+
+    /// Most rows of the next batch on an inference thread: as many as is efficient, unless the configuration sets them.
+    fn batch_rows(&self, state: &State<R>, head: &Work) -> usize {
+        let Policy { rows_max, preferred, delay, .. } = &self.policy;
+        if !self.batches(head) || !preferred.is_empty() || !delay.is_zero() {
+            return *rows_max;
+        }
+        let further = state.idle.len().saturating_sub(1);
+        let rows = state.queue.rows_like(head, rows_max.saturating_mul(further + 1));
+        let costs = self.run_times.batch_costs(head.rows, head.elements());
+        self.sizer.rows(costs, rows, *rows_max, further)
+    }
+
+    fn refuse_late(&self, expired: Vec<Job>) {
+        for job in expired {
+            let error = late(job.work.queued, self.now());
+            job.refuse(error);
+        }
+    }
+
+    /// Returns a session, and dispatches it again if requests wait.
+    pub(super) fn give_back(self: &Arc<Self>, session: R) {
+        self.change(|state| state.idle.put(session));
+    }
+
+    /// Submits the dispatches that a change of the state calls for.
+    fn change<T>(self: &Arc<Self>, change: impl FnOnce(&mut State<R>) -> T) -> T {
+        let (changed, dispatches) = {
+            let mut state = self.state.lock();
+            let changed = change(&mut state);
+            let dispatches =
+                if state.queue.is_empty() { 0 } else { self.new_dispatches(&mut state, self.now()) };
+            (changed, dispatches)
+        };
+        self.submit_dispatches(dispatches);
+        changed
+    }
+}
+
+/// The duty of a leader to dispatch once. Dropped before, with its request's call, it leaves that to an inference
+/// thread.
+struct Leader<'a, R: Runner>(Option<&'a Arc<Scheduler<R>>>);
+
+impl<R: Runner> Leader<'_, R> {
+    fn dispatch(mut self) {
+        if let Some(scheduler) = self.0.take() {
+            scheduler.dispatch_inline();
+        }
+    }
+}
+
+impl<R: Runner> Drop for Leader<'_, R> {
+    fn drop(&mut self) {
+        if let Some(scheduler) = self.0 {
+            scheduler.change(|state| state.leading = false);
+        }
+    }
+}
+
+/// A queued request. Dropped before its run, it leaves the queue.
+#[derive(Debug)]
+struct Waiting<'a, R: Runner> {
+    scheduler: &'a Arc<Scheduler<R>>,
+    position: Option<Position>,
+    /// End of its wait for a fuller batch.
+    lingers_until: Option<Instant>,
+    /// Latest start of its run, and the time after which its answer is not needed.
+    deadline: Option<Instant>,
+    answer_by: Option<Instant>,
+    queued: Instant,
+    reply: oneshot::Receiver<Result<Output, InferError>>,
+}
+
+impl<R: Runner> Waiting<'_, R> {
+    /// Waits for the result, at most until the deadline; a request that runs by then, until its answer is not needed.
+    /// Cancel safe.
+    async fn answer(mut self) -> Result<Output, InferError> {
+        if let Some(until) = self.lingers_until {
+            match timeout_at(until.into(), &mut self.reply).await {
+                Ok(reply) => return self.received(reply),
+                Err(_) => self.scheduler.change(|_| ()),
+            }
+        }
+        let reply = match self.deadline {
+            None => (&mut self.reply).await,
+            Some(deadline) => match timeout_at(deadline.into(), &mut self.reply).await {
+                Ok(reply) => reply,
+                Err(_) if self.leave() => return Err(self.late()),
+                Err(_) => match self.answer_by {
+                    None => (&mut self.reply).await,
+                    Some(answer_by) => match timeout_at(answer_by.into(), &mut self.reply).await {
+                        Ok(reply) => reply,
+                        Err(_) => return Err(self.late()),
+                    },
+                },
+            },
+        };
+        self.received(reply)
+    }
+
+    fn received(
+        &mut self,
+        reply: Result<Result<Output, InferError>, oneshot::error::RecvError>,
+    ) -> Result<Output, InferError> {
+        self.position = None;
+        reply.unwrap_or_else(|_| Err(InferError::internal("the run of this request ended without an answer")))
+    }
+
+    fn late(&self) -> InferError {
+        late(self.queued, self.scheduler.now())
+    }
+
+    /// Leaves the queue; whether the request was still in it.
+    fn leave(&mut self) -> bool {
+        let Some(position) = self.position.take() else { return false };
+        // Its tensors may be large: they are freed without the lock.
+        let left = self.scheduler.change(|state| state.queue.remove(position));
+        left.is_some()
+    }
+}
+
+impl<R: Runner> Drop for Waiting<'_, R> {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests;

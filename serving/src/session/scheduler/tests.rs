@@ -1,0 +1,613 @@
+//! The scheduler with a runner, a clock and an executor of the tests: one thread takes all parts, in a fixed order.
+#![allow(clippy::unwrap_used)]
+
+use std::cell::{Cell, RefCell};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use millrace_bundle::Datatype;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::super::values::Wanted;
+use super::super::work::tests::{BEGIN, client, work};
+use super::*;
+use crate::statistics::Times;
+use crate::tensor::{Data, Held, Tensor, View};
+
+const MICRO: Duration = Duration::from_micros(1);
+const HOUR: Duration = Duration::from_secs(3600);
+/// Elements of a short row: its run takes as many microseconds.
+const SHORT: usize = 4;
+/// Elements of a long row.
+const LONG: usize = 4000;
+
+thread_local! {
+    static NOW: Cell<Instant> = Cell::new(*BEGIN);
+    /// Runs so far: rows, elements of a row, and whether it was on an inference thread.
+    static RUNS: RefCell<Vec<(usize, usize, bool)>> = const { RefCell::new(Vec::new()) };
+    static ON_INFERENCE_THREAD: Cell<bool> = const { Cell::new(false) };
+    /// What happens while the next long row runs.
+    static MEANWHILE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
+}
+
+fn now() -> Instant {
+    NOW.get()
+}
+
+fn pass(time: Duration) {
+    NOW.set(now() + time);
+}
+
+fn runs() -> Vec<(usize, usize, bool)> {
+    RUNS.take()
+}
+
+/// Does something while the next long row runs, on an I/O thread.
+fn meanwhile(action: impl FnOnce() + 'static) {
+    let action = move || {
+        let before = ON_INFERENCE_THREAD.replace(false);
+        action();
+        ON_INFERENCE_THREAD.set(before);
+    };
+    MEANWHILE.set(Some(Box::new(action)));
+}
+
+/// Gives its input back. A microsecond passes for each element. Refuses values that are not numbers.
+#[derive(Debug, Default)]
+struct Echo {
+    device: usize,
+    /// Whether it gives one row, whatever it gets.
+    merges: bool,
+}
+
+impl Runner for Echo {
+    fn device(&self) -> usize {
+        self.device
+    }
+
+    fn run(
+        &mut self,
+        inputs: &[View<'_>],
+        outputs: &[Wanted<'_>],
+        queued: Instant,
+    ) -> Result<(Vec<Held>, Times), InferError> {
+        let View::Here(input) = inputs[0] else { panic!("{inputs:?}") };
+        let Data::Fp32(values) = &input.data else { panic!("{inputs:?}") };
+        let rows = input.shape[0] as usize;
+        let width = values.len() / rows;
+        if width == LONG
+            && let Some(action) = MEANWHILE.take()
+        {
+            action();
+        }
+        let computing = now();
+        pass(MICRO * values.len() as u32);
+        RUNS.with_borrow_mut(|runs| runs.push((rows, width, ON_INFERENCE_THREAD.get())));
+        if values.iter().any(|value| value.is_nan()) {
+            return Err(InferError::invalid("not a number"));
+        }
+        let output = match self.merges {
+            true => Tensor::fp32("y", vec![1, width as i64], values[..width].to_vec()).unwrap(),
+            false => Tensor { name: outputs[0].spec.name.clone(), ..input.clone() },
+        };
+        let end = now();
+        let times = Times { queued, computing, input_end: computing, output_start: end, end, cached: false };
+        Ok((vec![Held::Alone(output)], times))
+    }
+}
+
+fn policy() -> Policy {
+    Policy {
+        rows_max: 64,
+        preferred: Vec::new(),
+        delay: Duration::ZERO,
+        limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
+        is_predictable: true,
+        // The tests run what is submitted.
+        threads: 0,
+    }
+}
+
+fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
+    // Tests may share a thread.
+    NOW.set(*BEGIN);
+    RUNS.take();
+    MEANWHILE.take();
+    let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
+    let executor = Box::leak(Box::new(Executor::new()));
+    let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
+    // Runs of all sizes of short rows are known.
+    for rows in [1, 2, 4, 8, 16, 32] {
+        scheduler.run_times.note(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
+    }
+    Arc::new(scheduler)
+}
+
+fn scheduler(sessions: usize, policy: Policy) -> Arc<Scheduler<Echo>> {
+    scheduler_of((0..sessions).map(|_| Echo::default()).collect(), policy)
+}
+
+/// A request of rows whose elements all have a value.
+fn rows(rows: usize, width: usize, value: f32) -> Work {
+    let input = Tensor::fp32("x", vec![rows.max(1) as i64, width as i64], vec![value; rows.max(1) * width]);
+    Work { inputs: vec![Held::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
+}
+
+type Call = Pin<Box<dyn Future<Output = Result<Output, InferError>>>>;
+
+fn call(scheduler: &Arc<Scheduler<Echo>>, work: Work) -> Call {
+    let scheduler = Arc::clone(scheduler);
+    Box::pin(async move { scheduler.run(work).await })
+}
+
+/// Polls a call on this thread.
+fn poll(call: &mut Call) -> Poll<Result<Output, InferError>> {
+    call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+}
+
+/// A call that has been polled once, and is not answered yet.
+fn pending(scheduler: &Arc<Scheduler<Echo>>, work: Work) -> Call {
+    let mut call = call(scheduler, work);
+    let polled = poll(&mut call);
+    assert!(polled.is_pending(), "{polled:?}");
+    call
+}
+
+fn answer(call: &mut Call) -> Result<Output, InferError> {
+    match poll(call) {
+        Poll::Ready(answer) => answer,
+        Poll::Pending => panic!("it has no answer"),
+    }
+}
+
+/// The value of all elements of an answer.
+fn value(call: &mut Call) -> f32 {
+    let output = answer(call).unwrap();
+    let Data::Fp32(values) = &output.outputs[0].read().unwrap().data else { panic!("{output:?}") };
+    assert!(values.iter().all(|value| *value == values[0]));
+    values[0]
+}
+
+/// Runs the next task of the executor, as an inference thread would; false when there is none.
+fn run_next(scheduler: &Scheduler<Echo>) -> bool {
+    ON_INFERENCE_THREAD.set(true);
+    let ran = scheduler.executor.run_next();
+    ON_INFERENCE_THREAD.set(false);
+    ran
+}
+
+fn run_all(scheduler: &Scheduler<Echo>) {
+    while run_next(scheduler) {}
+}
+
+/// Idle sessions and queued requests.
+fn rest(scheduler: &Scheduler<Echo>) -> (usize, usize) {
+    let state = scheduler.state.lock();
+    (state.idle.len(), state.queue.len())
+}
+
+#[test]
+fn short_request_of_an_idle_model_runs_on_the_io_thread() {
+    let scheduler = scheduler(2, policy());
+    let mut call = pending(&scheduler, rows(1, SHORT, 7.0));
+    assert_eq!(runs(), [], "it yields once, for others to join");
+    assert_eq!(value(&mut call), 7.0);
+    assert_eq!(runs(), [(1, SHORT, false)]);
+    assert!(!run_next(&scheduler), "no inference thread was asked");
+    assert_eq!(rest(&scheduler), (2, 0));
+}
+
+#[test]
+fn requests_of_64_connections_share_one_inline_batch() {
+    let mut policy = policy();
+    policy.limits.requests_max = 0;
+    let scheduler = scheduler(2, policy);
+    // 64 rows are short, too.
+    scheduler.run_times.note(64, 64 * SHORT, 100 * MICRO);
+    let mut calls: Vec<Call> =
+        (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
+    for (number, call) in calls.iter_mut().enumerate() {
+        assert_eq!(value(call), number as f32);
+    }
+    assert_eq!(runs(), [(64, SHORT, false)]);
+    assert!(!run_next(&scheduler));
+}
+
+#[test]
+fn batch_that_is_not_short_goes_to_an_inference_thread() {
+    let scheduler = scheduler(1, policy());
+    let mut calls: Vec<Call> =
+        (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
+    // The leader finds that nothing is known of 64 rows.
+    assert!(poll(&mut calls[0]).is_pending());
+    assert_eq!(runs(), []);
+    assert!(run_next(&scheduler));
+    assert_eq!(runs(), [(64, SHORT, true)]);
+    for (number, call) in calls.iter_mut().enumerate() {
+        assert_eq!(value(call), number as f32);
+    }
+}
+
+#[test]
+fn long_request_never_runs_on_the_io_thread_and_short_ones_do_not_wait_for_it() {
+    let scheduler = scheduler(2, policy());
+    let mut long = pending(&scheduler, rows(1, LONG, 1.0));
+    assert!(poll(&mut long).is_pending());
+    assert_eq!(runs(), [], "nothing is known of such rows");
+    let beside = Arc::clone(&scheduler);
+    meanwhile(move || {
+        for number in 0..10 {
+            let mut short = pending(&beside, rows(1, SHORT, number as f32));
+            assert_eq!(value(&mut short), number as f32);
+        }
+    });
+    assert!(run_next(&scheduler));
+    assert_eq!(value(&mut long), 1.0);
+    assert_eq!(runs(), [vec![(1, SHORT, false); 10], vec![(1, LONG, true)]].concat());
+    // It is known to be long now.
+    let mut again = pending(&scheduler, rows(1, LONG, 2.0));
+    assert!(poll(&mut again).is_pending());
+    assert_eq!(runs(), []);
+}
+
+#[test]
+fn runs_of_unpredictable_graphs_stay_on_inference_threads() {
+    let scheduler = scheduler(1, Policy { is_predictable: false, ..policy() });
+    let mut call = pending(&scheduler, rows(1, SHORT, 7.0));
+    run_all(&scheduler);
+    assert_eq!(value(&mut call), 7.0);
+    assert_eq!(runs(), [(1, SHORT, true)]);
+}
+
+#[test]
+fn requests_that_wait_for_a_busy_session_share_the_next_batch() {
+    let scheduler = scheduler(1, policy());
+    let mut long = pending(&scheduler, rows(1, LONG, 1.0));
+    let (beside, calls) = (Arc::clone(&scheduler), Rc::new(RefCell::new(Vec::new())));
+    let waiting = Rc::clone(&calls);
+    meanwhile(move || {
+        waiting.replace((0..64).map(|number| pending(&beside, rows(1, SHORT, number as f32))).collect());
+        assert_eq!(beside.waiting(), 64);
+    });
+    assert!(run_next(&scheduler));
+    assert_eq!(value(&mut long), 1.0);
+    assert!(run_next(&scheduler));
+    assert_eq!(runs(), [(1, LONG, true), (64, SHORT, true)]);
+    let mut counted = 0;
+    for (number, mut call) in calls.take().into_iter().enumerate() {
+        let output = answer(&mut call).unwrap();
+        counted += output.run_rows.unwrap_or(0);
+        let Data::Fp32(values) = &output.outputs[0].read().unwrap().data else { panic!() };
+        assert_eq!(values, &[number as f32; SHORT]);
+    }
+    assert_eq!(counted, 64, "one of them counts the batch");
+    assert_eq!(rest(&scheduler), (1, 0));
+}
+
+#[test]
+fn models_without_batches_run_each_request_alone() {
+    for (policy, request) in [(Policy { rows_max: 0, ..policy() }, 1), (policy(), 0)] {
+        let scheduler = scheduler(1, policy);
+        let mut first = call(&scheduler, rows(request, SHORT, 1.0));
+        assert_eq!(value(&mut first), 1.0, "it has nothing to yield for");
+        assert_eq!(runs(), [(1, SHORT, false)]);
+        let mut long = pending(&scheduler, rows(request, LONG, 1.0));
+        let mut others: Vec<Call> =
+            (0..3).map(|number| pending(&scheduler, rows(request, SHORT, number as f32))).collect();
+        run_all(&scheduler);
+        assert_eq!(value(&mut long), 1.0);
+        for (number, call) in others.iter_mut().enumerate() {
+            assert_eq!(value(call), number as f32);
+        }
+        assert_eq!(runs(), [vec![(1, LONG, true)], vec![(1, SHORT, true); 3]].concat());
+    }
+}
+
+#[test]
+fn idle_sessions_share_what_is_queued() {
+    let scheduler = scheduler(2, policy());
+    // Runs of any size take as long for each row.
+    let mut calls: Vec<Call> = (0..6).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
+    for rows in [1, 2, 4, 8] {
+        scheduler.run_times.note(rows, rows * LONG, MICRO * (rows * LONG) as u32);
+    }
+    run_all(&scheduler);
+    assert_eq!(runs()[0], (3, LONG, true), "half of them, as another session is idle");
+    calls.iter_mut().for_each(|call| assert_eq!(value(call), 1.0));
+}
+
+#[test]
+fn dropped_leader_leaves_its_batch_to_an_inference_thread() {
+    let scheduler = scheduler(1, policy());
+    let leader = pending(&scheduler, rows(1, SHORT, 1.0));
+    let mut follower = pending(&scheduler, rows(1, SHORT, 2.0));
+    drop(leader);
+    assert!(poll(&mut follower).is_pending());
+    assert!(run_next(&scheduler));
+    assert_eq!(value(&mut follower), 2.0);
+    assert_eq!(runs(), [(1, SHORT, true)]);
+}
+
+#[test]
+fn request_whose_caller_has_gone_does_not_run() {
+    let scheduler = scheduler(1, policy());
+    drop(pending(&scheduler, rows(1, LONG, 1.0)));
+    assert_eq!(rest(&scheduler), (1, 0));
+    run_all(&scheduler);
+    assert_eq!(runs(), []);
+    assert_eq!(rest(&scheduler), (1, 0));
+}
+
+#[tokio::test]
+async fn deadline_that_passes_during_a_long_run_is_honoured() {
+    let scheduler = scheduler(1, policy());
+    let mut long = pending(&scheduler, rows(1, LONG, 1.0));
+    let in_an_hour = Work { deadline: Some(now() + HOUR), ..rows(1, SHORT, 2.0) };
+    let in_a_day = Work { deadline: Some(now() + 24 * HOUR), ..rows(1, SHORT, 3.0) };
+    let (beside, calls) = (Arc::clone(&scheduler), Rc::new(RefCell::new(Vec::new())));
+    let waiting = Rc::clone(&calls);
+    meanwhile(move || {
+        waiting.replace([in_an_hour, in_a_day].map(|work| pending(&beside, work)).into());
+        pass(2 * HOUR);
+    });
+    run_all(&scheduler);
+    assert_eq!(value(&mut long), 1.0);
+    let [mut late, mut in_time] = <[Call; 2]>::try_from(calls.take()).ok().unwrap();
+    let error = answer(&mut late).unwrap_err();
+    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
+    assert!(error.to_string().contains("waited for a session for 7200"), "{error}");
+    assert_eq!(value(&mut in_time), 3.0);
+    assert_eq!(runs(), [(1, LONG, true), (1, SHORT, true)]);
+}
+
+#[tokio::test]
+async fn deadline_ends_the_wait_without_a_session() {
+    let scheduler = scheduler(0, policy());
+    // The clock of the test stands still, the timer of the runtime does not.
+    let deadline = Some(Instant::now());
+    let error = scheduler.run(Work { deadline, ..rows(1, SHORT, 1.0) }).await.unwrap_err();
+    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
+    assert_eq!(rest(&scheduler), (0, 0));
+    pass(HOUR);
+    let error = scheduler.run(Work { deadline, ..rows(1, SHORT, 1.0) }).await.unwrap_err();
+    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn request_that_runs_at_its_deadline_is_answered() {
+    let scheduler = scheduler(0, policy());
+    let deadline = Instant::now() + Duration::from_millis(1);
+    let submit = |value| {
+        let work = Work { deadline: Some(deadline), ..rows(1, SHORT, value) };
+        scheduler.submit(work, false, now()).unwrap().0
+    };
+    let (taken, queued) = (submit(1.0), submit(2.0));
+    let job = scheduler.state.lock().queue.pop().unwrap();
+    let reply = async {
+        tokio::time::sleep_until((deadline + Duration::from_millis(1)).into()).await;
+        job.reply.send(Err(InferError::invalid("told"))).unwrap();
+    };
+    let (told, ()) = tokio::join!(taken.answer(), reply);
+    assert!(matches!(told, Err(InferError::Invalid { .. })), "{told:?}");
+    let told = queued.answer().await;
+    assert!(matches!(told, Err(InferError::DeadlineExceeded { .. })), "{told:?}");
+    assert_eq!(scheduler.waiting(), 0);
+}
+
+#[test]
+fn requests_that_found_an_idle_session_do_not_count_towards_the_limits() {
+    let limits = QueueLimits { requests_max: 0, bytes_max: 0 };
+    let scheduler = scheduler(2, Policy { limits, ..policy() });
+    let mut calls = [1.0, 2.0].map(|value| pending(&scheduler, rows(1, LONG, value)));
+    assert_eq!(scheduler.waiting(), 0);
+    let error = answer(&mut call(&scheduler, rows(1, SHORT, 3.0))).unwrap_err();
+    assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
+    run_all(&scheduler);
+    assert_eq!(calls.each_mut().map(value), [1.0, 2.0]);
+    let mut call = pending(&scheduler, rows(1, SHORT, 3.0));
+    assert_eq!(value(&mut call), 3.0);
+}
+
+#[test]
+fn requests_beyond_the_limits_are_refused() {
+    let mut policy = policy();
+    policy.limits = QueueLimits { requests_max: 1, bytes_max: 8 * LONG };
+    let scheduler = scheduler(1, policy);
+    let mut first = pending(&scheduler, rows(3, LONG, 1.0));
+    let mut waits = pending(&scheduler, rows(1, LONG, 2.0));
+    let error = answer(&mut call(&scheduler, rows(1, SHORT, 3.0))).unwrap_err();
+    assert!(error.to_string().contains("the limits are 1 and 32000"), "{error}");
+    // Another client has a claim to the place of the first one.
+    let mut other = pending(&scheduler, Work { client: client(2), level: 0, ..rows(1, LONG, 4.0) });
+    let error = answer(&mut waits).unwrap_err();
+    assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
+    run_all(&scheduler);
+    assert_eq!((value(&mut first), value(&mut other)), (1.0, 4.0));
+}
+
+#[tokio::test]
+async fn request_that_cannot_start_in_time_is_refused_at_once() {
+    let scheduler = scheduler(1, policy());
+    let _first = pending(&scheduler, rows(1, LONG, 1.0));
+    let _second = pending(&scheduler, rows(1, LONG, 2.0));
+    scheduler.admission.note(1, HOUR);
+    let within = |time| Work { deadline: Some(now() + time), ..rows(1, LONG, 3.0) };
+    let error = answer(&mut call(&scheduler, within(HOUR))).unwrap_err();
+    assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
+    assert_eq!(scheduler.waiting(), 1, "it takes no place");
+    let _patient = pending(&scheduler, within(24 * HOUR));
+}
+
+#[tokio::test]
+async fn request_that_had_to_wait_goes_on_waiting_for_a_full_batch() {
+    for passes in [false, true] {
+        let scheduler = scheduler(1, Policy { rows_max: 4, delay: HOUR, ..policy() });
+        let mut long = pending(&scheduler, rows(4, LONG, 1.0));
+        let mut calls = vec![pending(&scheduler, Work { queued: now(), ..rows(1, SHORT, 0.0) })];
+        assert!(run_next(&scheduler));
+        assert_eq!(value(&mut long), 1.0);
+        run_all(&scheduler);
+        assert_eq!((runs(), rest(&scheduler)), (vec![(4, LONG, true)], (1, 1)));
+        let expected = if passes {
+            pass(2 * HOUR);
+            // As the timer of the request does.
+            scheduler.change(|_| ());
+            1
+        } else {
+            calls.extend((1..4).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))));
+            4
+        };
+        run_all(&scheduler);
+        assert_eq!(runs(), [(expected, SHORT, true)]);
+        for (number, call) in calls.iter_mut().enumerate() {
+            assert_eq!(value(call), number as f32);
+        }
+    }
+}
+
+#[tokio::test]
+async fn request_with_a_deadline_before_the_end_of_the_delay_does_not_wait_for_a_full_batch() {
+    let scheduler = scheduler(1, Policy { rows_max: 4, delay: 2 * HOUR, ..policy() });
+    let mut long = pending(&scheduler, rows(4, LONG, 1.0));
+    let work = Work { queued: now(), deadline: Some(now() + HOUR), ..rows(1, SHORT, 2.0) };
+    let mut urgent = pending(&scheduler, work);
+    run_all(&scheduler);
+    assert_eq!((value(&mut long), value(&mut urgent)), (1.0, 2.0));
+    assert_eq!(runs(), [(4, LONG, true), (1, SHORT, true)]);
+}
+
+#[test]
+fn request_that_breaks_a_batch_breaks_its_own_answer_only() {
+    let scheduler = scheduler(1, policy());
+    let values = [1.0, f32::NAN, 3.0];
+    let mut calls: Vec<Call> =
+        values.iter().map(|value| pending(&scheduler, rows(1, LONG, *value))).collect();
+    run_all(&scheduler);
+    assert_eq!(runs(), [(3, LONG, true), (1, LONG, true), (1, LONG, true), (1, LONG, true)]);
+    assert_eq!(value(&mut calls[0]), 1.0);
+    assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
+    assert_eq!(value(&mut calls[2]), 3.0);
+}
+
+#[test]
+fn model_that_merges_rows_has_no_batches_any_more() {
+    let scheduler = scheduler_of(vec![Echo { merges: true, ..Echo::default() }], policy());
+    let mut calls: Vec<Call> = (0..2).map(|_| pending(&scheduler, rows(1, LONG, 5.0))).collect();
+    run_all(&scheduler);
+    calls.iter_mut().for_each(|call| assert_eq!(value(call), 5.0));
+    assert_eq!(runs(), [(2, LONG, true), (1, LONG, true), (1, LONG, true)]);
+    assert!(!scheduler.has_batches());
+}
+
+#[test]
+fn runs_go_to_the_device_with_the_fewest() {
+    let on = |device| Echo { device, ..Echo::default() };
+    let mut idle = IdleSessions::new(vec![on(0), on(0), on(1), on(1)]);
+    let taken = [idle.take().unwrap(), idle.take().unwrap()];
+    assert_ne!(taken[0].device, taken[1].device);
+    let third = idle.take().unwrap();
+    let other = taken.iter().position(|session| session.device != third.device).unwrap();
+    assert_eq!(idle.take().unwrap().device, taken[other].device);
+    assert_eq!((idle.len(), idle.take().is_none()), (0, true));
+}
+
+#[test]
+fn session_of_a_run_that_panics_is_returned() {
+    let scheduler = scheduler(1, policy());
+    let mut long = pending(&scheduler, rows(1, LONG, 1.0));
+    meanwhile(|| panic!("on purpose"));
+    assert!(run_next(&scheduler));
+    let error = answer(&mut long).unwrap_err();
+    assert!(error.to_string().contains("ended without an answer"), "{error}");
+    assert_eq!(rest(&scheduler), (1, 0));
+}
+
+#[test]
+fn shutdown_answers_what_is_queued() {
+    let scheduler = scheduler(2, policy());
+    let mut calls: Vec<Call> =
+        (0..20).map(|number| pending(&scheduler, rows(1, LONG + number % 3, number as f32))).collect();
+    let executor = scheduler.executor;
+    let gone = Arc::downgrade(&scheduler);
+    // The repository has dropped the version; the server waits for the calls.
+    drop(scheduler);
+    while executor.run_next() {}
+    for (number, call) in calls.iter_mut().enumerate() {
+        assert_eq!(value(call), number as f32);
+    }
+    drop(calls);
+    assert_eq!(gone.strong_count(), 0);
+    assert!(executor.close(Duration::ZERO), "nothing runs");
+}
+
+/// Calls arrive, are polled and dropped in any order: every one that stays is answered with its own value, and no
+/// session is lost.
+#[test]
+fn no_request_is_forgotten_whatever_callers_do() {
+    const SESSIONS: usize = 4;
+    for seed in 0..200 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let on = |device| Echo { device, ..Echo::default() };
+        let scheduler = scheduler_of([0, 0, 1, 1].map(on).into(), Policy { rows_max: 8, ..policy() });
+        let mut calls: Vec<(Call, f32)> = Vec::new();
+        for step in 0..300 {
+            match rng.random_range(0..8u8) {
+                0..3 if step < 200 => {
+                    let (count, width) =
+                        (rng.random_range(0..3), [SHORT, SHORT + 1, LONG][rng.random_range(0..3)]);
+                    let number = step as f32;
+                    let work = Work { client: client(step % 3), ..rows(count, width, number) };
+                    calls.push((call(&scheduler, work), number));
+                }
+                3 if !calls.is_empty() => {
+                    drop(calls.swap_remove(rng.random_range(0..calls.len())));
+                }
+                4 => _ = run_next(&scheduler),
+                _ if !calls.is_empty() => {
+                    let index = rng.random_range(0..calls.len());
+                    let (call, number) = &mut calls[index];
+                    if let Poll::Ready(output) = poll(call) {
+                        let output = output.unwrap();
+                        let Data::Fp32(values) = &output.outputs[0].read().unwrap().data else { panic!() };
+                        assert!(values.iter().all(|value| value == number), "seed {seed}");
+                        drop(calls.swap_remove(index));
+                    }
+                }
+                _ => {}
+            }
+        }
+        // Each is polled until it has been queued, and once for its answer.
+        for _ in 0..3 {
+            calls.retain_mut(|(call, _)| poll(call).is_pending());
+            run_all(&scheduler);
+        }
+        calls.retain_mut(|(call, _)| poll(call).is_pending());
+        assert!(calls.is_empty(), "seed {seed}: {} calls have no answer", calls.len());
+        assert_eq!(rest(&scheduler), (SESSIONS, 0), "seed {seed}");
+        let state = scheduler.state.lock();
+        assert!(!state.leading && state.dispatches == 0, "seed {seed}: {state:?}");
+        runs();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn concurrent_callers_get_their_own_answers() {
+    let scheduler = scheduler(2, Policy { threads: 2, ..policy() });
+    let callers = (0..32).map(|caller| {
+        let scheduler = Arc::clone(&scheduler);
+        async move {
+            for request in 0..100 {
+                let number = (caller * 100 + request) as f32;
+                let width = if request % 10 == 0 { LONG } else { SHORT };
+                let output = scheduler.run(rows(1, width, number)).await.unwrap();
+                let Data::Fp32(values) = &output.outputs[0].read().unwrap().data else { panic!() };
+                assert!(values.len() == width && values.iter().all(|value| *value == number));
+            }
+        }
+    });
+    let callers: tokio::task::JoinSet<()> = callers.collect();
+    callers.join_all().await;
+    assert_eq!(rest(&scheduler), (2, 0));
+}
