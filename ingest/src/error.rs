@@ -3,6 +3,23 @@
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// A job and the folder that belongs to it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct FolderOwner {
+    /// Job.
+    pub job: String,
+    /// Topic of the job.
+    pub topic: String,
+    /// The folder.
+    pub folder: String,
+}
+
+impl std::fmt::Display for FolderOwner {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "{} belongs to job {} (topic {})", self.folder, self.job, self.topic)
+    }
+}
+
 /// Errors of ingest. Whatever the error, the volume holds complete publishes only: a later run
 /// goes on at the committed offsets, without loss and without doubles.
 #[derive(Debug, thiserror::Error)]
@@ -90,8 +107,8 @@ pub enum Error {
     },
     /// A folder of the job belongs to another job: files of both would replace each other.
     #[error(
-        "ingest job {job} of volume {volume} wants folder {folder}, but {owner_folder} belongs to job {owner} \
-         (topic {owner_topic}): choose another path or dead_letter directory for one of them"
+        "ingest job {job} of volume {volume} wants folder {folder}, but {owner}: \
+         choose another path or dead_letter directory for one of them"
     )]
     FolderTaken {
         /// Job.
@@ -100,12 +117,8 @@ pub enum Error {
         volume: String,
         /// Folder that the job wants, for files or for dead letters.
         folder: String,
-        /// Job that owns a folder in it or around it.
-        owner: String,
-        /// Topic of that job.
-        owner_topic: String,
-        /// Folder of that job.
-        owner_folder: String,
+        /// Who owns a folder in it or around it.
+        owner: Box<FolderOwner>,
     },
     /// The topic is another one of the same name: to go on would skip its first records and mix the two.
     #[error(

@@ -82,7 +82,7 @@ mod run;
 mod state;
 
 pub use config::{Config, DeadLetter, JobConfig};
-pub use error::{Error, Result};
+pub use error::{Error, FolderOwner, Result};
 pub use progress::{IngestReport, Progress};
 pub use run::{Until, run, run_with_progress};
 pub use state::{Offsets, offsets, offsets_by_job};

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Identity, corrupt, to_json, volume_error};
 use crate::config::{DeadLetter, Job, nested};
-use crate::error::{Error, Result};
+use crate::error::{Error, FolderOwner, Result};
 
 const KEY: &str = "ingest/claims";
 const FORMAT_VERSION: u32 = 1;
@@ -64,9 +64,11 @@ pub(super) fn add(
                 job: job.name().to_owned(),
                 volume: job.config.volume.clone(),
                 folder: folder.clone(),
-                owner: owner.job.clone(),
-                owner_topic: owner.topic.clone(),
-                owner_folder: other.clone(),
+                owner: Box::new(FolderOwner {
+                    job: owner.job.clone(),
+                    topic: owner.topic.clone(),
+                    folder: other.clone(),
+                }),
             });
         }
         let owner = Owner { job: job.name().to_owned(), topic: job.topic().to_owned() };

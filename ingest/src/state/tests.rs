@@ -128,13 +128,13 @@ fn folders_of_dead_letters_belong_to_a_job_too() {
     ] {
         let error = among(config.clone()).unwrap_err();
         assert!(
-            matches!(&error, Error::FolderTaken { owner, .. } if owner == "job"),
+            matches!(&error, Error::FolderTaken { owner, .. } if owner.job == "job"),
             "{config:?}: {error:?}"
         );
     }
     among(letters("b", "elsewhere", "dead_letters")).unwrap();
     let error = among(JobConfig::new("c", "others", "records", "elsewhere/c")).unwrap_err();
-    assert!(matches!(&error, Error::FolderTaken { owner, .. } if owner == "b"), "{error:?}");
+    assert!(matches!(&error, Error::FolderTaken { owner, .. } if owner.job == "b"), "{error:?}");
 }
 
 #[test]

@@ -183,11 +183,8 @@ fn members_between(tokens: &[Token]) -> Vec<Member> {
                 attributes.push(tokens[at + 2..end].to_vec());
                 at = end;
             }
-            Token::Word(word) if word == "pub" => {
-                if tokens[at + 1].is('(') {
-                    at = close(tokens, at + 1);
-                }
-            }
+            Token::Word(word) if word == "pub" && tokens[at + 1].is('(') => at = close(tokens, at + 1),
+            Token::Word(word) if word == "pub" => {}
             Token::Word(name) => {
                 let end = outside(tokens, at + 1, &[',']);
                 let start = at + 1 + usize::from(tokens.get(at + 1).is_some_and(|token| token.is(':')));
