@@ -23,7 +23,7 @@ use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
-use super::retry::{Created, Refused};
+use super::retry::{Created, Creation, Refused};
 use crate::error::Error;
 use crate::fs::acl::is_acl;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
@@ -357,8 +357,9 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         let mode = (mode & 0o7777, umask);
         match self.create_new(request, (parent, name), mode, flags) {
-            Ok(None) => reply.error(outcome::refusal(Errno::ESTALE)),
-            Ok(Some(Created { attr, file, is_new })) => {
+            Ok(Creation::Exists) => reply.error(outcome::refusal(Errno::ESTALE)),
+            Ok(Creation::Denied) => reply.error(outcome::failure(Errno::EACCES)),
+            Ok(Creation::Opened(Created { attr, file, is_new })) => {
                 let (node, data_version) = (attr.node, attr.data_version);
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };

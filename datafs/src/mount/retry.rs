@@ -91,6 +91,18 @@ pub(super) struct Created {
     pub(super) is_new: bool,
 }
 
+/// Outcome of a creation.
+#[derive(Debug)]
+pub(super) enum Creation {
+    /// The file is open.
+    Opened(Created),
+    /// The name exists. The kernel has to walk the path again, since it has not checked whether the caller may open what
+    /// is there.
+    Exists,
+    /// The name exists on the second walk, and owner and mode deny what the caller wants.
+    Denied,
+}
+
 #[derive(Debug)]
 struct Retry {
     refused: Refused,
@@ -322,18 +334,17 @@ impl Adapter {
         Ok(Found { attr, target, _file: file })
     }
 
-    /// Creates a file and opens it. `None` when the name exists and `flags` allow that: the kernel has to walk the
-    /// path again, since it has not checked whether the caller may open what is there.
+    /// Creates a file and opens it, unless the name exists.
     ///
-    /// It does so once per system call. On the second walk the file is created when what is there goes again, and
-    /// opened when owner and mode alone allow that.
+    /// The kernel walks the path again once per system call. On the second walk the file is created when what is there
+    /// goes again, and opened or refused where owner and mode alone decide.
     pub(super) fn create_new(
         &self,
         request: &Request,
         (parent, name): (Node, &OsStr),
         (mode, umask): (u32, u32),
         flags: OpenFlags,
-    ) -> Result<Option<Created>> {
+    ) -> Result<Creation> {
         let (view, retries) = (&self.handles.view, &self.coherence.retries);
         let thread = request.pid();
         let owner = Owner { uid: request.uid(), gid: request.gid() };
@@ -343,7 +354,10 @@ impl Adapter {
         for attempt in 1.. {
             match view.create_masked(parent, name, mode, umask, owner, create) {
                 Err(Error::Exists { .. }) if !flags.exclusive => {}
-                created => return created.map(|(attr, file)| Some(Created { attr, file, is_new: true })),
+                created => {
+                    let opened = |(attr, file)| Creation::Opened(Created { attr, file, is_new: true });
+                    return created.map(opened);
+                }
             }
             let found = self.find_and_hold(parent, name)?;
             if attempts > 1
@@ -354,8 +368,10 @@ impl Adapter {
                 match self.open_file(request, attr.node, flags, (Arrival::FOUND, false)) {
                     Err(error) if error.is_not_found() => {}
                     Ok((_, _, Kept::Denied)) => {}
-                    opened => {
-                        return opened.map(|(file, attr, _)| Some(Created { attr, file, is_new: false }));
+                    result => {
+                        let opened =
+                            |(file, attr, _)| Creation::Opened(Created { attr, file, is_new: false });
+                        return result.map(opened);
                     }
                 }
             }
@@ -366,11 +382,15 @@ impl Adapter {
             }
         }
         if let Some(existing) = existing {
+            // A second refusal would reach the program.
+            if attempts > 1 && self.mode_denies(request, &existing.attr, flags) {
+                return Ok(Creation::Denied);
+            }
             retries.refuse_creation(thread, parent, name, existing);
             // It is going to forget this.
             self.coherence.wake();
         }
-        Ok(None)
+        Ok(Creation::Exists)
     }
 
     /// Whether owner and mode of a file allow a caller to open it, and nothing else has a say: no access control list,

@@ -99,7 +99,7 @@ fn removed_request_is_not_counted() {
     assert_eq!(at(&queue.remove(positions[1]).unwrap()), 1);
     assert!(queue.remove(positions[1]).is_none());
     assert_eq!((queue.len(), queue.bytes()), (3, 48));
-    assert_eq!(queue.rows_like(&work(1, 4, &[0], 9), 100), 4);
+    assert_eq!(queue.rows_like(&work(1, 4, &[0], 9), 100), 3);
     assert_eq!(queue.rows_like(&work(1, 4, &[0], 9), 2), 2);
     assert_eq!(order(queue), [0, 2, 3]);
 }
