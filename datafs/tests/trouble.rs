@@ -112,7 +112,7 @@ fn garbage_goes_from_a_disk_without_a_free_byte() {
     let datafs = Datafs::open(disk.path(), &config).unwrap();
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
-    let bytes = vec![7; 3_000_000];
+    let bytes = vec![7; 5_000_000];
     publish(&view, "old", &bytes).unwrap();
     view.remove_file("old").unwrap();
     let mut ballast = std::fs::File::create(disk.path().join("ballast")).unwrap();

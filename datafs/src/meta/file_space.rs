@@ -81,17 +81,20 @@ impl FileSpace {
         let fail = |error| Error::io("allocate space of", &self.path, error);
         let found = file.metadata().map_err(fail)?;
         let mut noted = self.noted.lock();
-        if bytes <= noted.allocated && (found.len(), found.blocks()) == (noted.len, noted.blocks) {
+        let is_unchanged = (found.len(), found.blocks()) == (noted.len, noted.blocks);
+        if bytes <= noted.allocated && is_unchanged {
             return Ok(());
         }
-        let stored = found.blocks() * 512;
-        let missing = bytes.saturating_sub(stored);
+        // The count of blocks does not tell how far the file reaches: it has the file system's own blocks too, and
+        // compression makes it smaller.
+        let reaches = found.len().max(if is_unchanged { noted.allocated } else { 0 });
+        let missing = bytes.saturating_sub(reaches);
         let free = free_bytes(&self.path);
         if missing > 0 && free.is_some_and(|free| free < room.saturating_add(missing)) {
             return Err(fail(Errno::ENOSPC.into()));
         }
         // Below its end a file that is not sparse has them all.
-        let known = if stored >= found.len() { found.len() } else { 0 };
+        let known = if found.blocks() * 512 >= found.len() { found.len() } else { 0 };
         let has_room = free.is_some_and(|free| free >= AHEAD_ROOM_BYTES);
         let ahead = if has_room { bytes.next_multiple_of(STEP_BYTES) } else { bytes };
         let mut allocated = ahead;

@@ -23,6 +23,7 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
 use self::fault::{is_busy, translate};
+use super::change_log;
 use super::codec::Decoder;
 use super::engine::{Durability, Engine, Order, Pair, ReadTxn, WriteTxn};
 use super::file_space::{FileSpace, free_bytes};
@@ -127,7 +128,8 @@ impl Sqlite {
             handle,
             replaced: AtomicBool::new(false),
             page_bytes: 0,
-            log_room: reserve::share_of_disk(path),
+            // The log of changes grows, too.
+            log_room: reserve::share_of_disk(path) + change_log::LOG_BYTES,
             space,
         };
         engine.prepare()?;
