@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::group::Shared;
+use crate::error::Error;
 use crate::failpoint;
 
 /// Pages in the log after which it is copied back: 16 MiB.
@@ -84,12 +85,13 @@ pub(super) fn finish(shared: &Shared) {
 }
 
 /// Copies as much as readers allow, with idle snapshots out of the way. When that is all, the space of the log goes
-/// back to the disk.
-pub(super) fn empty(shared: &Shared) {
+/// back to the disk. Returns false where somebody was in the way.
+pub(super) fn empty(shared: &Shared) -> bool {
     drop_idle(shared);
-    if let Err(error) = shared.engine.empty_log() {
+    shared.engine.empty_log().unwrap_or_else(|error| {
         tracing::debug!(%error, "copying the metadata log back for its space");
-    }
+        matches!(error, Error::NoSpace { .. })
+    })
 }
 
 fn drop_idle(shared: &Shared) {

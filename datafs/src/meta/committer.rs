@@ -29,7 +29,8 @@ const WRITER_WAIT: Duration = Duration::from_millis(2);
 /// A snapshot that nobody uses is given back after one to two of these: it keeps the log from being
 /// reused.
 const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
-/// How long a commit that makes room waits for other processes to give back what they do not use.
+/// How long a commit without space waits for readers, and one that makes room for other processes to give back what they
+/// do not use.
 const READERS_WAIT: Duration = Duration::from_secs(3);
 /// First and longest pause before a commit that found no space is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
@@ -143,7 +144,7 @@ fn give_up_turn(shared: &Shared) {
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
     let mut pause = RETRY_PAUSE;
-    let mut relieved = false;
+    let (mut relieved, mut is_blocked) = (false, false);
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
@@ -155,16 +156,16 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                     || (!relieved && (frozen.makes_room || place == shared.engine.place())) =>
             {
                 relieved = true;
-                checkpoint::empty(shared);
+                is_blocked = !checkpoint::empty(shared);
                 continue;
             }
-            // Idle snapshots of other processes keep the log as long as it is.
+            // Readers keep the log as long as it is, and so do idle snapshots of other processes.
             Err(Error::NoSpace { .. })
-                if frozen.makes_room && frozen.careful && begin.elapsed() < READERS_WAIT =>
+                if (frozen.makes_room || is_blocked) && frozen.careful && begin.elapsed() < READERS_WAIT =>
             {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(RETRY_PAUSE_MAX);
-                checkpoint::empty(shared);
+                is_blocked = !checkpoint::empty(shared);
                 continue;
             }
             Err(error) => error,

@@ -421,7 +421,8 @@ impl Group {
     /// Sees that the space is set aside, with that of the log where there is too little.
     pub(crate) fn restore_reserve(&self) {
         if !self.shared.reserve.restore() {
-            checkpoint::empty(&self.shared);
+            // What readers keep stays for the next time.
+            let _ = checkpoint::empty(&self.shared);
             self.shared.reserve.take_back();
         }
     }

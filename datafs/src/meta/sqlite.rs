@@ -233,18 +233,18 @@ impl Sqlite {
 
     /// Copies the log back into the file, as far as nobody reads what was there before.
     pub(crate) fn checkpoint(&self) -> Result<()> {
-        self.copy_log("PRAGMA wal_checkpoint(PASSIVE)")
+        self.copy_log("PRAGMA wal_checkpoint(PASSIVE)").map(drop)
     }
 
     /// [`Sqlite::checkpoint`], after which the log takes no space. While somebody reads from it, or writes, as much is
-    /// copied as they allow and the log stays as long as it is; nobody is waited for.
-    pub(crate) fn empty_log(&self) -> Result<()> {
+    /// copied as they allow and the log stays as long as it is; nobody is waited for. Returns whether it is empty.
+    pub(crate) fn empty_log(&self) -> Result<bool> {
         self.copy_log("PRAGMA wal_checkpoint(TRUNCATE)")
     }
 
-    fn copy_log(&self, how: &str) -> Result<()> {
+    fn copy_log(&self, how: &str) -> Result<bool> {
         if self.replaced.load(Ordering::Acquire) {
-            return Ok(());
+            return Ok(true);
         }
         let start = Instant::now();
         let mut copier = self.copier.lock();
@@ -256,7 +256,8 @@ impl Sqlite {
                 copier.insert(connection)
             }
         };
-        connection.query_row(how, [], |_| Ok(())).map_err(|error| self.translate(error, start))
+        let is_blocked = connection.query_row(how, [], |row| row.get::<_, bool>(0));
+        is_blocked.map(|blocked| !blocked).map_err(|error| self.translate(error, start))
     }
 
     pub(crate) fn path(&self) -> &Path {
