@@ -29,13 +29,13 @@ mod convert;
 mod extended;
 mod fusermount;
 mod handles;
+mod instrumented;
 mod known;
 mod lock_request;
 mod locks;
 mod names;
 mod opening;
 mod outcome;
-mod pace;
 mod passthrough;
 mod point;
 mod removed;
@@ -44,7 +44,7 @@ mod session;
 mod stateless;
 mod stats;
 mod trace;
-mod watched;
+
 mod write_back;
 
 use std::path::Path;
@@ -75,7 +75,7 @@ pub struct MountOptions {
     /// Has the kernel refuse to run programs.
     pub noexec: bool,
     /// Threads that answer the kernel at once, 1 to 64. Default 8: requests that wait (for a commit, the
-    /// disk, the network) do so beside each other; those that are not needed keep out of the way.
+    /// disk, the network) do so beside each other.
     pub threads: usize,
     /// How files are opened. Default: [`Open::Auto`].
     pub open: Open,

@@ -20,9 +20,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
+use super::instrumented::Watch;
 use super::stats::MountStats;
 use super::trace::TraceOptions;
-use super::watched::Watch;
 use crate::error::{Error, Result, in_full};
 use crate::private;
 

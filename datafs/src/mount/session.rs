@@ -16,13 +16,12 @@ use super::coherence::Coherence;
 use super::control::Control;
 use super::convert::Inodes;
 use super::handles::Handles;
+use super::instrumented::{InstrumentedFs, Watch};
 use super::locks::Locks;
 use super::opening::{self, Open, Opening};
-use super::pace::Pace;
 use super::passthrough;
 use super::point::{self, Attach};
 use super::stats::{self, MountStats};
-use super::watched::{Watch, Watched};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::view::View;
@@ -180,11 +179,10 @@ fn serve(
     config.clone_fd = options.threads > 1;
     let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.acl = acl;
-    let pace = Pace::new(File::from(device.try_clone()?), options.threads);
     let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
-    let watched = Watched { adapter, watch: Arc::clone(watch), pace };
+    let file_system = InstrumentedFs { adapter, watch: Arc::clone(watch) };
     let own_device = File::from(device.try_clone()?);
-    let session = Session::from_fd(watched, device, acl, config)?;
+    let session = Session::from_fd(file_system, device, acl, config)?;
     if handles.has_passthrough() {
         match passthrough::is_permitted(&own_device) {
             Ok(permitted) => handles.set_passthrough(permitted),

@@ -8,7 +8,7 @@ use prometheus::proto::{self, MetricFamily, MetricType};
 
 use super::MountStats;
 use crate::metrics;
-use crate::mount::watched::Watch;
+use crate::mount::instrumented::Watch;
 
 /// The mounts whose statistics are exported.
 #[derive(Debug, Clone, Default)]

@@ -1,4 +1,4 @@
-//! The adapter with statistics and a trace around each request, and the pace at which threads wait for the next one.
+//! The adapter with statistics and a trace around each request.
 
 use std::ffi::OsStr;
 use std::io;
@@ -17,7 +17,6 @@ use fuser::{
 use super::answer::Adapter;
 use super::handles::Handles;
 use super::outcome;
-use super::pace::Pace;
 use super::stats::{MountStats, Op, Stats};
 use super::trace::{self, Trace};
 use crate::metrics;
@@ -95,12 +94,11 @@ impl Watch {
     }
 }
 
-/// The adapter, watched.
+/// The adapter behind statistics and the trace.
 #[derive(Debug)]
-pub(super) struct Watched {
+pub(super) struct InstrumentedFs {
     pub(super) adapter: Adapter,
     pub(super) watch: Arc<Watch>,
-    pub(super) pace: Pace,
 }
 
 /// A request of a kind for an inode.
@@ -118,13 +116,8 @@ fn ranged<'a>(op: Op, request: &Request, ino: INodeNo, offset: u64, size: u64) -
     trace::Request { range: Some((offset, size)), ..asked(op, request, ino) }
 }
 
-impl Watched {
+impl InstrumentedFs {
     fn watch(&self, request: trace::Request<'_>, answer: impl FnOnce(&Adapter)) {
-        // Many to forget come at once, as one request of the kernel.
-        let paced = request.op != Op::Forget;
-        if paced {
-            self.pace.begins();
-        }
         self.watch.stats.begin(request.op);
         outcome::reset();
         let begun = Instant::now();
@@ -134,9 +127,6 @@ impl Watched {
         self.watch.stats.end(request.op, took.as_nanos() as u64, outcome);
         if self.watch.trace.is_on() {
             self.watch.trace.note(&request, outcome, took);
-        }
-        if paced {
-            self.pace.answered(took);
         }
     }
 }
@@ -152,7 +142,7 @@ macro_rules! watched {
 
 /// All of them: one that the adapter learns to answer must not be refused here. (`batch_forget` cannot be
 /// named outside of the library, which hands each of its nodes to `forget`.)
-impl Filesystem for Watched {
+impl Filesystem for InstrumentedFs {
     fn init(&mut self, request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         self.adapter.init(request, config)
     }
