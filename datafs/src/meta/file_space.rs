@@ -85,7 +85,8 @@ impl FileSpace {
             return Ok(());
         }
         let stored = found.blocks() * 512;
-        let missing = bytes.saturating_sub(stored);
+        // A file system that compresses stores less than the length. Holes take space as well, which `allocate` finds out.
+        let missing = bytes.saturating_sub(stored.max(found.len()));
         let free = free_bytes(&self.path);
         if missing > 0 && free.is_some_and(|free| free < room.saturating_add(missing)) {
             return Err(fail(Errno::ENOSPC.into()));
@@ -177,6 +178,18 @@ mod tests {
         space.ensure(300_000, 0).unwrap();
         assert!(allocated() >= 300_000);
         assert_eq!(std::fs::read(&path).unwrap(), [7; 5_000]);
+    }
+
+    #[test]
+    fn a_file_that_takes_fewer_blocks_than_its_length_lacks_no_space() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        // Blocks that are missing for another reason than compression look the same.
+        File::create(&path).unwrap().set_len(300_000).unwrap();
+        let space = space(&path);
+        space.ensure(300_000, u64::MAX).unwrap();
+        let full = space.ensure(20_000_000, u64::MAX).unwrap_err();
+        assert!(matches!(full, Error::NoSpace { quota: false, .. }), "{full:?}");
     }
 
     #[test]

@@ -54,6 +54,8 @@ pub(super) enum Refused {
     Name,
     /// A change of names, one of them in this directory, that lead elsewhere than the kernel was told.
     Change,
+    /// The removal of such a name.
+    Removal,
 }
 
 /// How a thread comes to a file that it opens.
@@ -249,12 +251,22 @@ impl Retries {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
         }
-        let is_change = |retry: &Retry| (retry.refused, retry.node) == (Refused::Change, parent);
+        let is_change = |retry: &Retry| {
+            matches!(retry.refused, Refused::Change | Refused::Removal) && retry.node == parent
+        };
         let again = self.threads.lock().get(&thread).is_some_and(is_change);
         if again {
             self.forget(thread);
         }
         again
+    }
+
+    /// A name on the second way of a thread has gone. The kernel answers a removal so, and the thread does not come back.
+    fn misses(&self, thread: u32) {
+        let is_removal = |retry: &Retry| retry.refused == Refused::Removal;
+        if self.threads.lock().get(&thread).is_some_and(is_removal) {
+            self.forget(thread);
+        }
     }
 
     /// When something is to be given up, at the earliest.
@@ -294,6 +306,7 @@ impl Adapter {
             Ok(Some((attr, held))) => (Ok(Some((attr, false))), held.map(Arc::new)),
             Ok(None) => {
                 let existing = retries.existing(thread, parent, name);
+                retries.misses(thread);
                 (Ok(existing.as_ref().map(|existing| (existing.attr, false))), existing)
             }
             Err(error) => (Err(error), None),
@@ -469,26 +482,35 @@ impl Adapter {
     ///
     /// The kernel does not say which it is, but the system call of the thread does. Where that cannot be read, as
     /// without the right to trace the program, the first change of an open file that has lost a name is refused.
+    ///
+    /// Returns what the thread has found on its second way, to be held until the change is made: it keeps the file's
+    /// bytes. The change succeeds where that is gone by then, as it would have a moment before.
     pub(super) fn check_named(
         &self,
         operation: &'static str,
         thread: u32,
         node: Node,
         by_descriptor: bool,
-    ) -> std::result::Result<(), Errno> {
+    ) -> std::result::Result<Option<Arc<Found>>, Errno> {
         if !node.is_live() {
-            return Ok(());
+            return Ok(None);
+        }
+        let (arrival, held) = self.coherence.retries.arrive(thread, node);
+        if held.is_some() {
+            return Ok(held);
         }
         let failed = |error| self.failed_for(operation, (thread, Refused::Node, node), &error);
         let attr = self.catch_up(node).and_then(|()| self.handles.view.getattr(node)).map_err(failed)?;
-        let (arrival, _) = self.coherence.retries.arrive(thread, node);
-        if arrival.found || arrival.again {
+        if arrival.again {
             self.coherence.retries.forget(thread);
-            self.coherence.settles_names(&attr);
-            return Ok(());
+            // Else it would be refused every second time.
+            if by_descriptor && call_by(thread) == CallBy::Unknown {
+                self.coherence.settles_names(&attr);
+            }
+            return Ok(None);
         }
         if !self.coherence.has_lost_name(&attr) {
-            return Ok(());
+            return Ok(None);
         }
         let passes = by_descriptor
             && match call_by(thread) {
@@ -498,7 +520,14 @@ impl Adapter {
                 CallBy::Unknown if attr.kind == FileKind::Directory => true,
                 CallBy::Unknown => thread == 0 && self.handles.is_open(node),
             };
-        if passes { Ok(()) } else { Err(self.walk_again(thread, Refused::Node, node)) }
+        if passes {
+            return Ok(None);
+        }
+        if thread == 0 {
+            // It is not known to come back.
+            self.coherence.settles_names(&attr);
+        }
+        Err(self.walk_again(thread, Refused::Node, node))
     }
 
     /// Has the kernel walk the path again.
@@ -602,6 +631,24 @@ mod tests {
         assert!(!retries.changes_again(7, NODE) && !retries.serves(7));
         retries.refuse(7, Refused::Node, NODE);
         assert!(!retries.changes_again(7, NODE), "it was refused something else");
+    }
+
+    #[test]
+    fn a_removal_of_a_name_that_is_gone_on_the_second_way_does_not_come_back() {
+        let retries = Retries::default();
+        retries.refuse(7, Refused::Removal, NODE);
+        assert!(retries.changes_again(7, NODE));
+        retries.refuse(7, Refused::Removal, NODE);
+        retries.misses(7);
+        assert!(!retries.serves(7) && !retries.changes_again(7, NODE));
+        // The new name of a rename need not exist.
+        retries.refuse(7, Refused::Change, NODE);
+        retries.misses(7);
+        assert!(retries.changes_again(7, NODE));
+        // A creation may follow.
+        retries.refuse(7, Refused::Node, NODE);
+        retries.misses(7);
+        assert!(retries.serves(7));
     }
 
     #[test]
