@@ -366,7 +366,8 @@ impl Filesystem for Adapter {
         match self.create_new(request, (parent, name), mode, flags) {
             Ok(Creation::Exists) => reply.error(outcome::refusal(Errno::ESTALE)),
             Ok(Creation::Denied) => reply.error(outcome::failure(Errno::EACCES)),
-            Ok(Creation::Opened(Created { attr, file, is_new })) => {
+            Ok(Creation::Opened(created)) => {
+                let Created { attr, file, is_new } = *created;
                 let (node, data_version) = (attr.node, attr.data_version);
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };

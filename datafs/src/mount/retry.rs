@@ -97,7 +97,7 @@ pub(super) struct Created {
 #[derive(Debug)]
 pub(super) enum Creation {
     /// The file is open.
-    Opened(Created),
+    Opened(Box<Created>),
     /// The name exists. The kernel has to walk the path again, since it has not checked whether the caller may open what
     /// is there.
     Exists,
@@ -368,7 +368,8 @@ impl Adapter {
             match view.create_masked(parent, name, mode, umask, owner, create) {
                 Err(Error::Exists { .. }) if !flags.exclusive => {}
                 created => {
-                    let opened = |(attr, file)| Creation::Opened(Created { attr, file, is_new: true });
+                    let opened =
+                        |(attr, file)| Creation::Opened(Box::new(Created { attr, file, is_new: true }));
                     return created.map(opened);
                 }
             }
@@ -382,8 +383,9 @@ impl Adapter {
                     Err(error) if error.is_not_found() => {}
                     Ok((_, _, Kept::Denied)) => {}
                     result => {
-                        let opened =
-                            |(file, attr, _)| Creation::Opened(Created { attr, file, is_new: false });
+                        let opened = |(file, attr, _)| {
+                            Creation::Opened(Box::new(Created { attr, file, is_new: false }))
+                        };
                         return result.map(opened);
                     }
                 }

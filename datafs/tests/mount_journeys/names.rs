@@ -305,12 +305,8 @@ fn a_change_by_path_never_fails_while_the_file_is_replaced() {
                 fs::rename(&new, &path).unwrap();
             }
         });
-        let attributes = scope.spawn(|| {
-            while !replacing.is_finished() {
-                set(&path, ATTRIBUTE, b"mark", 0).unwrap();
-            }
-        });
-        while !attributes.is_finished() {
+        while !replacing.is_finished() {
+            set(&path, ATTRIBUTE, b"mark", 0).unwrap();
             fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
             nix::unistd::truncate(&path, 0).unwrap();
         }
