@@ -183,6 +183,18 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_takes_fewer_blocks_than_its_length_lacks_no_space() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        // Blocks that are missing for another reason than compression look the same.
+        File::create(&path).unwrap().set_len(300_000).unwrap();
+        let space = space(&path);
+        space.ensure(300_000, u64::MAX).unwrap();
+        let full = space.ensure(20_000_000, u64::MAX).unwrap_err();
+        assert!(matches!(full, Error::NoSpace { quota: false, .. }), "{full:?}");
+    }
+
+    #[test]
     fn one_process_has_a_file_open_once_until_the_last_use_ends() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");

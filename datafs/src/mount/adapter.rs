@@ -15,7 +15,7 @@ use fuser::{
 };
 
 use super::answer::{Adapter, NOT_AT_ALL};
-use super::coherence::{Kept, name_lifetime};
+use super::coherence::{Kept, Telling, name_lifetime};
 use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
 use super::handles::{Handle, Registered};
@@ -110,7 +110,8 @@ impl Filesystem for Adapter {
         match self.find(request.pid(), parent, name) {
             Ok(Some((attr, believed))) => {
                 let believed = believed && !self.handles.view.is_snapshots_dir(parent);
-                self.found_entry((parent, name), &attr, moment, believed, reply);
+                let named = Telling::looked_up((parent, name), request.pid());
+                self.found_entry(named, &attr, moment, believed, reply);
             }
             Ok(None) => reply.error(outcome::refusal(Errno::ENOENT)),
             Err(error) => {
@@ -173,11 +174,13 @@ impl Filesystem for Adapter {
             mtime: mtime.map(set_time),
             drop_privileges: size.is_some() && !is_privileged(request),
         };
-        if fh.is_none()
-            && let Err(errno) = self.check_named("setattr", request.pid(), node, true)
-        {
-            return reply.error(errno);
-        }
+        let held = match fh {
+            Some(_) => None,
+            None => match self.check_named("setattr", request.pid(), node, true) {
+                Ok(held) => held,
+                Err(errno) => return reply.error(errno),
+            },
+        };
         let moment = self.coherence.moment();
         match self.handles.view.setattr(node, &set) {
             Ok(attr) => {
@@ -185,9 +188,10 @@ impl Filesystem for Adapter {
                 self.coherence.changes_attributes(node);
                 reply.attr(&lifetime, &self.inodes.attr(&attr));
             }
-            Err(error) => {
-                reply.error(self.failed_for("setattr", (request.pid(), Refused::Node, node), &error))
-            }
+            Err(error) => match held.filter(|_| error.is_not_found()) {
+                Some(found) => reply.attr(&NOT_AT_ALL, &self.inodes.attr(&found.attr)),
+                None => reply.error(self.failed_for("setattr", (request.pid(), Refused::Node, node), &error)),
+            },
         }
     }
 
@@ -282,12 +286,15 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let (node, parent) = (self.node(ino), self.node(new_parent));
-        if let Err(errno) = self.check_named("link", request.pid(), node, false) {
-            return reply.error(errno);
-        }
+        let held = match self.check_named("link", request.pid(), node, false) {
+            Ok(held) => held,
+            Err(errno) => return reply.error(errno),
+        };
         let moment = self.coherence.moment();
         match self.handles.view.link(node, parent, new_name) {
-            Ok(attr) => self.found_entry((parent, new_name), &attr, moment, true, reply),
+            Ok(attr) => self.found_entry(Telling::locked((parent, new_name)), &attr, moment, true, reply),
+            // A local disk, too, gives no name to a file that has lost its last one.
+            Err(error) if held.is_some() => reply.error(self.failed("link", parent, &error)),
             Err(error) => reply.error(self.failed_for("link", (request.pid(), Refused::Node, node), &error)),
         }
     }
@@ -359,12 +366,14 @@ impl Filesystem for Adapter {
         match self.create_new(request, (parent, name), mode, flags) {
             Ok(Creation::Exists) => reply.error(outcome::refusal(Errno::ESTALE)),
             Ok(Creation::Denied) => reply.error(outcome::failure(Errno::EACCES)),
-            Ok(Creation::Opened(Created { attr, file, is_new })) => {
+            Ok(Creation::Opened(created)) => {
+                let Created { attr, file, is_new } = *created;
                 let (node, data_version) = (attr.node, attr.data_version);
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
                 let handle = Handle { file, node, writes, executes: false, data_version, streams };
                 let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
-                let lifetime = self.lifetime(&attr, moment, Some((parent, name))).min(name_lifetime(&attr));
+                let named = Telling::locked((parent, name));
+                let lifetime = self.lifetime(&attr, moment, Some(named)).min(name_lifetime(&attr));
                 if is_new {
                     self.coherence.creates(&attr);
                 }
@@ -547,7 +556,8 @@ impl Filesystem for Adapter {
     ) {
         let node = self.node(ino);
         match self.check_named("setxattr", request.pid(), node, true) {
-            Ok(()) => self.set_xattr(request, node, name, value, flags, reply),
+            // What was found is held until then.
+            Ok(_held) => self.set_xattr(request, node, name, value, flags, reply),
             Err(errno) => reply.error(errno),
         }
     }
@@ -562,10 +572,12 @@ impl Filesystem for Adapter {
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let node = self.node(ino);
-        if let Err(errno) = self.check_named("removexattr", request.pid(), node, true) {
-            return reply.error(errno);
-        }
+        let held = match self.check_named("removexattr", request.pid(), node, true) {
+            Ok(held) => held,
+            Err(errno) => return reply.error(errno),
+        };
         let removed = self.handles.view.xattr_remove(node, name);
+        drop(held);
         if is_acl(name) {
             self.coherence.drops_list(node);
         }

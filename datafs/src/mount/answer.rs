@@ -11,7 +11,7 @@ use fuser::{
     BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
 };
 
-use super::coherence::{Coherence, name_lifetime};
+use super::coherence::{Coherence, Telling, name_lifetime};
 use super::convert::{Inodes, file_type};
 use super::errno;
 use super::handles::{Handle, Handles, NO_HANDLE};
@@ -86,9 +86,9 @@ impl Adapter {
         self.inodes.node(ino)
     }
 
-    /// How long the kernel may believe attributes that were read since a moment; with a directory and a name in it
-    /// the kernel gets to know the node by that.
-    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, named: Option<(Node, &OsStr)>) -> Duration {
+    /// How long the kernel may believe attributes that were read since a moment; with a name the kernel gets to know the
+    /// node by that.
+    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, named: Option<Telling<'_>>) -> Duration {
         if !attr.node.is_live() {
             return FOREVER;
         }
@@ -139,7 +139,7 @@ impl Adapter {
         match result {
             Ok(attr) => {
                 let believed = !self.handles.view.is_snapshots_dir(parent);
-                self.found_entry((parent, name), &attr, moment, believed, reply);
+                self.found_entry(Telling::locked((parent, name)), &attr, moment, believed, reply);
             }
             Err(error) => reply.error(self.failed(operation, parent, &error)),
         }
@@ -148,7 +148,7 @@ impl Adapter {
     /// Answers with what a name is; `believed` tells whether the kernel may keep the name as well.
     pub(super) fn found_entry(
         &self,
-        named: (Node, &OsStr),
+        named: Telling<'_>,
         attr: &Attr,
         moment: u64,
         believed: bool,

@@ -50,6 +50,12 @@ pub(super) fn call_by(thread: u32) -> CallBy {
 /// The number of the system call, in decimals, is followed by its arguments as `0x` and hexadecimals. A negative one
 /// stands for a thread in no system call.
 fn call_by_in(call: &str) -> CallBy {
+    // A program of 32 bits has other numbers. Its stack pointer, the last word but one, fits in 32 bits.
+    let stack = call.split_whitespace().rev().nth(1).and_then(|word| word.strip_prefix("0x"));
+    if stack.is_none_or(|word| u64::from_str_radix(word, 16).is_ok_and(|stack| u32::try_from(stack).is_ok()))
+    {
+        return CallBy::Unknown;
+    }
     let mut words = call.split_whitespace();
     let number = words.next().and_then(|word| word.parse::<libc::c_long>().ok());
     let Some(number) = number.filter(|number| *number >= 0) else { return CallBy::Unknown };
@@ -158,7 +164,9 @@ mod tests {
         assert_eq!(of(libc::SYS_utimensat, 0, 0), CallBy::Other);
         assert_eq!(of(SYS_SETXATTRAT, 0x7f00, 0), CallBy::Path);
         assert_eq!(of(SYS_SETXATTRAT, 0x7f00, empty_path), CallBy::Other);
-        for unknown in ["-1 0x7ffd9d6068d8 0x7f1a778de503\n", "running\n", ""] {
+        // `chmod` of an x86 program of 32 bits. The number stands for another call in a program of 64 bits.
+        let of_32_bits = "15 0x3 0x0 0x0 0x0 0x0 0x0 0xffd068d8 0xf7f78e50\n";
+        for unknown in ["-1 0x7ffd9d6068d8 0x7f1a778de503\n", "running\n", "", of_32_bits] {
             assert_eq!(call_by_in(unknown), CallBy::Unknown, "{unknown}");
         }
         assert_eq!(call_by(0), CallBy::Unknown);

@@ -10,9 +10,15 @@
 //! as stale. The kernel then looks the path up again and checks. Attributes and pages of other versions are dropped
 //! first.
 //!
+//! A file that is found under a new name keeps its doubt: the older name may still lead to it in the kernel. An open
+//! walks its path again until that name's lifetime is over.
+//!
 //! The same holds for changes. The kernel moves and removes what it takes a name for: where the name leads elsewhere
 //! by now, the change is refused inside its transaction ([`Coherence::is_told`]). A change of attributes by path is
 //! refused where the file has lost a name ([`Coherence::has_lost_name`]).
+//!
+//! A change that another thread was told the name for a moment ago is refused once as well: the kernel may still go by
+//! what the name was before. Where it may do so nevertheless, the resulting names are expired.
 //!
 //! A notification may overtake the answer that it should take back, which the kernel then keeps. So
 //! whatever was answered shortly before is taken back once more a little later.
@@ -36,7 +42,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::answer::FOREVER;
 use super::convert::Inodes;
-use super::known::{KnownNodes, name_stamp, stamp};
+use super::known::{EVERY_THREAD, KnownNodes, name_stamp, stamp};
 use super::removed::Removed;
 use super::retry::Retries;
 use crate::error::Result;
@@ -47,7 +53,7 @@ use crate::view::View;
 use crate::watch::Watch;
 
 /// An answer that is older than this has surely arrived.
-const IN_FLIGHT: Duration = Duration::from_millis(100);
+pub(super) const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// After something unknown was changed nothing is given to the kernel for good for this long, so that a
 /// stream of such news costs no more than asking each time.
 const DISTRUST: Duration = Duration::from_secs(1);
@@ -213,9 +219,9 @@ impl Coherence {
         self.start.elapsed().as_millis() as u32
     }
 
-    /// Notes attributes that are going to be answered, read since `moment`; with a directory and a name in it also
-    /// that the kernel knows the node by that. Returns whether it may keep them.
-    pub(super) fn answers(&self, attr: &Attr, moment: u64, named: Option<(Node, &OsStr)>) -> bool {
+    /// Notes attributes that are going to be answered, read since `moment`; with a name also that the kernel knows the
+    /// node by that. Returns whether it may keep them.
+    pub(super) fn answers(&self, attr: &Attr, moment: u64, named: Option<Telling<'_>>) -> bool {
         self.answering(moment).note(attr, named)
     }
 
@@ -251,7 +257,8 @@ impl Coherence {
         // With the mode it has dropped the access control list.
         known.drops_list(node.ino);
         if let Some(entry) = known.get_mut(node.ino) {
-            entry.access_in_doubt = false;
+            let access = entry.access;
+            entry.settle_access(access);
         }
     }
 
@@ -490,6 +497,26 @@ impl Coherence {
     }
 }
 
+/// A name that the kernel is told of a node.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Telling<'n> {
+    parent: Node,
+    name: &'n OsStr,
+    thread: u32,
+}
+
+impl<'n> Telling<'n> {
+    /// The kernel has the directory locked until it takes note of the answer.
+    pub(super) fn locked((parent, name): (Node, &'n OsStr)) -> Telling<'n> {
+        Telling { parent, name, thread: EVERY_THREAD }
+    }
+
+    /// The answer to a thread that looks the name up. It may do so without the lock of the directory.
+    pub(super) fn looked_up((parent, name): (Node, &'n OsStr), thread: u32) -> Telling<'n> {
+        Telling { parent, name, thread }
+    }
+}
+
 /// Answers that are being noted; meanwhile nothing else is.
 pub(super) struct Answering<'a> {
     coherence: &'a Coherence,
@@ -500,9 +527,10 @@ pub(super) struct Answering<'a> {
 
 impl Answering<'_> {
     /// See [`Coherence::answers`].
-    pub(super) fn note(&mut self, attr: &Attr, named: Option<(Node, &OsStr)>) -> bool {
+    pub(super) fn note(&mut self, attr: &Attr, named: Option<Telling<'_>>) -> bool {
         let coherence = self.coherence;
-        let named = named.map(|(parent, name)| name_stamp(parent.ino, name, attr.names_version));
+        let named =
+            named.map(|told| (name_stamp(told.parent.ino, told.name, attr.names_version), told.thread));
         self.known.note(attr, named, self.answered_ms)
             // After it was noted, so that either this sees a change or the change sees the note.
             && coherence.trusted.load(Ordering::Acquire)

@@ -8,7 +8,7 @@ use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, Reply
 
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
 use super::caller::is_in_group;
-use super::coherence::{Kept, name_lifetime};
+use super::coherence::{Kept, Telling, name_lifetime};
 use super::known::{NO_LIST, list_stamp};
 use super::outcome;
 use super::retry::Arrival;
@@ -231,7 +231,8 @@ impl Adapter {
                     _ if dots || !names_kept => NOT_AT_ALL,
                     None => FOREVER,
                     Some(answering) => {
-                        let kept = answering.note(attr, Some((node, entry.name.as_os_str())));
+                        let kept =
+                            answering.note(attr, Some(Telling::locked((node, entry.name.as_os_str()))));
                         lifetime_of(kept).min(name_lifetime(attr))
                     }
                 };

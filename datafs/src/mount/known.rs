@@ -6,6 +6,12 @@
 //! The name that the kernel was told last of a node is kept as a stamp of the directory, the name and the version of
 //! the node's names ([`name_stamp`]). While the stamp is right, the name has led to the node since the kernel was told
 //! so: the version changes whenever the node loses a name.
+//!
+//! A look-up without the lock of the directory may be answered while another thread goes by what the name was before.
+//! So the thread that was told a name is kept too: a change of names by another one is refused for a while.
+//!
+//! A look-up that finds a node under a new name says nothing of its older names. The node counts as one that has lost
+//! a name until the kernel has looked up again every name that it was told before.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,6 +20,7 @@ use std::hash::{DefaultHasher, Hasher as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::{Duration, SystemTime};
 
+use super::coherence::{IN_FLIGHT, name_lifetime};
 use super::removed::Removed;
 use crate::fs::Attr;
 
@@ -36,6 +43,33 @@ pub(super) const NO_LIST: u32 = 1;
 /// Of a version of a node's names in a stamp. It is odd, so that all versions of a name differ.
 const VERSION_STEP: u32 = 0x9e37_79b1;
 
+/// Stands for every thread: the kernel was told a name while it had the directory locked, as by a creation or a listing.
+/// No change of names in the directory was under way.
+pub(super) const EVERY_THREAD: u32 = u32::MAX;
+
+/// A request to change a name.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asker {
+    pub(super) thread: u32,
+    /// The [`KnownNodes::clock`] when it arrived.
+    pub(super) arrived: u32,
+    /// The same in milliseconds since the mount.
+    pub(super) arrived_ms: u32,
+    /// It was refused just before, and the kernel has looked the names up since.
+    pub(super) again: bool,
+    /// It removes a file, and concerns nothing but the name.
+    pub(super) unlinks: bool,
+}
+
+/// Whether the kernel takes a name for the node that it leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Told {
+    No,
+    /// Unless the answer took longer than answers do.
+    Likely,
+    Surely,
+}
+
 /// What the kernel was told of a node.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Known {
@@ -47,6 +81,8 @@ pub(super) struct Known {
     named: u32,
     /// The [`KnownNodes::clock`] when it was told that for the first time.
     named_at: u32,
+    /// The thread that was told so, or [`EVERY_THREAD`].
+    named_to: u32,
     /// When it was told attributes last, in milliseconds since the mount.
     pub(super) answered_ms: u32,
     /// Owner and permissions that it was told last, see [`access_of`].
@@ -56,6 +92,8 @@ pub(super) struct Known {
     /// It was told others before. It drops an answer that was under way when it was told of a change, and then goes
     /// on deciding by the old ones.
     pub(super) access_in_doubt: bool,
+    /// A thread that cannot be told from others was refused the present access. When it comes back, the daemon decides.
+    access_expected: bool,
     /// What its pages are of, at the oldest.
     pub(super) data_version: u64,
     /// Version of the contents whose size it was told last; its lower half, which makes one in 2^32 look the same.
@@ -86,8 +124,30 @@ impl Known {
     }
 
     /// A thread that cannot be told from others is sent to bring a size. When it comes back it passes.
-    pub(super) fn expects_size(&mut self, attr: &Attr) {
+    fn expects_size(&mut self, attr: &Attr) {
         (self.told_version, self.notified) = (attr.data_version as u32, false);
+    }
+
+    /// A thread that cannot be told from others is sent to walk its path again.
+    pub(super) fn expects(&mut self, attr: &Attr, list: u32) {
+        self.expects_size(attr);
+        self.settle_names(attr);
+        self.access_in_doubt |= self.access != access_of(attr) || self.has_other_list(list);
+        self.access = access_of(attr);
+        if self.list != LIST_NOT_TOLD {
+            self.list = list;
+        }
+        self.access_expected = self.access_in_doubt;
+    }
+
+    /// Whether a thread that cannot be told from others was refused this access before.
+    pub(super) fn expects_access(&self, access: u32, list: u32) -> bool {
+        self.access_expected && self.access == access && !self.has_other_list(list)
+    }
+
+    /// The kernel has decided by the present owner and mode, or the daemon has.
+    pub(super) fn settle_access(&mut self, access: u32) {
+        (self.access, self.access_in_doubt, self.access_expected) = (access, false, false);
     }
 
     /// Whether the kernel may decide by another access control list than this one.
@@ -102,13 +162,13 @@ impl Known {
         }
     }
 
-    /// Whether a name by which the kernel knows the node may be gone.
-    pub(super) fn has_lost_name(&self, attr: &Attr) -> bool {
+    /// Whether the node has lost a name since the kernel was told its last one.
+    fn has_lost_name(&self, attr: &Attr) -> bool {
         is_after(attr.names_version, self.names_version)
     }
 
     /// The kernel knows the node by names that are right with these attributes.
-    pub(super) fn settle_names(&mut self, attr: &Attr) {
+    fn settle_names(&mut self, attr: &Attr) {
         if self.has_lost_name(attr) {
             self.names_version = attr.names_version;
         }
@@ -129,6 +189,8 @@ impl Known {
 pub(super) struct KnownNodes {
     tables: [HashMap<u64, Known>; TABLES],
     removed: HashMap<u64, Removed>,
+    /// Nodes that were found under a new name, and until when an older one may be kept, in milliseconds since the mount.
+    doubted: HashMap<u64, u32>,
     was_crowded: bool,
     /// Counts the names that the kernel was told.
     clock: u32,
@@ -139,6 +201,7 @@ impl Default for KnownNodes {
         KnownNodes {
             tables: std::array::from_fn(|_| HashMap::new()),
             removed: HashMap::new(),
+            doubted: HashMap::new(),
             was_crowded: false,
             clock: 0,
         }
@@ -146,9 +209,9 @@ impl Default for KnownNodes {
 }
 
 impl KnownNodes {
-    /// Notes attributes that are going to be answered, with the stamp `named` also that the kernel knows the node
-    /// by this name. Returns false where there is no room: then it must not keep them.
-    pub(super) fn note(&mut self, attr: &Attr, named: Option<u32>, answered_ms: u32) -> bool {
+    /// Notes attributes that are going to be answered, with the stamp of a name also that the kernel knows the node
+    /// by this name, and the thread that is told so. Returns false where there is no room: then it must not keep them.
+    pub(super) fn note(&mut self, attr: &Attr, named: Option<(u32, u32)>, answered_ms: u32) -> bool {
         let ino = attr.node.ino;
         let table = &mut self.tables[place(ino)];
         make_room(table);
@@ -164,10 +227,12 @@ impl KnownNodes {
                 names_version: attr.names_version,
                 named: 0,
                 named_at: 0,
+                named_to: 0,
                 answered_ms,
                 access: access_of(attr),
                 list: LIST_NOT_TOLD,
                 access_in_doubt: false,
+                access_expected: false,
                 data_version: 0,
                 told_version: attr.data_version as u32,
                 notified: false,
@@ -177,18 +242,26 @@ impl KnownNodes {
                 pages_settled: false,
             }),
         };
-        if let Some(named) = named {
+        if let Some((named, to)) = named {
             entry.lookups = entry.lookups.saturating_add(1);
             // What was read before this mount has moved the node itself is not what the kernel goes by.
             let is_outdated = is_after(entry.names_version, attr.names_version);
             if !is_outdated && entry.named != named {
                 self.clock = self.clock.wrapping_add(1);
-                (entry.named, entry.named_at) = (named, self.clock);
+                (entry.named, entry.named_at, entry.named_to) = (named, self.clock, to);
+            } else if !is_outdated && entry.named_to != EVERY_THREAD {
+                entry.named_to = to;
             }
-            entry.settle_names(attr);
+            if entry.has_lost_name(attr) {
+                entry.settle_names(attr);
+                let kept_ms = name_lifetime(attr).as_millis() as u32;
+                self.doubted.insert(ino, answered_ms.wrapping_add(kept_ms));
+            }
         }
         let access = access_of(attr);
-        entry.access_in_doubt |= std::mem::replace(&mut entry.access, access) != access;
+        if std::mem::replace(&mut entry.access, access) != access {
+            (entry.access_in_doubt, entry.access_expected) = (true, false);
+        }
         entry.set_id = attr.mode & 0o6000 != 0;
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
@@ -211,14 +284,47 @@ impl KnownNodes {
         self.clock
     }
 
-    /// Whether the kernel surely takes a name, by its stamp, for a node that it leads to. Where it was told so for the
-    /// first time after `arrived`, a request that arrived then may still go by what it was told before; `again` says
-    /// that it has looked the name up for this request.
-    pub(super) fn is_told(&self, ino: u64, named: u32, arrived: u32, again: bool) -> bool {
+    /// Whether the kernel takes a name, by its stamp, for a node that it leads to. Where another thread was told so for
+    /// the first time a moment ago, the request may still go by what the kernel was told before.
+    pub(super) fn is_told(&self, ino: u64, named: u32, asker: &Asker) -> Told {
+        let likely = |is_likely| if is_likely { Told::Likely } else { Told::No };
+        let is_own = |entry: &Known| asker.thread != 0 && entry.named_to == asker.thread;
         match self.get(ino) {
-            Some(entry) => entry.named == named && (again || !is_after(entry.named_at, arrived)),
+            Some(entry) if entry.named != named => Told::No,
+            Some(entry) if entry.named_to == EVERY_THREAD || is_own(entry) => Told::Surely,
+            Some(entry) => {
+                let counts = asker.thread == 0 || asker.unlinks;
+                let since_ms = asker.arrived_ms.wrapping_sub(entry.answered_ms).cast_signed();
+                let has_arrived = match counts {
+                    // A second refusal of a thread that cannot be told from others would reach the program.
+                    true => !is_after(entry.named_at, asker.arrived),
+                    false => i64::from(since_ms) >= IN_FLIGHT.as_millis() as i64,
+                };
+                likely(asker.again || has_arrived)
+            }
             // Of nodes that there was no room for it believes nothing longer than a request takes.
-            None => again && self.was_crowded,
+            None => likely(self.was_crowded && (asker.again || asker.thread == 0)),
+        }
+    }
+
+    /// Whether a name by which the kernel knows a node may be gone.
+    pub(super) fn has_lost_name(&mut self, attr: &Attr, now_ms: u32) -> bool {
+        let ino = attr.node.ino;
+        match self.doubted.get(&ino) {
+            Some(until) if is_after(*until, now_ms) => return true,
+            Some(_) => {
+                self.doubted.remove(&ino);
+            }
+            None => {}
+        }
+        self.get(ino).is_some_and(|entry| entry.has_lost_name(attr))
+    }
+
+    /// Names of a node count as right with these attributes.
+    pub(super) fn settle_names(&mut self, attr: &Attr) {
+        self.doubted.remove(&attr.node.ino);
+        if let Some(entry) = self.get_mut(attr.node.ino) {
+            entry.settle_names(attr);
         }
     }
 
@@ -229,11 +335,15 @@ impl KnownNodes {
         }
     }
 
-    /// This mount has moved a node, which has the given version of its names since, to a name of this stamp.
-    pub(super) fn moves(&mut self, ino: u64, names_version: u32, named: u32) {
+    /// This mount has moved a node, which has the given version of its names since, to a name of this stamp. `told` says
+    /// whether the kernel has moved the same.
+    pub(super) fn moves(&mut self, ino: u64, names_version: u32, named: u32, told: Told) {
         if let Some(entry) = self.get_mut(ino) {
             entry.loses_name(names_version);
             entry.named = named;
+            if told != Told::Surely {
+                entry.named_to = 0;
+            }
         }
     }
 
@@ -242,7 +352,9 @@ impl KnownNodes {
         if let Some(entry) = self.get_mut(ino) {
             let before = std::mem::replace(&mut entry.list, list);
             // Of two answers that are under way it may keep the older one.
-            entry.access_in_doubt |= before != LIST_NOT_TOLD && before != list;
+            if before != LIST_NOT_TOLD && before != list {
+                (entry.access_in_doubt, entry.access_expected) = (true, false);
+            }
         }
     }
 
@@ -281,6 +393,7 @@ impl KnownNodes {
         }
         table.remove(&ino);
         self.removed.remove(&ino);
+        self.doubted.remove(&ino);
         let room = table.capacity();
         if room > SPARE_MAX && table.len() < room / 4 {
             table.shrink_to(room / 2);
@@ -369,142 +482,4 @@ pub(super) fn stamp(time: SystemTime) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::fs::{FileKind, Node};
-    use crate::meta::inode::Inode;
-
-    fn attr(ino: u64) -> Attr {
-        Inode::new(FileKind::File, 0o644, 0, 0).attr(Node { snapshot: 0, ino })
-    }
-
-    #[test]
-    fn nodes_are_known_until_they_are_forgotten_and_never_too_many() {
-        let mut known = KnownNodes::default();
-        let many = (TABLES * TABLE_MAX) as u64;
-        for ino in 0..many {
-            assert!(known.note(&attr(ino), Some(1), 7));
-        }
-        assert!(known.note(&attr(5), Some(1), 8) && !known.was_crowded());
-        assert!(!known.note(&attr(many), Some(1), 8) && known.was_crowded());
-        assert!(known.get_mut(many).is_none());
-        known.forget(5, 1);
-        assert_eq!(known.get_mut(5).unwrap().answered_ms, 8);
-        for ino in 0..=many {
-            known.forget(ino, 1);
-        }
-        assert_eq!(known.inos().count(), 0);
-        let kept: usize = known.tables.iter().map(HashMap::capacity).sum();
-        assert!(kept <= 2 * TABLES * SPARE_MAX, "{kept} are kept");
-        assert!(known.note(&attr(many), None, 9));
-    }
-
-    /// The kernel forgets some and hears of others for as long as it likes.
-    #[test]
-    fn tables_never_outgrow_their_bound() {
-        let mut known = KnownNodes::default();
-        // All of one table, which is where it is decided.
-        let ino = |number: usize| (number * TABLES) as u64;
-        for room in [TABLE_FULL / 2 - 1, TABLE_FULL / 2, TABLE_FULL / 2 + 1, TABLE_MAX] {
-            let before = known.inos().count();
-            for number in before..room {
-                assert!(known.note(&attr(ino(number)), Some(1), 1));
-            }
-            for number in 0..200_000 {
-                known.forget(ino(number), 1);
-                assert!(known.note(&attr(ino(number + room)), Some(1), 1));
-                assert!(known.tables[0].capacity() <= TABLE_FULL, "{room}: {number}");
-            }
-            assert_eq!(known.tables[0].len(), room);
-            known = KnownNodes::default();
-        }
-        assert!(!known.was_crowded());
-    }
-
-    #[test]
-    fn removed_nodes_are_kept_until_the_kernel_forgets_them() {
-        let mut known = KnownNodes::default();
-        let removed = |ino| Removed { attr: attr(ino), target: None };
-        known.note(&attr(7), Some(1), 1);
-        known.note(&attr(8), None, 1);
-        (7..10).for_each(|ino| known.remove(removed(ino)));
-        assert_eq!([7, 8, 9].map(|ino| known.removed(ino).is_some()), [true, false, false]);
-        known.forget(7, 1);
-        assert!(known.removed(7).is_none() && known.removed.is_empty());
-    }
-
-    #[test]
-    fn a_name_is_told_until_the_node_loses_a_name() {
-        let mut known = KnownNodes::default();
-        let stamp = |name: &str, version| name_stamp(1, OsStr::new(name), version);
-        let file = |names_version| Attr { names_version, ..attr(7) };
-        known.note(&file(0), Some(stamp("a", 0)), 1);
-        let arrived = known.clock();
-        assert!(known.is_told(7, stamp("a", 0), arrived, false));
-        assert!(!known.is_told(7, stamp("b", 0), arrived, true));
-        assert!(!known.is_told(8, stamp("a", 0), arrived, true), "another node");
-        // Others have moved it away and back.
-        assert!(
-            !known.is_told(7, stamp("a", 2), arrived, true) && known.get(7).unwrap().has_lost_name(&file(2))
-        );
-        known.note(&file(2), Some(stamp("a", 2)), 1);
-        assert!(!known.is_told(7, stamp("a", 2), arrived, false), "it was decided before");
-        assert!(known.is_told(7, stamp("a", 2), arrived, true));
-        known.moves(7, 3, stamp("b", 3));
-        let told = |known: &KnownNodes, stamp| known.is_told(7, stamp, known.clock(), false);
-        assert!(told(&known, stamp("b", 3)) && !known.get(7).unwrap().has_lost_name(&file(3)));
-        known.note(&file(2), Some(stamp("a", 2)), 1);
-        assert!(told(&known, stamp("b", 3)), "that was read before the move");
-        // Another name of it is removed here, and one more elsewhere.
-        known.loses_name(7, 4);
-        assert!(told(&known, stamp("b", 4)) && !known.get(7).unwrap().has_lost_name(&file(4)));
-        known.loses_name(7, 6);
-        assert!(!told(&known, stamp("b", 6)) && known.get(7).unwrap().has_lost_name(&file(6)));
-        known.note(&file(6), Some(stamp("b", 6)), 1);
-        known.untell(7);
-        assert!(!told(&known, stamp("b", 6)));
-    }
-
-    #[test]
-    fn an_access_control_list_counts_once_it_was_told() {
-        let mut known = KnownNodes::default();
-        known.note(&attr(7), Some(1), 1);
-        let [one, other] = [b"one", b"two"].map(|value| list_stamp(value));
-        let differs = |known: &KnownNodes, list| known.get(7).unwrap().has_other_list(list);
-        assert!(!differs(&known, one) && !differs(&known, NO_LIST));
-        known.tells_list(7, one);
-        assert!(!differs(&known, one) && differs(&known, other) && differs(&known, NO_LIST));
-        assert!(!known.get(7).unwrap().access_in_doubt);
-        known.tells_list(7, NO_LIST);
-        assert!(differs(&known, one) && !differs(&known, NO_LIST));
-        assert!(known.get(7).unwrap().access_in_doubt, "the answers may arrive in the other order");
-        known.drops_list(7);
-        assert!(!differs(&known, one) && !differs(&known, other));
-    }
-
-    #[test]
-    fn a_size_is_not_sure_while_an_answer_with_another_one_may_be_under_way() {
-        let mut known = KnownNodes::default();
-        let changed = Attr { data_version: 9, ..attr(7) };
-        known.note(&attr(7), Some(1), 1);
-        assert!(known.get(7).unwrap().has_size(&attr(7)));
-        known.note(&changed, None, 2);
-        assert!(!known.get(7).unwrap().has_size(&changed));
-        known.get_mut(7).unwrap().settle_size();
-        assert!(known.get(7).unwrap().has_size(&changed) && !known.get(7).unwrap().has_size(&attr(7)));
-    }
-
-    #[test]
-    fn an_account_is_small_and_times_differ() {
-        assert_eq!(size_of::<(u64, Known)>(), 64);
-        let epoch = SystemTime::UNIX_EPOCH;
-        let times = [Duration::ZERO, Duration::from_nanos(1), Duration::from_secs(1 << 33)];
-        for (i, time) in times.iter().enumerate() {
-            for other in &times[..i] {
-                assert_ne!(stamp(epoch + *time), stamp(epoch + *other));
-                assert_ne!(stamp(epoch - *time), stamp(epoch + *other));
-            }
-        }
-    }
-}
+mod tests;

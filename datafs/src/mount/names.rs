@@ -5,16 +5,20 @@
 //! So the transaction compares what the name leads to with what the kernel was told. A difference is refused as stale:
 //! the kernel then looks the names up, and repeats the call once.
 //!
+//! So is a change of a name that another thread was told a moment ago: the kernel may have decided it by what the name
+//! was before. Where that cannot be excluded on the second walk, the kernel looks the resulting names up again.
+//!
 //! The removal of a file is repeated at most once, and then removes what has the name: it concerns nothing else. Other
 //! changes are refused again where a name was replaced again meanwhile, and the program is told `ESTALE`.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::OsStr;
 
 use fuser::{Errno, RenameFlags, ReplyEmpty, Request};
 
 use super::answer::Adapter;
 use super::caller::{CAP_FOWNER, has_capability};
+use super::known::{Asker, Told};
 use super::outcome;
 use super::retry::Refused;
 use crate::error::{Error, Result};
@@ -25,14 +29,14 @@ type Name<'n> = (Node, &'n OsStr);
 
 impl Adapter {
     pub(super) fn unlink_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
-        let change = Change::arrives(self, request, parent);
-        let removed = change.run(request, true, |checks| self.handles.view.unlink_by(parent, name, checks));
+        let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, true) };
+        let removed = change.run(request, |checks| self.handles.view.unlink_by(parent, name, checks));
         self.changed(&change, "unlink", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
     pub(super) fn rmdir_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
-        let change = Change::arrives(self, request, parent);
-        let removed = change.run(request, false, |checks| self.handles.view.rmdir_by(parent, name, checks));
+        let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, false) };
+        let removed = change.run(request, |checks| self.handles.view.rmdir_by(parent, name, checks));
         self.changed(&change, "rmdir", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
@@ -45,22 +49,22 @@ impl Adapter {
         reply: ReplyEmpty,
     ) {
         let view = &self.handles.view;
-        let change = Change::arrives(self, request, from.0);
+        let change = Change::arrives(self, request, from.0, false);
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
             let no_replace = !flags.is_empty();
-            change.run(request, false, |checks| view.rename_by(from, to, no_replace, checks)).map(|renamed| {
+            change.run(request, |checks| view.rename_by(from, to, no_replace, checks)).map(|renamed| {
                 if let Some(moved) = renamed.moved {
-                    self.coherence.moves(moved, to.0, to.1);
+                    self.coherence.moves(moved, to.0, to.1, change.told());
                 }
                 if let Some(replaced) = renamed.replaced {
                     self.note_removed(replaced);
                 }
             })
         } else if flags == RenameFlags::RENAME_EXCHANGE {
-            change.run(request, false, |checks| view.exchange_by(from, to, checks)).map(|exchanged| {
+            change.run(request, |checks| view.exchange_by(from, to, checks)).map(|exchanged| {
                 if let Some([there, back]) = exchanged {
-                    self.coherence.moves(there, to.0, to.1);
-                    self.coherence.moves(back, from.0, from.1);
+                    self.coherence.moves(there, to.0, to.1, change.told());
+                    self.coherence.moves(back, from.0, from.1, change.told());
                 }
             })
         } else {
@@ -71,16 +75,18 @@ impl Adapter {
 
     /// Answers a change of names.
     fn changed(&self, change: &Change<'_>, operation: &'static str, result: Result<()>, reply: ReplyEmpty) {
-        if result.is_ok()
-            && let Some(ino) = change.unsure.get()
-        {
-            self.coherence.outdates_attributes(ino);
+        if result.is_ok() {
+            for ino in change.unsure.take() {
+                self.coherence.outdates_attributes(ino);
+            }
         }
         match result {
             // The kernel does not repeat the call a second time.
-            Err(_) if change.refused.get() && change.again => reply.error(outcome::failure(Errno::ESTALE)),
+            Err(_) if change.refused.get() && change.asker.again => {
+                reply.error(outcome::failure(Errno::ESTALE))
+            }
             Err(_) if change.refused.get() => {
-                reply.error(self.walk_again(change.thread, Refused::Change, change.parent));
+                reply.error(self.walk_again(change.asker.thread, change.kind, change.parent));
             }
             result => self.empty(operation, change.parent, result, reply),
         }
@@ -90,41 +96,42 @@ impl Adapter {
 /// A change of names that the kernel asks for.
 struct Change<'a> {
     adapter: &'a Adapter,
-    thread: u32,
+    asker: Asker,
+    /// As which it is refused.
+    kind: Refused,
     parent: Node,
-    /// The names that the kernel had been told when it asked.
-    arrived: u32,
-    /// It was refused just before, and the kernel has looked the names up since.
-    again: bool,
     /// A name led elsewhere than the kernel was told, so nothing was done.
     refused: Cell<bool>,
-    /// This lost a name, and the kernel may take that for a name of something else.
-    unsure: Cell<Option<u64>>,
+    /// The kernel may go by what a name was before.
+    likely: Cell<bool>,
+    /// These lost a name, and the kernel may take that for a name of something else.
+    unsure: RefCell<Vec<u64>>,
 }
 
 impl<'a> Change<'a> {
-    /// To be called first of all: what the kernel is told from then on it has not decided by.
-    fn arrives(adapter: &'a Adapter, request: &Request, parent: Node) -> Change<'a> {
+    /// To be called first of all. `unlinks` says that the change removes the name of something that is no directory.
+    fn arrives(adapter: &'a Adapter, request: &Request, parent: Node, unlinks: bool) -> Change<'a> {
         let (thread, coherence) = (request.pid(), &adapter.coherence);
-        let arrived = coherence.names_told();
-        let again = coherence.retries.changes_again(thread, parent);
-        let (refused, unsure) = (Cell::new(false), Cell::new(None));
-        Change { adapter, thread, parent, arrived, again, refused, unsure }
+        let asker = coherence.asks(thread, false, unlinks);
+        let asker = Asker { again: coherence.retries.changes_again(thread, parent), ..asker };
+        let (refused, likely) = (Cell::new(false), Cell::new(false));
+        Change { adapter, asker, kind: Refused::Change, parent, refused, likely, unsure: RefCell::default() }
     }
 
-    /// Makes the change as the user that asks. A thread with CAP_FOWNER may do so in any directory. `unlinks` says
-    /// that it removes the name of something that is no directory.
-    fn run<T>(
-        &self,
-        request: &Request,
-        unlinks: bool,
-        change: impl Fn(NameChecks<'_>) -> Result<T>,
-    ) -> Result<T> {
-        let expects = |target: &NameTarget<'_>| self.expects(target, unlinks);
+    /// Whether the kernel has changed the same.
+    fn told(&self) -> Told {
+        if self.likely.get() { Told::Likely } else { Told::Surely }
+    }
+
+    /// Makes the change as the user that asks. A thread with CAP_FOWNER may do so in any directory.
+    fn run<T>(&self, request: &Request, change: impl Fn(NameChecks<'_>) -> Result<T>) -> Result<T> {
+        let expects = |target: &NameTarget<'_>| self.expects(target);
         let run = |user| change(NameChecks { user, expects: &expects });
         let user = Some(request.uid()).filter(|user| *user != 0);
         match run(user) {
-            Err(Error::NotPermitted { .. }) if user.is_some() && has_capability(self.thread, CAP_FOWNER) => {
+            Err(Error::NotPermitted { .. })
+                if user.is_some() && has_capability(self.asker.thread, CAP_FOWNER) =>
+            {
                 run(None)
             }
             changed => changed,
@@ -132,13 +139,21 @@ impl<'a> Change<'a> {
     }
 
     /// Decides inside the transaction, which may run more than once.
-    fn expects(&self, target: &NameTarget<'_>, unlinks: bool) -> bool {
-        let told = self.adapter.coherence.is_told(target, self.arrived, self.again);
+    fn expects(&self, target: &NameTarget<'_>) -> bool {
+        let Asker { again, unlinks, .. } = self.asker;
+        let is_told = self.adapter.coherence.is_told(target, &self.asker);
+        let told = is_told != Told::No;
         // Of a file with several names only the last one that the kernel was told is known here.
         let is_linked = !target.inode.is_directory() && target.inode.nlink > 1;
-        let passes = told || unlinks && is_linked || self.again && (unlinks || is_linked);
+        let passes = told || unlinks && is_linked || again && (unlinks || is_linked);
         self.refused.set(!passes);
-        self.unsure.set((!told && passes).then_some(target.ino));
+        if is_told != Told::Surely {
+            self.likely.set(true);
+        }
+        let mut unsure = self.unsure.borrow_mut();
+        if !told && passes && !unsure.contains(&target.ino) {
+            unsure.push(target.ino);
+        }
         passes
     }
 }

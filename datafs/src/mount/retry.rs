@@ -54,6 +54,8 @@ pub(super) enum Refused {
     Name,
     /// A change of names, one of them in this directory, that lead elsewhere than the kernel was told.
     Change,
+    /// The removal of such a name.
+    Removal,
 }
 
 /// How a thread comes to a file that it opens.
@@ -95,7 +97,7 @@ pub(super) struct Created {
 #[derive(Debug)]
 pub(super) enum Creation {
     /// The file is open.
-    Opened(Created),
+    Opened(Box<Created>),
     /// The name exists. The kernel has to walk the path again, since it has not checked whether the caller may open what
     /// is there.
     Exists,
@@ -249,12 +251,22 @@ impl Retries {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
         }
-        let is_change = |retry: &Retry| (retry.refused, retry.node) == (Refused::Change, parent);
+        let is_change = |retry: &Retry| {
+            matches!(retry.refused, Refused::Change | Refused::Removal) && retry.node == parent
+        };
         let again = self.threads.lock().get(&thread).is_some_and(is_change);
         if again {
             self.forget(thread);
         }
         again
+    }
+
+    /// A name on the second way of a thread has gone. The kernel answers a removal so, and the thread does not come back.
+    fn misses(&self, thread: u32) {
+        let is_removal = |retry: &Retry| retry.refused == Refused::Removal;
+        if self.threads.lock().get(&thread).is_some_and(is_removal) {
+            self.forget(thread);
+        }
     }
 
     /// When something is to be given up, at the earliest.
@@ -294,6 +306,7 @@ impl Adapter {
             Ok(Some((attr, held))) => (Ok(Some((attr, false))), held.map(Arc::new)),
             Ok(None) => {
                 let existing = retries.existing(thread, parent, name);
+                retries.misses(thread);
                 (Ok(existing.as_ref().map(|existing| (existing.attr, false))), existing)
             }
             Err(error) => (Err(error), None),
@@ -355,7 +368,8 @@ impl Adapter {
             match view.create_masked(parent, name, mode, umask, owner, create) {
                 Err(Error::Exists { .. }) if !flags.exclusive => {}
                 created => {
-                    let opened = |(attr, file)| Creation::Opened(Created { attr, file, is_new: true });
+                    let opened =
+                        |(attr, file)| Creation::Opened(Box::new(Created { attr, file, is_new: true }));
                     return created.map(opened);
                 }
             }
@@ -369,8 +383,9 @@ impl Adapter {
                     Err(error) if error.is_not_found() => {}
                     Ok((_, _, Kept::Denied)) => {}
                     result => {
-                        let opened =
-                            |(file, attr, _)| Creation::Opened(Created { attr, file, is_new: false });
+                        let opened = |(file, attr, _)| {
+                            Creation::Opened(Box::new(Created { attr, file, is_new: false }))
+                        };
                         return result.map(opened);
                     }
                 }
@@ -469,26 +484,35 @@ impl Adapter {
     ///
     /// The kernel does not say which it is, but the system call of the thread does. Where that cannot be read, as
     /// without the right to trace the program, the first change of an open file that has lost a name is refused.
+    ///
+    /// Returns what the thread has found on its second way, to be held until the change is made: it keeps the file's
+    /// bytes. The change succeeds where that is gone by then, as it would have a moment before.
     pub(super) fn check_named(
         &self,
         operation: &'static str,
         thread: u32,
         node: Node,
         by_descriptor: bool,
-    ) -> std::result::Result<(), Errno> {
+    ) -> std::result::Result<Option<Arc<Found>>, Errno> {
         if !node.is_live() {
-            return Ok(());
+            return Ok(None);
+        }
+        let (arrival, held) = self.coherence.retries.arrive(thread, node);
+        if held.is_some() {
+            return Ok(held);
         }
         let failed = |error| self.failed_for(operation, (thread, Refused::Node, node), &error);
         let attr = self.catch_up(node).and_then(|()| self.handles.view.getattr(node)).map_err(failed)?;
-        let (arrival, _) = self.coherence.retries.arrive(thread, node);
-        if arrival.found || arrival.again {
+        if arrival.again {
             self.coherence.retries.forget(thread);
-            self.coherence.settles_names(&attr);
-            return Ok(());
+            // Else it would be refused every second time.
+            if by_descriptor && call_by(thread) == CallBy::Unknown {
+                self.coherence.settles_names(&attr);
+            }
+            return Ok(None);
         }
         if !self.coherence.has_lost_name(&attr) {
-            return Ok(());
+            return Ok(None);
         }
         let passes = by_descriptor
             && match call_by(thread) {
@@ -498,7 +522,14 @@ impl Adapter {
                 CallBy::Unknown if attr.kind == FileKind::Directory => true,
                 CallBy::Unknown => thread == 0 && self.handles.is_open(node),
             };
-        if passes { Ok(()) } else { Err(self.walk_again(thread, Refused::Node, node)) }
+        if passes {
+            return Ok(None);
+        }
+        if thread == 0 {
+            // It is not known to come back.
+            self.coherence.settles_names(&attr);
+        }
+        Err(self.walk_again(thread, Refused::Node, node))
     }
 
     /// Has the kernel walk the path again.
@@ -515,120 +546,4 @@ impl Adapter {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::meta::inode::Inode;
-
-    const NODE: Node = Node { snapshot: 0, ino: 20 };
-    const OTHER: Node = Node { snapshot: 0, ino: 21 };
-
-    fn found(node: Node) -> Option<Arc<Found>> {
-        let attr = Inode::new(FileKind::File, 0o644, 0, 0).attr(node);
-        Some(Arc::new(Found { attr, target: None, _file: None }))
-    }
-
-    #[test]
-    fn an_existing_file_is_held_for_the_thread_that_was_to_create_it() {
-        let retries = Retries::default();
-        let existing = |node| Found { attr: found(node).unwrap().attr, target: None, _file: None };
-        let name = OsStr::new("name");
-        retries.refuse_creation(7, NODE, name, existing(OTHER));
-        // The path above is looked up first.
-        retries.keep(7, found(NODE));
-        assert_eq!(retries.existing(7, NODE, name).unwrap().attr.node, OTHER);
-        assert!(retries.existing(7, NODE, OsStr::new("other")).is_none());
-        assert!(retries.existing(7, OTHER, name).is_none() && retries.existing(8, NODE, name).is_none());
-        retries.keep(7, retries.existing(7, NODE, name));
-        assert!(retries.take(7, OTHER).is_some());
-        assert!(retries.existing(7, NODE, name).is_none(), "it was opened");
-        retries.refuse_creation(0, NODE, name, existing(OTHER));
-        assert!(retries.existing(0, NODE, name).is_none(), "a thread of another namespace");
-    }
-
-    #[test]
-    fn what_a_thread_has_found_last_is_its_own() {
-        let retries = Retries::default();
-        assert!(!retries.serves(7));
-        retries.keep(7, found(OTHER));
-        assert!(retries.take(7, OTHER).is_none(), "it was refused nothing");
-        assert!(retries.refuse(7, Refused::Node, NODE) && retries.serves(7));
-        retries.keep(7, found(OTHER));
-        assert!(retries.take(8, OTHER).is_none() && retries.take(7, NODE).is_none());
-        assert!(retries.found(7, OTHER).is_some());
-        retries.keep(7, None);
-        assert!(retries.found(7, OTHER).is_none());
-        retries.keep(7, found(NODE));
-        assert!(retries.take(7, NODE).is_some());
-        assert!(retries.take(7, NODE).is_none() && !retries.serves(7));
-    }
-
-    #[test]
-    fn who_comes_back_with_the_same_has_no_other_way() {
-        let retries = Retries::default();
-        assert!(retries.refuse(7, Refused::Name, NODE));
-        assert!(retries.refuse(8, Refused::Name, NODE));
-        assert!(!retries.refuse(7, Refused::Name, NODE));
-        assert!(retries.refuse(7, Refused::Name, OTHER));
-        retries.keep(7, found(OTHER));
-        assert!(retries.refuse(7, Refused::Name, OTHER));
-        assert!(!retries.refuse(0, Refused::Name, OTHER), "nobody in particular");
-    }
-
-    #[test]
-    fn every_thread_that_is_sent_for_a_size_comes_back_for_itself() {
-        let retries = Retries::default();
-        assert!(retries.refuse(7, Refused::Size, NODE) && retries.refuse(8, Refused::Size, NODE));
-        assert!(retries.walks(NODE) && !retries.walks(OTHER));
-        retries.keep(7, found(NODE));
-        let (arrival, held) = retries.arrive(7, NODE);
-        assert!(arrival.found && arrival.sized && held.is_some());
-        assert!(retries.walks(NODE), "the other one does");
-        let (arrival, held) = retries.arrive(8, NODE);
-        assert!(arrival.again && !arrival.found && !arrival.sized && held.is_none(), "without a look-up");
-        assert!(!retries.walks(NODE) && retries.arrive(8, NODE).0.again);
-        retries.forget(8);
-        assert!(!retries.arrive(8, NODE).0.again && !retries.serves(8));
-        assert!(!retries.refuse(0, Refused::Size, NODE) && !retries.walks(NODE), "nobody in particular");
-    }
-
-    #[test]
-    fn a_change_of_names_comes_back_once_and_to_the_same_folder() {
-        let retries = Retries::default();
-        retries.refuse(7, Refused::Change, NODE);
-        assert!(!retries.changes_again(7, OTHER) && !retries.changes_again(8, NODE));
-        retries.keep(7, found(OTHER));
-        assert!(retries.changes_again(7, NODE));
-        assert!(!retries.changes_again(7, NODE) && !retries.serves(7));
-        retries.refuse(7, Refused::Node, NODE);
-        assert!(!retries.changes_again(7, NODE), "it was refused something else");
-    }
-
-    #[test]
-    fn nothing_is_kept_for_long() {
-        let retries = Retries::default();
-        assert!(retries.due().is_none());
-        retries.refuse(7, Refused::Node, NODE);
-        retries.keep(7, found(OTHER));
-        let due = retries.due().unwrap();
-        assert!(due <= Instant::now() + KEPT);
-        retries.give_up(due - Duration::from_millis(1));
-        assert!(retries.found(7, OTHER).is_some());
-        retries.give_up(due);
-        assert!(retries.due().is_none() && retries.take(7, OTHER).is_none());
-    }
-
-    #[test]
-    fn a_thread_is_expected_for_a_while_and_served_for_as_long_as_that_takes() {
-        let retries = Retries::default();
-        retries.refuse(7, Refused::Node, NODE);
-        retries.give_up(Instant::now() + EXPECTED / 2);
-        assert!(retries.serves(7), "on a machine that has much to do");
-        retries.give_up(Instant::now() + SERVED / 2);
-        retries.keep(7, found(OTHER));
-        assert!(retries.take(7, OTHER).is_some(), "whatever finding it took");
-        retries.refuse(8, Refused::Node, NODE);
-        retries.give_up(Instant::now() + EXPECTED);
-        assert!(!retries.serves(8));
-    }
-}
+mod tests;

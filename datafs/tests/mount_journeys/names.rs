@@ -15,6 +15,8 @@ use super::extended::{remove, set};
 use super::{Home, eventually};
 
 const ROUNDS: usize = 40;
+/// How often a file is replaced while others change it.
+const REPLACED: u32 = 5_000;
 const ATTRIBUTE: &CStr = c"user.mark";
 /// A user that is not the one of the tests.
 const USER: u32 = 1_001;
@@ -256,6 +258,57 @@ fn a_descriptor_of_a_replaced_file_changes_that_file_at_once() {
             assert_eq!(old.metadata().unwrap().mode() & 0o777, 0o604, "round {round}");
             let new = fs::metadata(one.join(&name)).unwrap();
             assert_ne!(new.mode() & 0o777, 0o604, "round {round}");
+        }
+    });
+}
+
+#[test]
+fn an_old_name_never_leads_to_a_file_that_was_looked_up_under_its_new_name() {
+    two_mounts(|one, two| {
+        for round in 0..5 * ROUNDS {
+            // What the first mount renames, and the second one has looked at since.
+            let rotate = |what: &str| {
+                let name = format!("{what}-{round}");
+                let kept = format!("{name}.1");
+                fs::write(one.join(&name), b"old").unwrap();
+                assert_eq!(fs::read(two.join(&name)).unwrap(), b"old");
+                fs::rename(one.join(&name), one.join(&kept)).unwrap();
+                fs::write(one.join(&name), b"new one").unwrap();
+                assert_eq!(fs::read(two.join(&kept)).unwrap(), b"old");
+                [two.join(name), one.join(kept)]
+            };
+            let [log, kept] = rotate("read");
+            assert_eq!(fs::read(log).unwrap(), b"new one", "round {round}");
+            assert_eq!(fs::read(kept).unwrap(), b"old", "round {round}");
+            let [log, kept] = rotate("truncated");
+            nix::unistd::truncate(&log, 0).unwrap();
+            assert_eq!(fs::read(kept).unwrap(), b"old", "truncated, round {round}");
+            assert_eq!(fs::read(log).unwrap(), b"", "truncated, round {round}");
+            let [log, kept] = rotate("written");
+            fs::write(&log, b"written").unwrap();
+            assert_eq!(fs::read(kept).unwrap(), b"old", "written, round {round}");
+            assert_eq!(fs::read(log).unwrap(), b"written", "written, round {round}");
+        }
+    });
+}
+
+#[test]
+fn a_change_by_path_never_fails_while_the_file_is_replaced() {
+    let Some(home) = Home::new() else { return };
+    let mount = home.mount("data");
+    let [path, new] = ["file", "new"].map(|name| mount.path().join(name));
+    fs::write(&path, b"first").unwrap();
+    std::thread::scope(|scope| {
+        let replacing = scope.spawn(|| {
+            for round in 0..REPLACED {
+                fs::write(&new, round.to_string()).unwrap();
+                fs::rename(&new, &path).unwrap();
+            }
+        });
+        while !replacing.is_finished() {
+            set(&path, ATTRIBUTE, b"mark", 0).unwrap();
+            fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+            nix::unistd::truncate(&path, 0).unwrap();
         }
     });
 }

@@ -1,11 +1,12 @@
 //! Checks of what the kernel was told, made when a request depends on it, and what this mount's own changes do to that.
 
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::time::Instant;
 
-use super::{Coherence, Kept, NOTIFIED_MAX, News};
+use super::{Coherence, Kept, NOTIFIED_MAX, News, QUEUE_MAX};
 use crate::fs::{Attr, Moved, NameTarget, Node};
-use crate::mount::known::{access_of, name_stamp, stamp};
+use crate::mount::known::{Asker, Told, access_of, name_stamp, stamp};
 use crate::mount::retry::{Arrival, Refused};
 
 impl Coherence {
@@ -20,18 +21,22 @@ impl Coherence {
         sizes: bool,
         allows: impl FnOnce() -> bool,
     ) -> Kept {
+        let now_ms = self.now_ms();
         let mut known = self.known.lock();
+        let lost_name = known.has_lost_name(attr, now_ms);
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
         let access_changed = entry.access != access || entry.access_in_doubt || entry.has_other_list(list);
-        if entry.has_lost_name(attr) || access_changed {
-            if !arrival.found && !arrival.again {
+        let is_expected = thread == 0 && !lost_name && entry.expects_access(access, list);
+        let comes_back = arrival.found || arrival.again || is_expected;
+        if lost_name || access_changed {
+            if !comes_back {
                 drop(known);
                 if access_changed {
                     // The kernel has decided by the old ones.
                     self.say(&News::Attributes(attr.node.ino));
                 }
-                return self.has_walked_again(thread, attr);
+                return self.has_walked_again(thread, (attr, list));
             }
             if access_changed {
                 drop(known);
@@ -45,15 +50,15 @@ impl Coherence {
         let walks = self.retries.walks(attr.node);
         // An answer to a thread that walks just now may not have arrived there.
         let has_size = self.is_own(entry.data_version, attr) || !walks && entry.has_size(attr);
-        if sizes && !has_size && !arrival.found && !arrival.again {
+        if sizes && !has_size && !comes_back {
             drop(known);
-            return self.has_walked_again(thread, attr);
+            return self.has_walked_again(thread, (attr, list));
         }
         if arrival.sized && !walks {
             entry.settle_size();
         }
-        entry.settle_names(attr);
-        (entry.access, entry.access_in_doubt) = (access, false);
+        // Not the names: others may still lead here.
+        entry.settle_access(access);
         entry.settle_list(list);
         entry.pages_settled &= self.is_own(entry.data_version, attr);
         entry.data_version = attr.data_version;
@@ -70,12 +75,15 @@ impl Coherence {
 
     /// Has the kernel walk a path again for a thread. It brings the size with the look-up, unless it is told of a
     /// change meanwhile: so no notification is under way when it sets out, and none begins.
-    fn has_walked_again(&self, thread: u32, attr: &Attr) -> Kept {
+    fn has_walked_again(&self, thread: u32, (attr, list): (&Attr, u32)) -> Kept {
         let is_known = self.retries.refuse(thread, Refused::Size, attr.node);
         let mut known = self.known.lock();
         // A thread that cannot be told from others passes when it comes back.
-        if !is_known && let Some(entry) = known.get_mut(attr.node.ino) {
-            entry.expects_size(attr);
+        if !is_known {
+            known.settle_names(attr);
+            if let Some(entry) = known.get_mut(attr.node.ino) {
+                entry.expects(attr, list);
+            }
         }
         let until = Instant::now() + NOTIFIED_MAX;
         while known.get(attr.node.ino).is_some_and(|entry| entry.notifying > 0)
@@ -86,32 +94,43 @@ impl Coherence {
 
     /// Whether something with these attributes has lost a name that the kernel may know it by.
     pub(in crate::mount) fn has_lost_name(&self, attr: &Attr) -> bool {
-        self.known.lock().get(attr.node.ino).is_some_and(|entry| entry.has_lost_name(attr))
+        let now_ms = self.now_ms();
+        self.known.lock().has_lost_name(attr, now_ms)
     }
 
-    /// A thread comes back with something of these attributes, by a name that it has looked up or has no other for.
+    /// A thread is refused something with these attributes, or comes back with it, and cannot be told from others or
+    /// has no path. It is not refused a second time.
     pub(in crate::mount) fn settles_names(&self, attr: &Attr) {
-        if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
-            entry.settle_names(attr);
-        }
+        self.known.lock().settle_names(attr);
     }
 
-    /// How many names the kernel was told so far.
-    pub(in crate::mount) fn names_told(&self) -> u32 {
-        self.known.lock().clock()
+    /// A request of a thread to change names. To be called first of all: what the kernel is told from then on it has
+    /// not decided by.
+    pub(in crate::mount) fn asks(&self, thread: u32, again: bool, unlinks: bool) -> Asker {
+        let arrived_ms = self.now_ms();
+        Asker { thread, arrived: self.known.lock().clock(), arrived_ms, again, unlinks }
     }
 
-    /// Whether a request that arrived when the kernel had been told `arrived` names was decided by what the name
-    /// leads to. `again` says that the kernel has looked the name up for this request.
-    pub(in crate::mount) fn is_told(&self, target: &NameTarget<'_>, arrived: u32, again: bool) -> bool {
+    /// Whether a request was decided by what a name leads to.
+    pub(in crate::mount) fn is_told(&self, target: &NameTarget<'_>, asker: &Asker) -> Told {
         let named = name_stamp(target.parent, target.name, target.inode.names_version);
-        self.known.lock().is_told(target.ino, named, arrived, again)
+        self.known.lock().is_told(target.ino, named, asker)
     }
 
-    /// This mount has moved something to a name in a directory.
-    pub(in crate::mount) fn moves(&self, moved: Moved, parent: Node, name: &OsStr) {
+    /// This mount has moved something to a name in a directory. Unless the kernel has surely moved the same, it looks the
+    /// name up again at its next use.
+    pub(in crate::mount) fn moves(&self, moved: Moved, parent: Node, name: &OsStr, told: Told) {
         let Moved { ino, names_version } = moved;
-        self.known.lock().moves(ino, names_version, name_stamp(parent.ino, name, names_version));
+        self.known.lock().moves(ino, names_version, name_stamp(parent.ino, name, names_version), told);
+        if told == Told::Surely {
+            return;
+        }
+        // On the thread of the notifications: it waits for the directory, which the kernel locks until the answer.
+        let mut queue = self.queue.lock();
+        if queue.news.len() < QUEUE_MAX {
+            queue.news.push_back(News::Name(parent.ino, name.as_bytes().to_vec()));
+            self.arrived.notify_all();
+        }
     }
 
     /// This mount has taken a name from a node, which has this version of its names since.
@@ -133,5 +152,102 @@ impl Coherence {
     /// This mount has changed an access control list, and the kernel drops the one that it has.
     pub(in crate::mount) fn drops_list(&self, node: Node) {
         self.known.lock().drops_list(node.ino);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::mount::coherence::Telling;
+    use crate::mount::convert::Inodes;
+    use crate::mount::known::{NO_LIST, list_stamp};
+    use crate::{Config, Datafs};
+
+    /// The memory of a mount that is not mounted, and a file that its kernel was told by a name in the root.
+    fn with_file(test: impl FnOnce(&Coherence, &Attr, (Node, &OsStr))) {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+        let name = "v".parse().unwrap();
+        datafs.volume_create(&name).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        view.write_file("file", b"x").unwrap();
+        let coherence = Coherence::new(&view, Inodes::new(view.root()));
+        let attr = view.stat("file").unwrap();
+        let at = (view.root(), OsStr::new("file"));
+        coherence.answers(&attr, coherence.moment(), Some(Telling::locked(at)));
+        test(&coherence, &attr, at);
+    }
+
+    fn opens(
+        coherence: &Coherence,
+        (attr, list): (&Attr, u32),
+        thread: u32,
+        arrival: Arrival,
+        allows: bool,
+    ) -> Kept {
+        coherence.opens((attr, list), (thread, arrival), true, || allows)
+    }
+
+    #[test]
+    fn a_thread_of_another_namespace_is_refused_a_changed_access_once() {
+        with_file(|coherence, attr, at| {
+            let first = Arrival::default();
+            assert_eq!(
+                opens(coherence, (attr, NO_LIST), 0, first, false),
+                Kept::Nothing,
+                "nothing was changed"
+            );
+            let changed = Attr { mode: attr.mode ^ 0o044, ..*attr };
+            assert_eq!(opens(coherence, (&changed, NO_LIST), 0, first, true), Kept::Stale);
+            coherence.answers(&changed, coherence.moment(), Some(Telling::looked_up(at, 0)));
+            assert_eq!(opens(coherence, (&changed, NO_LIST), 0, first, false), Kept::Denied);
+            assert_eq!(opens(coherence, (&changed, NO_LIST), 0, first, true), Kept::Nothing);
+            assert_eq!(
+                opens(coherence, (&changed, NO_LIST), 0, first, false),
+                Kept::Nothing,
+                "that is settled"
+            );
+
+            // An access control list.
+            coherence.tells_list(attr.node, NO_LIST);
+            let list = list_stamp(b"list");
+            assert_eq!(opens(coherence, (&changed, list), 0, first, true), Kept::Stale);
+            coherence.answers(&changed, coherence.moment(), Some(Telling::looked_up(at, 0)));
+            coherence.tells_list(attr.node, list);
+            assert_eq!(opens(coherence, (&changed, list), 0, first, true), Kept::Nothing);
+            assert_eq!(opens(coherence, (&changed, list), 0, first, false), Kept::Nothing, "that is settled");
+
+            // A lost name, without a look-up: it has the file by a descriptor.
+            let moved = Attr { names_version: changed.names_version + 1, ..changed };
+            assert_eq!(opens(coherence, (&moved, list), 0, first, true), Kept::Stale);
+            assert_eq!(opens(coherence, (&moved, list), 0, first, true), Kept::Nothing);
+        });
+    }
+
+    #[test]
+    fn an_open_by_an_old_name_walks_again_after_a_look_up_of_the_new_one() {
+        with_file(|coherence, attr, (root, _)| {
+            let moved = Attr { names_version: attr.names_version + 1, ..*attr };
+            let named = Telling::looked_up((root, OsStr::new("file.1")), 5);
+            coherence.answers(&moved, coherence.moment(), Some(named));
+            assert!(coherence.has_lost_name(&moved));
+            let opened = |arrival| opens(coherence, (&moved, NO_LIST), 6, arrival, true);
+            assert_eq!(opened(Arrival::default()), Kept::Stale);
+            assert_eq!(opened(Arrival::FOUND), Kept::Nothing);
+            assert_eq!(opened(Arrival::default()), Kept::Stale, "another path may lead here");
+        });
+    }
+
+    #[test]
+    fn the_kernel_looks_up_what_it_may_have_moved_wrongly() {
+        with_file(|coherence, attr, (root, _)| {
+            let moved = || Moved { ino: attr.node.ino, names_version: attr.names_version + 1 };
+            coherence.moves(moved(), root, OsStr::new("to"), Told::Surely);
+            assert!(coherence.queue.lock().news.is_empty());
+            coherence.moves(moved(), root, OsStr::new("to"), Told::Likely);
+            let news = coherence.queue.lock().news.clone();
+            assert_eq!(news, [News::Name(root.ino, b"to".to_vec())]);
+        });
     }
 }
