@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use millrace_datafs::private;
@@ -16,6 +17,14 @@ use crate::failure::{Exit, fail};
 
 /// Version of the folder's layout. A newer one is refused, an older one would be migrated here.
 const FORMAT: u32 = 1;
+
+/// Commands that run the broker of the home that they hold.
+const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
+
+/// How long to try for the lock of a home: a command that asks who holds it has it for microseconds, and must not keep
+/// a service from starting by that.
+const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
+const RETRY: Duration = Duration::from_millis(2);
 
 /// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
@@ -227,7 +236,16 @@ impl Home {
             .truncate(false)
             .open(&path)
             .with_context(|| format!("cannot open {}", path.display()))?;
-        match file.try_lock() {
+        let started = Instant::now();
+        let locked = loop {
+            match file.try_lock() {
+                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => {
+                    std::thread::sleep(RETRY)
+                }
+                other => break other,
+            }
+        };
+        match locked {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
@@ -266,6 +284,16 @@ impl Home {
 
     /// The addresses of the process that holds this home, or None when none does.
     pub(crate) fn running(&self) -> Option<Addresses> {
+        self.holder().map(|holder| holder.addresses)
+    }
+
+    /// The number of the process that runs the broker of this home as a service, or is about to; None when none does.
+    pub(crate) fn service(&self) -> Option<u32> {
+        let holder = self.holder()?;
+        BROKER_COMMANDS.contains(&holder.command.as_str()).then_some(holder.pid)
+    }
+
+    fn holder(&self) -> Option<Holder> {
         let mut file = File::open(self.lock_path()).ok()?;
         match file.try_lock_shared() {
             // Nobody holds it: what the file says is of a process that is gone.
@@ -273,7 +301,7 @@ impl Home {
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
                 file.read_to_string(&mut text).ok()?;
-                serde_json::from_str::<Holder>(&text).ok().map(|holder| holder.addresses)
+                serde_json::from_str(&text).ok()
             }
         }
     }
