@@ -2,12 +2,14 @@
 //! these name.
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Result;
 use millrace_datafs::{Datafs, Name, VolumeSpec};
+use millrace_streams::broker;
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
 
@@ -116,10 +118,35 @@ impl Context {
         if !config.is_embedded() {
             return Ok(TopicSession { kafka: config.kafka(root)?, joined: None });
         }
-        let (address, share) = shared_broker::join(self).await?;
-        let kafka =
-            KafkaConfig { bootstrap_servers: address.to_string(), properties: config.properties.clone() };
-        Ok(TopicSession { kafka, joined: Some(Joined { home: root.to_owned(), address, _share: share }) })
+        Ok(self.joined(shared_broker::join(self).await?))
+    }
+
+    fn joined(&self, (address, share): (SocketAddr, Share)) -> TopicSession {
+        let properties = self.loaded.settings.streams.properties.clone();
+        let kafka = KafkaConfig { bootstrap_servers: address.to_string(), properties };
+        let joined =
+            Joined { home: self.home.clone(), address, of_service: AtomicBool::new(false), _share: share };
+        joined.look();
+        TopicSession { kafka, joined: Some(joined) }
+    }
+
+    /// Puts a session with the broker's successor in the place of a lost one, which may wait as long as no service of
+    /// this home is there. False when a signal ended the wait.
+    pub(crate) async fn rejoin(&self, session: &mut TopicSession) -> Result<bool> {
+        let Some(lost) = session.joined.take() else {
+            *session = self.topics().await?;
+            return Ok(true);
+        };
+        let of_service = lost.of_service.load(Ordering::Relaxed);
+        // With its share a temporary broker would never end, and keep a service from starting.
+        drop(lost);
+        match shared_broker::rejoin(self, of_service).await? {
+            Some(found) => {
+                *session = self.joined(found);
+                Ok(true)
+            }
+            None => Ok(false),
+        }
     }
 }
 
@@ -133,18 +160,32 @@ pub(crate) struct TopicSession {
 
 /// The broker of a home, as a session found it.
 struct Joined {
-    home: PathBuf,
+    home: Home,
     address: SocketAddr,
+    /// Whether a service runs it; false for a temporary one.
+    of_service: AtomicBool,
     _share: Share,
 }
 
+impl Joined {
+    /// Notes whether a service runs the broker; whether one waits for the end of a temporary one.
+    fn look(&self) -> bool {
+        let Some(service) = self.home.service() else { return false };
+        let runs = broker::running_pid(&broker::dir(self.home.root())) == Some(service);
+        if runs {
+            self.of_service.store(true, Ordering::Relaxed);
+        }
+        !runs
+    }
+}
+
 impl TopicSession {
-    /// Whether the broker of this home has ended, or another one has taken its place at another address. The
-    /// session then reaches nothing any more: a new one does. Never so for a cluster, whose clients look for its
-    /// brokers themselves.
+    /// Whether the broker of this home has ended, another one has taken its place at another address, or a service of
+    /// this home waits for the end of this temporary one. The session is then to be given up: [`Context::rejoin`]
+    /// makes a new one. Never so for a cluster, whose clients look for its brokers themselves.
     pub(crate) fn is_lost(&self) -> bool {
-        let joined = self.joined.as_ref();
-        joined.is_some_and(|joined| !shared_broker::is_at(&joined.home, joined.address))
+        let Some(joined) = &self.joined else { return false };
+        joined.look() || !shared_broker::is_at(joined.home.root(), joined.address)
     }
 
     /// Waits until [`TopicSession::is_lost`].

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use millrace_datafs::private;
@@ -16,6 +17,14 @@ use crate::failure::{Exit, fail};
 
 /// Version of the folder's layout. A newer one is refused, an older one would be migrated here.
 const FORMAT: u32 = 1;
+
+/// Commands that run the broker of the home that they hold.
+const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
+
+/// How long to try for the lock of a home: a command that asks who holds it has it for microseconds, and must not keep
+/// a service from starting by that.
+const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
+const RETRY: Duration = Duration::from_millis(2);
 
 /// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
@@ -146,7 +155,7 @@ impl Home {
                 );
             }
         }
-        refuse_foreign("home folder", &root, &format, way_out)?;
+        refuse_foreign("home folder", &root, &root, &format, way_out)?;
         if let Some(owner) = foreign_owner(&root) {
             note(&format!(
                 "home folder {} belongs to user {owner}, who cannot open what this user adds; run Millrace as that user",
@@ -199,11 +208,12 @@ impl Home {
         let way_out = "set [datafs] store_dir and meta_file to places of this user";
         if config.store_url.is_none() {
             let store = self.root.join(&config.store_dir);
-            refuse_foreign("local store", &store, &store.join(STORE_MARKER), way_out)?;
+            refuse_foreign("local store", &store, &store, &store.join(STORE_MARKER), way_out)?;
         }
         if config.meta_url.is_none() {
             let meta = self.root.join(&config.meta_file);
-            refuse_foreign("metadata file", &meta, &meta, way_out)?;
+            let folder = meta.parent().unwrap_or(&self.root);
+            refuse_foreign("metadata file", &meta, folder, &meta, way_out)?;
         }
         Ok(())
     }
@@ -227,7 +237,16 @@ impl Home {
             .truncate(false)
             .open(&path)
             .with_context(|| format!("cannot open {}", path.display()))?;
-        match file.try_lock() {
+        let started = Instant::now();
+        let locked = loop {
+            match file.try_lock() {
+                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => {
+                    std::thread::sleep(RETRY)
+                }
+                other => break other,
+            }
+        };
+        match locked {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
@@ -266,6 +285,16 @@ impl Home {
 
     /// The addresses of the process that holds this home, or None when none does.
     pub(crate) fn running(&self) -> Option<Addresses> {
+        self.holder().map(|holder| holder.addresses)
+    }
+
+    /// The number of the process that runs the broker of this home as a service, or is about to; None when none does.
+    pub(crate) fn service(&self) -> Option<u32> {
+        let holder = self.holder()?;
+        BROKER_COMMANDS.contains(&holder.command.as_str()).then_some(holder.pid)
+    }
+
+    fn holder(&self) -> Option<Holder> {
         let mut file = File::open(self.lock_path()).ok()?;
         match file.try_lock_shared() {
             // Nobody holds it: what the file says is of a process that is gone.
@@ -273,7 +302,7 @@ impl Home {
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
                 file.read_to_string(&mut text).ok()?;
-                serde_json::from_str::<Holder>(&text).ok().map(|holder| holder.addresses)
+                serde_json::from_str(&text).ok()
             }
         }
     }
@@ -343,16 +372,16 @@ const OWN: [&str; 11] = [
 /// The file that Millrace writes first into a local store.
 const STORE_MARKER: &str = "store.json";
 
-/// Refuses what another user has made, as `made` shows, the file of Millrace in it; one that is missing shows nothing.
-/// The folder itself may have any owner, as the mount point of a disk has.
-fn refuse_foreign(what: &str, path: &Path, made: &Path, way_out: &str) -> Result<()> {
+/// Refuses what another user has made, as `made` shows, the file of Millrace in `folder`; one that is missing shows
+/// nothing. The folder itself may have any owner, as the mount point of a disk has.
+fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: &str) -> Result<()> {
     let own = nix::unistd::geteuid().as_raw();
     let owner = match fs::symlink_metadata(made) {
         Ok(metadata) => metadata.uid(),
         // Opening it says why.
         Err(_) => return Ok(()),
     };
-    if owner == own {
+    if owner == own || !is_foreign(owner, owner_of_new(folder)) {
         return Ok(());
     }
     let path = path.display();
@@ -375,11 +404,27 @@ fn user(id: u32) -> String {
     }
 }
 
+/// The owner that the file system gives to a new file of this user in a folder: another one on NFS with root_squash,
+/// and on file systems without owners (vfat, CIFS with `uid=`, sshfs).
+fn owner_of_new(folder: &Path) -> std::io::Result<u32> {
+    Ok(tempfile::tempfile_in(folder)?.metadata()?.uid())
+}
+
+/// Whether a file with that owner is another user's, by the owner of a new file beside it.
+fn is_foreign(owner: u32, new: std::io::Result<u32>) -> bool {
+    match new {
+        Ok(new) => new != owner,
+        // Nothing can be added that the owner could not open.
+        Err(error) => error.kind() != std::io::ErrorKind::ReadOnlyFilesystem,
+    }
+}
+
 /// The owner of a home, where that is another user. A folder that users share by design, such as /tmp, has none.
 fn foreign_owner(root: &Path) -> Option<u32> {
     let metadata = fs::metadata(root).ok()?;
-    let own = nix::unistd::geteuid().as_raw();
-    (metadata.mode() & 0o1000 == 0 && metadata.uid() != own).then_some(metadata.uid())
+    let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
+    let is_own = metadata.mode() & 0o1000 != 0 || owner == own;
+    (!is_own && is_foreign(owner, owner_of_new(root))).then_some(owner)
 }
 
 /// Takes the rights of other users away from a home of an earlier version; what it was, for a note, when that was
@@ -444,4 +489,27 @@ fn replace(path: &Path, bytes: &[u8], mode: u32) -> std::io::Result<()> {
     staged.as_file().sync_all()?;
     staged.persist(path).map_err(|error| error.error)?;
     File::open(parent)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error, ErrorKind};
+
+    use super::is_foreign;
+
+    #[test]
+    fn files_are_foreign_only_where_a_new_one_gets_another_owner() {
+        assert!(!is_foreign(65_534, Ok(65_534)), "NFS with root_squash");
+        assert!(is_foreign(1000, Ok(0)));
+        assert!(is_foreign(1000, Err(Error::from(ErrorKind::PermissionDenied))));
+        assert!(!is_foreign(1000, Err(Error::from(ErrorKind::ReadOnlyFilesystem))));
+    }
+
+    #[test]
+    fn a_new_file_shows_the_owner_that_its_file_system_gives() {
+        let dir = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
+        let own = nix::unistd::geteuid().as_raw();
+        assert_eq!(super::owner_of_new(dir.path()).ok(), Some(own));
+        assert!(super::owner_of_new(&dir.path().join("missing")).is_err());
+    }
 }

@@ -25,6 +25,8 @@ const POLL: Duration = Duration::from_millis(50);
 const POLLS: u32 = 20;
 /// How long a command waits for a broker to begin or to end: both may read or flush large logs.
 const WAIT_MAX: Duration = Duration::from_secs(60);
+/// How often a command looks for the successor of a broker.
+const REJOIN_POLL: Duration = Duration::from_millis(200);
 /// After this long a command says what it waits for.
 const SILENT_MAX: Duration = Duration::from_secs(2);
 /// The log of temporary brokers is begun anew beyond this size.
@@ -106,6 +108,32 @@ pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
             // The other process may be about to say where it listens.
             Said::Held => wait.step().await?,
             Said::Failed(exit, message) => return fail(exit, message),
+        }
+    }
+}
+
+/// Joins the successor of a broker that was lost. After one `of_service` this waits for another, as long as it takes:
+/// a temporary one would keep the service from coming back. None when a signal ended the wait.
+pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option<(SocketAddr, Share)>> {
+    let dir = broker::dir(context.home.root());
+    let mut told = false;
+    loop {
+        let is_running = broker::running_address(&dir).is_some();
+        let is_there = match context.home.service() {
+            // Not the temporary one for whose end that service waits.
+            Some(service) => is_running && broker::running_pid(&dir) == Some(service),
+            None => is_running || !of_service,
+        };
+        if is_there {
+            return join(context).await.map(Some);
+        }
+        if !std::mem::replace(&mut told, true) {
+            context
+                .out
+                .note("waiting for a service of this home (millrace up or millrace broker) and its broker");
+        }
+        if context.stop.run_until_cancelled(tokio::time::sleep(REJOIN_POLL)).await.is_none() {
+            return Ok(None);
         }
     }
 }

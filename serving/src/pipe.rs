@@ -207,7 +207,9 @@ async fn run_once(
                 continue;
             }
             Some(Err(millrace_streams::Error::Undecodable { partition, first, next, reason, .. })) => {
-                pipe.undecodable(partition, (first, next), &reason).await?;
+                if !pipe.undecodable(partition, (first, next), &reason).await? {
+                    break;
+                }
                 None
             }
             Some(batch) => batch?,

@@ -27,15 +27,19 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
         match ended {
             Ok(part) => report.add(part),
             Err(error) if again && error.is_retryable() => {
-                tracing::warn!(job = job.name, error = %error, "the broker of this home ended");
+                tracing::warn!(job = job.name, error = %error, "ingest has lost the broker of this home");
             }
             Err(error) => return Err(error.into()),
         }
         if context.stop.is_cancelled() || !again {
             break;
         }
-        context.out.note("the broker of this home ended: ingest goes on with its successor");
-        session = context.topics().await?;
+        context.out.note(
+            "the broker of this home ended or gives way to a service: ingest goes on with its successor",
+        );
+        if !context.rejoin(&mut session).await? {
+            break;
+        }
     }
     drop(session);
     context.out.table(
@@ -54,7 +58,7 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
     if args.follow { Ok(()) } else { context.interrupted("ingest") }
 }
 
-/// Lands with one session: what came of it, and whether the broker of this home ended meanwhile.
+/// Lands with one session: what came of it, and whether the session was lost meanwhile.
 async fn land(
     context: &Context,
     job: &JobConfig,

@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use millrace_serving::pipe::{self, Deps, Until, Waiting};
+use millrace_datafs::View;
+use millrace_serving::pipe::{self, Deps, PipeReport, Until, Waiting};
 use millrace_serving::{Control, Inference, PipeConfig, Repository, Source};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::cli::PipeArgs;
-use crate::context::{Context, live};
+use crate::context::{Context, TopicSession, live};
 use crate::failure::{Exit, fail};
 use crate::output::count;
 
@@ -39,18 +41,14 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     {
         config.columns = BTreeMap::from([(input.name.clone(), args.input.clone())]);
     }
-    let waiting = Waiting::default();
-    let deps = Deps { kafka: session.kafka.clone(), inference, progress: view, waiting };
-    let until = if args.follow { Until::Forever } else { Until::CaughtUp };
     let spinner = context.out.progress("pipe", "", None);
-    let polling = tokio::spawn({
+    let polling = AbortOnDropHandle::new(tokio::spawn({
         let stop = context.stop.child_token();
         async move { repository.poll(stop).await }
-    });
-    let report = pipe::run(&config, deps, until, context.stop.child_token()).await;
-    polling.abort();
+    }));
+    let report = predict(context, &config, (inference, view), session, args.follow).await;
+    drop(polling);
     spinner.finish_and_clear();
-    drop(session);
     let report = report?;
     context.out.table(
         &serde_json::json!({
@@ -69,6 +67,58 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
         ]],
     )?;
     if args.follow { Ok(()) } else { context.interrupted("pipe") }
+}
+
+/// Runs the pipe; one that follows goes on with the successor of a broker that it has lost.
+async fn predict(
+    context: &Context,
+    config: &PipeConfig,
+    (inference, progress): (Inference, View),
+    mut session: TopicSession,
+    follow: bool,
+) -> Result<PipeReport> {
+    let until = if follow { Until::Forever } else { Until::CaughtUp };
+    let mut report = PipeReport::default();
+    loop {
+        let deps = Deps {
+            kafka: session.kafka.clone(),
+            inference: inference.clone(),
+            progress: progress.clone(),
+            waiting: Waiting::default(),
+        };
+        let stop = context.stop.child_token();
+        let mut running = std::pin::pin!(pipe::run(config, deps, until, stop.clone()));
+        let (ended, lost) = tokio::select! {
+            ended = &mut running => (ended, false),
+            // Without --follow it ends by itself when no broker answers.
+            () = session.lost(), if follow => {
+                stop.cancel();
+                (running.await, true)
+            }
+        };
+        let again = follow && (lost || session.is_lost());
+        match ended {
+            Ok(part) => {
+                report.records += part.records;
+                report.predicted += part.predicted;
+                report.dead_letters += part.dead_letters;
+                report.offsets.extend(part.offsets);
+            }
+            Err(error) if again && error.is_retryable() => {
+                tracing::warn!(pipe = config.name, error = %error, "the pipe has lost the broker of this home");
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if context.stop.is_cancelled() || !again {
+            return Ok(report);
+        }
+        context.out.note(
+            "the broker of this home ended or gives way to a service: the pipe goes on with its successor",
+        );
+        if !context.rejoin(&mut session).await? {
+            return Ok(report);
+        }
+    }
 }
 
 fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {

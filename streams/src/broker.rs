@@ -82,6 +82,11 @@ pub fn running_address(dir: &Path) -> Option<SocketAddr> {
     lock::holder_address(dir)
 }
 
+/// Number of the process that holds `dir` now, as that process sees itself; `None` when none does.
+pub fn running_pid(dir: &Path) -> Option<u32> {
+    lock::holder_pid(dir)
+}
+
 /// Whether a process holds `dir`, also one that has not begun to listen.
 pub fn is_held(dir: &Path) -> bool {
     lock::is_held(dir)

@@ -113,8 +113,8 @@ pub enum Error {
     },
     /// The record is larger than the producer or the broker allows.
     #[error(
-        "a record of {bytes} bytes for topic {topic} is too large; raise message.max.bytes under \
-         [streams.properties] and streams.broker.message_bytes_max"
+        "a record of {bytes} bytes for topic {topic} is too large; raise message.max.bytes (and \
+         queue.buffering.max.kbytes, where it is set) under [streams.properties] and streams.broker.message_bytes_max"
     )]
     RecordTooLarge {
         /// Topic name.

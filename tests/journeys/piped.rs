@@ -1,6 +1,9 @@
 //! `millrace pipe`: topic to topic without a server, under several names, from topics that were created again.
 
-use crate::support::Home;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::{Home, until};
 
 const PIPE: [&str; 11] =
     ["pipe", "--from", "asked", "--to", "answered", "--model", "m", "--volume", "v", "--input", "x"];
@@ -30,4 +33,33 @@ fn a_pipe_of_another_name_begins_at_the_first_record_and_a_topic_that_was_create
         "{line}"
     );
     assert_eq!(predicted(&["--name", "third"]), 9);
+}
+
+#[test]
+fn a_pipe_that_follows_goes_on_when_its_temporary_broker_is_killed() {
+    let home = Home::new();
+    home.ok(["model", "init", "mlp", "--inputs", "2", "--hidden", "4", "--classes", "2", "m.onnx"]);
+    home.ok(["volume", "create", "v"]);
+    home.ok(["model", "import", "m.onnx", "--name", "m", "--volume", "v"]);
+    let record = home.file("record.jsonl", "{\"id\":1,\"x\":[1,2]}\n");
+    home.ok(["produce", "asked", record.to_str().unwrap()]);
+    let answered = || -> i64 {
+        let list = home.json(["topic", "list"]);
+        let partitions = list["partitions"].as_array().unwrap().iter();
+        partitions
+            .filter(|found| found["topic"] == "answered")
+            .map(|found| found["next"].as_i64().unwrap())
+            .sum()
+    };
+    let follow = home.start([&PIPE[..], &["--follow", "--json"]].concat());
+    until("the first record is answered", || answered() == 1);
+    let (dir, lock) = (home.path().join("broker"), home.path().join("broker/lock"));
+    let holder = std::fs::read_to_string(&lock).unwrap();
+    kill(Pid::from_raw(holder.lines().next().unwrap().parse().unwrap()), Signal::SIGKILL).unwrap();
+    until("the broker is gone", || {
+        std::fs::read_to_string(&lock).unwrap() != holder || !millrace_streams::broker::is_held(&dir)
+    });
+    home.ok(["produce", "asked", record.to_str().unwrap()]);
+    until("the second record is answered", || answered() >= 2);
+    assert_eq!(follow.stop(), 0);
 }

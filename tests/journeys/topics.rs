@@ -1,12 +1,12 @@
 //! Topics through the program: the temporary broker that commands share, damage, full disks, limits.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use millrace_datafs::Datafs;
+use millrace_datafs::{Datafs, View};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -93,20 +93,10 @@ fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
 #[test]
 fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
     let home = Home::new();
-    let job = "name = \"j\"\ntopic = \"t\"\nvolume = \"v\"\npath = \"d\"\nflush_ms = 100\n";
-    let config = home.file("m.toml", format!("[[ingest.jobs]]\n{job}"));
-    let line = |name: &str| home.file(name, "{\"id\":1}\n").to_str().unwrap().to_owned();
-    home.ok(["produce", "t", &line("first")]);
-    let datafs = Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
-    datafs.volume_create(&"v".parse().unwrap()).unwrap();
-    let view = datafs.view(&"v".parse().unwrap()).unwrap();
-    let landed = || -> i64 {
-        let offsets = millrace_ingest::offsets(&view).unwrap();
-        offsets.get("t").map_or(0, |partitions| partitions.values().sum())
-    };
-    let follow =
-        home.start(["--config", config.to_str().unwrap(), "ingest", "--job", "j", "--follow", "--json"]);
-    until("the first record has landed", || landed() == 1);
+    let record = home.file("record.jsonl", "{\"id\":1}\n");
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    let follower = Follower::start(&home);
+    until("the first record has landed", || follower.has_landed(1));
     let holder = std::fs::read_to_string(home.path().join("broker/lock")).unwrap();
     let broker = Pid::from_raw(holder.lines().next().unwrap().parse().unwrap());
     kill(broker, Signal::SIGKILL).unwrap();
@@ -114,9 +104,81 @@ fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
         std::fs::read_to_string(home.path().join("broker/lock")).unwrap() != holder
             || !millrace_streams::broker::is_held(&home.path().join("broker"))
     });
-    home.ok(["produce", "t", &line("second")]);
-    until("the second record has landed", || landed() == 2);
-    assert_eq!(follow.stop(), 0);
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    until("the second record has landed", || follower.has_landed(2));
+    assert_eq!(follower.service.stop(), 0);
+}
+
+/// An ingest that follows topic `t` into volume `v`, and the volume.
+struct Follower {
+    service: Service,
+    view: View,
+}
+
+impl Follower {
+    fn start(home: &Home) -> Follower {
+        let job = "name = \"j\"\ntopic = \"t\"\nvolume = \"v\"\npath = \"d\"\nflush_ms = 100\n";
+        let config = home.file("job.toml", format!("[[ingest.jobs]]\n{job}"));
+        let datafs = Datafs::open(&home.path(), &millrace_datafs::Config::default()).unwrap();
+        datafs.volume_create(&"v".parse().unwrap()).unwrap();
+        let view = datafs.view(&"v".parse().unwrap()).unwrap();
+        let args = ["--config", config.to_str().unwrap(), "ingest", "--job", "j", "--follow", "--json"];
+        Follower { service: home.start(args), view }
+    }
+
+    fn has_landed(&self, wanted: i64) -> bool {
+        let offsets = millrace_ingest::offsets(&self.view).unwrap();
+        offsets.get("t").is_some_and(|partitions| partitions.values().sum::<i64>() == wanted)
+    }
+}
+
+/// A service whose broker listens where that of the one before has.
+fn service_at(home: &Home, address: SocketAddr) -> Service {
+    let text = format!("[streams.broker]\nlisten = \"{address}\"\n");
+    let config = home.file("up.toml", text);
+    let mut up = home.start(["--config", config.to_str().unwrap(), "up", "--json"]);
+    assert_eq!(up.object()["kafka"], address.to_string());
+    up
+}
+
+/// A port that was free a moment ago.
+fn free_address() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+#[test]
+fn a_service_restarts_while_an_ingest_follows_its_topics() {
+    let (home, address) = (Home::new(), free_address());
+    let record = home.file("record.jsonl", "{\"id\":1}\n");
+    let first = service_at(&home, address);
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    let follower = Follower::start(&home);
+    until("the first record has landed", || follower.has_landed(1));
+    assert_eq!(first.stop(), 0);
+    until("the ingest has given its share in the broker up", || {
+        std::fs::File::open(home.path().join("topics.lock")).unwrap().try_lock().is_ok()
+    });
+    assert!(!millrace_streams::broker::is_held(&home.path().join("broker")));
+    let second = service_at(&home, address);
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    until("the second record has landed", || follower.has_landed(2));
+    assert_eq!(follower.service.stop(), 0);
+    assert_eq!(second.stop(), 0);
+}
+
+#[test]
+fn a_service_starts_while_an_ingest_follows_on_a_temporary_broker() {
+    let home = Home::new();
+    let record = home.file("record.jsonl", "{\"id\":1}\n");
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    let follower = Follower::start(&home);
+    until("the first record has landed", || follower.has_landed(1));
+    let up = service_at(&home, free_address());
+    home.ok(["produce", "t", record.to_str().unwrap()]);
+    until("the second record has landed", || follower.has_landed(2));
+    assert_eq!(up.stop(), 0);
+    // It waits for the service, and a signal ends that.
+    assert_eq!(follower.service.stop(), 0);
 }
 
 #[test]

@@ -15,8 +15,10 @@ use crate::config::Job;
 use crate::error::{Error, Result};
 use crate::state::Last;
 
-/// How long the brokers may take to send the records.
+/// How long the brokers may take to send a record that is waited for.
 const WAIT_MAX: Duration = Duration::from_secs(60);
+/// Partitions whose last records are read at once: of each the brokers send what is behind it, too.
+const PARTITIONS_AT_ONCE: usize = 8;
 
 /// Compares the last record of each partition with what the topic holds there. Those that retention or
 /// compaction removed meanwhile cannot be compared and are passed over.
@@ -37,25 +39,38 @@ pub(super) async fn check(
         .filter(|(partition, last)| is_held(partition, last.offset))
         .map(|(partition, last)| (*partition, last))
         .collect();
-    if open.is_empty() {
-        return Ok(());
+    while !open.is_empty() {
+        check_some(job, kafka, &mut open).await?;
     }
+    Ok(())
+}
+
+/// The same for a few partitions of `open`; takes out those that are done, at least one.
+async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
+    let some: Vec<i32> = open.keys().take(PARTITIONS_AT_ONCE).copied().collect();
     let start: Vec<(String, i32, i64)> =
-        open.iter().map(|(partition, last)| (job.topic().to_owned(), *partition, last.offset)).collect();
+        some.iter().map(|partition| (job.topic().to_owned(), *partition, open[partition].offset)).collect();
     let mut consumer = match Consumer::assign(kafka, &start).await {
         // Removed since the ends were asked for.
-        Err(millrace_streams::Error::OffsetOutOfRange { .. }) => return Ok(()),
+        Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+            open.remove(&partition);
+            return Ok(());
+        }
         consumer => consumer.map_err(|e| topic_error(job, kafka, e))?,
     };
-    let began = Instant::now();
-    while !open.is_empty() {
+    let (began, awaited) = (Instant::now(), open.len());
+    loop {
         match consumer.next(BATCH_ROWS_MAX as usize, BATCH_BYTES_MAX as usize, WAIT).await {
             Ok(Some(batch)) => {
                 let records = Records::new(&batch).map_err(|e| topic_error(job, kafka, e))?;
-                compare(job, &records, &mut open)?;
+                compare(job, &records, open)?;
             }
             Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
-            Err(millrace_streams::Error::OffsetOutOfRange { .. }) => return Ok(()),
+            // The consumer has ended; those that are still open come again.
+            Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+                open.remove(&partition);
+                return Ok(());
+            }
             Err(error) => return Err(topic_error(job, kafka, error)),
         }
         // Behind offsets that hold no record any more.
@@ -64,7 +79,14 @@ pub(super) async fn check(
                 open.remove(partition);
             }
         }
-        if !open.is_empty() && began.elapsed() >= WAIT_MAX {
+        if !some.iter().any(|partition| open.contains_key(partition)) {
+            return Ok(());
+        }
+        if began.elapsed() >= WAIT_MAX {
+            if open.len() < awaited {
+                // A slow link: those that are still open begin anew, without what is behind the others.
+                return Ok(());
+            }
             let error = millrace_streams::Error::Unreachable {
                 bootstrap_servers: kafka.bootstrap_servers.clone(),
                 waited_ms: began.elapsed().as_millis() as u64,
@@ -73,7 +95,6 @@ pub(super) async fn check(
             return Err(topic_error(job, kafka, error));
         }
     }
-    Ok(())
 }
 
 /// Takes out of `open` the partitions whose record is among these.

@@ -20,6 +20,8 @@ use crate::metrics::PIPE_RECORDS;
 use crate::record::{Mapping, Row, RowOutputs, parse, row_outputs};
 use crate::repository::Model;
 
+/// How long answers may still be written after the pipe was cancelled.
+const DRAIN_MAX: Duration = Duration::from_secs(10);
 const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// How often a busy server is asked again.
 const ATTEMPTS_MAX: u32 = 100;
@@ -148,11 +150,15 @@ impl Pipe<'_> {
                 self.answer_bytes = Some(largest);
             }
             done += count;
-            if out.bytes >= CHUNK_BYTES_MAX {
-                self.write(records, std::mem::take(&mut out)).await?;
+            if out.bytes >= CHUNK_BYTES_MAX
+                && !self.write_unless_cancelled(records, std::mem::take(&mut out)).await?
+            {
+                return Ok(false);
             }
         }
-        self.write(records, out).await?;
+        if !self.write_unless_cancelled(records, out).await? {
+            return Ok(false);
+        }
         self.report.records += records.len() as u64;
         Ok(true)
     }
@@ -161,6 +167,24 @@ impl Pipe<'_> {
     /// first call of a model has one row, as its answers may be of any size.
     fn rows_that_fit(&self) -> usize {
         self.answer_bytes.map_or(1, |bytes| CHUNK_BYTES_MAX / bytes.max(1)).max(1)
+    }
+
+    /// Writes answers; `false` where the brokers have not taken all of them [`DRAIN_MAX`] after a cancellation. The
+    /// next run finds what was written at the ends of the topics.
+    async fn write_unless_cancelled(&mut self, records: &Records<'_>, out: Outbox) -> Result<bool> {
+        let cancel = self.cancel;
+        let given_up = async {
+            cancel.cancelled().await;
+            tokio::time::sleep(DRAIN_MAX).await;
+        };
+        let name = self.config.name.as_str();
+        tokio::select! {
+            written = self.write(records, out) => written.map(|()| true),
+            () = given_up => {
+                tracing::warn!(pipe = name, "the pipe ends, and the brokers have not taken its last answers");
+                Ok(false)
+            }
+        }
     }
 
     /// Writes answers. One that its topic does not take becomes a dead letter with the reason; a dead letter that it
@@ -180,7 +204,8 @@ impl Pipe<'_> {
                     Kind::Prediction => {
                         let reason = format!(
                             "the answer has {bytes} bytes, which is too large for topic {topic}: raise \
-                             message.max.bytes under [streams.properties] and the limit of the topic or its brokers \
+                             message.max.bytes (and queue.buffering.max.kbytes, where it is set) under \
+                             [streams.properties] and the limit of the topic or its brokers \
                              (max.message.bytes, streams.broker.message_bytes_max)"
                         );
                         tracing::warn!(
@@ -225,15 +250,16 @@ impl Pipe<'_> {
         Ok(())
     }
 
-    /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`.
+    /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`; `false` when
+    /// cancelled before it was written.
     pub(super) async fn undecodable(
         &mut self,
         partition: i32,
         (first, next): (i64, i64),
         reason: &str,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         if self.answered.take(partition, first, None)? {
-            return Ok(());
+            return Ok(true);
         }
         let batch = topic::blank_record(&self.config.input, partition, first)?;
         let last = next - 1;
@@ -242,9 +268,11 @@ impl Pipe<'_> {
         let records = Records::new(&batch)?;
         let mut out = Outbox::default();
         out.push(0, Kind::DeadLetter, self.writer.dead_letter(&records, 0, &reason));
-        self.write(&records, out).await?;
+        if !self.write_unless_cancelled(&records, out).await? {
+            return Ok(false);
+        }
         self.report.records += 1;
-        Ok(())
+        Ok(true)
     }
 
     fn read(&self, mapping: &Mapping, value: Option<&[u8]>) -> Result<(Row, Map<String, Value>), InferError> {

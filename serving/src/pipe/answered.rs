@@ -16,6 +16,8 @@ use super::{CHUNK_BYTES_MAX, CHUNK_ROWS_MAX, chunk_rows};
 use crate::config::PipeConfig;
 use crate::error::{Error, Result};
 
+/// Partitions whose last records are read at once: of each the brokers send what is behind it, too.
+const PARTITIONS_AT_ONCE: usize = 8;
 /// How long one wait for the ends of the topics lasts.
 const POLL: Duration = Duration::from_millis(250);
 
@@ -160,7 +162,7 @@ impl Answered {
     /// [`Error::PipeInputChanged`] where it answers another record than the input has there;
     /// [`Error::Streams`].
     pub(super) async fn check(&self, kafka: &KafkaConfig, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
-        let mut start: Vec<(String, i32, i64)> = Vec::new();
+        let mut open: BTreeMap<i32, i64> = BTreeMap::new();
         for (&partition, &(offset, timestamp_ms)) in &self.last {
             match marks.get(&partition) {
                 None => return Err(self.changed(partition, "the topic has no such partition any more")),
@@ -171,34 +173,54 @@ impl Answered {
                 }
                 // Removed by now, as any topic does with old records.
                 Some((low, _)) if offset < *low => {}
-                Some(_) if timestamp_ms.is_some() => start.push((self.input.clone(), partition, offset)),
+                Some(_) if timestamp_ms.is_some() => drop(open.insert(partition, offset)),
                 Some(_) => {}
             }
         }
-        if start.is_empty() {
-            return Ok(());
+        while !open.is_empty() {
+            self.compare_some(kafka, &mut open).await?;
         }
-        let mut consumer = Consumer::assign(kafka, &start).await?;
-        let is_read = |consumer: &Consumer| {
-            consumer.positions().iter().all(|((_, partition), next)| {
-                self.last.get(partition).is_none_or(|(offset, _)| next > offset)
-            })
+        Ok(())
+    }
+
+    /// Compares the last answers of a few partitions of `open` with the input, and takes these partitions out. A
+    /// record that retention removes meanwhile cannot be compared.
+    async fn compare_some(&self, kafka: &KafkaConfig, open: &mut BTreeMap<i32, i64>) -> Result<()> {
+        let some: Vec<i32> = open.keys().take(PARTITIONS_AT_ONCE).copied().collect();
+        let start: Vec<(String, i32, i64)> =
+            some.iter().map(|partition| (self.input.clone(), *partition, open[partition])).collect();
+        let mut consumer = match Consumer::assign(kafka, &start).await {
+            Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+                open.remove(&partition);
+                return Ok(());
+            }
+            consumer => consumer?,
         };
-        while !is_read(&consumer) {
+        while some.iter().any(|partition| open.contains_key(partition)) {
             match consumer.next(CHUNK_ROWS_MAX, CHUNK_BYTES_MAX, POLL).await {
                 Ok(Some(batch)) => {
                     let records = Records::new(&batch)?;
                     for index in 0..records.len() {
                         let (partition, offset) = (records.partition(index), records.offset(index));
-                        if let Some((last, answered_ms)) = self.last.get(&partition)
-                            && *last == offset
+                        if open.get(&partition) == Some(&offset)
+                            && let Some((_, answered_ms)) = self.last.get(&partition)
                         {
                             self.compare(partition, offset, *answered_ms, records.timestamp_ms(index))?;
                         }
                     }
                 }
                 Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
+                // The consumer has ended; those that are still open come again.
+                Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
+                    open.remove(&partition);
+                    return Ok(());
+                }
                 Err(error) => return Err(error.into()),
+            }
+            for ((_, partition), next) in consumer.positions() {
+                if open.get(partition).is_some_and(|offset| offset < next) {
+                    open.remove(partition);
+                }
             }
         }
         Ok(())
@@ -251,6 +273,12 @@ fn place(source: &[u8], input: &str) -> Option<(i32, i64)> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use millrace_streams::broker::{self, Broker};
+    use millrace_streams::topic::{OutRecord, Producer};
+    use tokio_util::sync::CancellationToken;
+
     use super::*;
 
     #[test]
@@ -259,5 +287,40 @@ mod tests {
         for other in [&b"out/3/41"[..], b"in/3", b"in/x/41", b"in/3/", b"", b"\xff/1/2"] {
             assert_eq!(place(other, "in"), None);
         }
+    }
+
+    /// As when retention removes it after the pipe has asked for the ends of the input.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn an_answered_record_that_retention_removes_meanwhile_is_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = broker::Config {
+            listen: ([127, 0, 0, 1], 0).into(),
+            segment_bytes_max: 1024,
+            ..broker::Config::default()
+        };
+        let cancel = CancellationToken::new();
+        let first = Broker::start(config.clone(), dir.path(), cancel.clone()).await.unwrap();
+        let kafka = KafkaConfig::new(first.addr().to_string());
+        topic::create_topic(&kafka, "in", 1).await.unwrap();
+        let producer = Producer::connect(&kafka).await.unwrap();
+        for _ in 0..20 {
+            producer.send(OutRecord::new("in", vec![7; 500])).await.unwrap();
+        }
+        drop(producer);
+        first.stop().await.unwrap();
+        // Retention acts when a broker begins.
+        let config = broker::Config { retention_bytes_max: 1024, ..config };
+        let second = Broker::start(config, dir.path(), cancel).await.unwrap();
+        let kafka = KafkaConfig::new(second.addr().to_string());
+        let (low, high) = topic::watermarks(&kafka, "in").await.unwrap()[&0];
+        assert!(low > 2 && high == 20, "{low}..{high}");
+        let answered = Answered {
+            name: "p".into(),
+            input: "in".into(),
+            places: HashMap::new(),
+            last: BTreeMap::from([(0, (2, Some(1)))]),
+        };
+        answered.check(&kafka, &BTreeMap::from([(0, (0, high))])).await.unwrap();
+        second.stop().await.unwrap();
     }
 }

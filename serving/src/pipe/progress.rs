@@ -80,9 +80,13 @@ impl Progress {
         let partitions: Vec<i32> = partitions.copied().collect();
         blocking("pipe progress", move || {
             let mut committed = positions(&view, &keys.prefix())?;
+            let mut id = read_id(&view, &keys)?;
             let mut adopted = false;
-            if adopt && committed.is_empty() {
-                let mut publish = Publish::new();
+            // A pipe with an id has begun, also where it has not committed yet.
+            if adopt && id.is_none() && committed.is_empty() {
+                let mut publish = Publish::new()
+                    .expect_key(keys.id_key(), None)
+                    .put_key(keys.id_key(), EARLIER.as_bytes().to_vec());
                 for partition in &partitions {
                     let old = keys.old_key(*partition);
                     let Some(value) = view.key_get(&old)? else { continue };
@@ -97,6 +101,7 @@ impl Progress {
                 adopted = !committed.is_empty();
                 if adopted {
                     view.publish(publish)?;
+                    id = Some(EARLIER.to_owned());
                     tracing::info!(
                         pipe = keys.name,
                         model = keys.model,
@@ -105,7 +110,7 @@ impl Progress {
                     );
                 }
             }
-            let id = match read_id(&view, &keys)? {
+            let id = match id {
                 Some(id) => id,
                 None => draw_id(&view, &keys, !committed.is_empty())?,
             };

@@ -295,6 +295,21 @@ async fn positions_that_belong_to_another_model_are_not_taken_over() {
     world.broker.stop().await.unwrap();
 }
 
+/// As a kill before the first commit leaves it: an id without positions.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pipe_that_has_begun_takes_no_positions_over() {
+    let world = world().await;
+    earlier_release(&world, "mlp").await;
+    let (view, id) =
+        (world.deps.progress.clone(), Publish::new().put_key("pipe/p/in/out/mlp/id", b"begun".to_vec()));
+    tokio::task::spawn_blocking(move || view.publish(id)).await.unwrap().unwrap();
+    assert_eq!(catch_up(&world).await.predicted, 60);
+    let view = world.deps.progress.clone();
+    let kept = move || view.key_get("pipe/p/in/0").unwrap();
+    assert!(tokio::task::spawn_blocking(kept).await.unwrap().is_some());
+    world.broker.stop().await.unwrap();
+}
+
 /// Waits until the pipe's progress on partition 0 is as wanted.
 async fn committed(view: &View, wanted: impl Fn(Option<&[u8]>) -> bool) {
     let reached = async {
@@ -467,4 +482,41 @@ async fn a_pipe_tells_that_it_waits_for_its_model() {
     let report = tokio::time::timeout(Duration::from_secs(30), running).await.unwrap().unwrap().unwrap();
     assert_eq!(report.dead_letters, 0);
     world.broker.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pipe_whose_answers_no_broker_takes_ends_when_cancelled() {
+    let World { home: _home, kafka, deps, broker } = world().await;
+    topic::create_topic(&kafka, "in", 1).await.unwrap();
+    let producer = Producer::connect(&kafka).await.unwrap();
+    producer.send(OutRecord::new("in", json!({ "id": 1, "x": row_of(1) }).to_string())).await.unwrap();
+    drop(producer);
+    let (told, mut waits) = tokio::sync::mpsc::unbounded_channel();
+    let waiting = Waiting::new(move |waits| {
+        // At the end the test listens no more.
+        let _ = told.send(waits);
+    });
+    let (progress, inference) = (deps.progress.clone(), deps.inference.clone());
+    let mut deps = Deps { waiting, ..deps };
+    deps.kafka.properties.insert("message.timeout.ms".into(), "600000".into());
+    let cancel = CancellationToken::new();
+    let config = PipeConfig { model: "late".into(), ..pipe() };
+    let running = tokio::spawn({
+        let cancel = cancel.clone();
+        async move { run(&config, deps, Until::Forever, cancel).await }
+    });
+    let mut told = async |wanted: bool| {
+        let until = async { while waits.recv().await.unwrap() != wanted {} };
+        tokio::time::timeout(Duration::from_secs(30), until).await.unwrap();
+    };
+    // It has read its record. Nothing can be written any more.
+    told(true).await;
+    broker.stop().await.unwrap();
+    let bundle = Bundle::new("late", 1, mlp(), Lineage::default(), Default::default()).unwrap();
+    bundle.write(progress.object_store().as_ref(), "models").await.unwrap();
+    inference.repository().refresh().await.unwrap();
+    told(false).await;
+    cancel.cancel();
+    let report = tokio::time::timeout(Duration::from_secs(120), running).await.unwrap().unwrap().unwrap();
+    assert_eq!((report.records, report.predicted), (0, 0));
 }

@@ -83,9 +83,18 @@ pub(crate) fn is_held(dir: &Path) -> bool {
 
 /// Where the process that holds `dir` listens; `None` when nobody does.
 pub(crate) fn holder_address(dir: &Path) -> Option<SocketAddr> {
+    holder_line(dir, 1)?.parse().ok()
+}
+
+/// The number of the process that holds `dir`; `None` when nobody does.
+pub(crate) fn holder_pid(dir: &Path) -> Option<u32> {
+    holder_line(dir, 0)?.parse().ok()
+}
+
+fn holder_line(dir: &Path, index: usize) -> Option<String> {
     if !is_held(dir) {
         return None;
     }
     let text = fs::read_to_string(dir.join(FILE)).ok()?;
-    text.lines().nth(1)?.parse().ok()
+    text.lines().nth(index).map(str::to_owned)
 }

@@ -22,6 +22,13 @@ use crate::metrics;
 /// How long a record may wait for its acknowledgement unless `message.timeout.ms` says otherwise.
 const DELIVERY_WAIT_MS: u64 = 30_000;
 
+/// The property with the size of the queue of records that are not acknowledged, in KiB.
+const QUEUE_KIB: &str = "queue.buffering.max.kbytes";
+/// Its value, unless records may be larger.
+const QUEUE_KIB_MIN: u64 = 64 << 10;
+/// The property with the size of the largest record, in bytes.
+const MESSAGE_BYTES: &str = "message.max.bytes";
+
 /// How long to let a full queue drain.
 const QUEUE_FULL_WAIT: Duration = Duration::from_millis(2);
 
@@ -190,6 +197,8 @@ pub struct Producer {
     deliveries: Deliveries,
     kafka: KafkaConfig,
     delivery_wait_ms: u64,
+    /// Size of the queue of records that are not acknowledged.
+    queue_bytes: u64,
 }
 
 impl std::fmt::Debug for Producer {
@@ -216,13 +225,18 @@ impl Producer {
             Some(others) => format!("{},topic", property("debug", others)?),
             None => "topic".to_string(),
         };
+        let message_bytes_max = match kafka.properties.get(MESSAGE_BYTES) {
+            Some(bytes) => Some(property(MESSAGE_BYTES, bytes)?),
+            None => None,
+        };
+        let queue_kib = queue_kib(message_bytes_max.as_deref()).to_string();
         let mut config = client_config(
             &kafka,
             &[
                 ("linger.ms", "2"),
                 ("message.timeout.ms", &wait),
                 ("partitioner", "murmur2_random"),
-                ("queue.buffering.max.kbytes", "65536"),
+                (QUEUE_KIB, &queue_kib),
                 ("reconnect.backoff.max.ms", "1000"),
             ],
             &[("enable.idempotence", "true"), ("acks", "all"), ("debug", &debug)],
@@ -233,6 +247,7 @@ impl Producer {
             .or(config.get("delivery.timeout.ms"))
             .and_then(|text| text.parse().ok())
             .unwrap_or(DELIVERY_WAIT_MS);
+        let queue_kib = config.get(QUEUE_KIB).and_then(|text| text.parse().ok()).unwrap_or(QUEUE_KIB_MIN);
         let deliveries = Deliveries { context: context.clone() };
         let inner = ThreadedProducer::from_config_and_context(&config, deliveries.clone())
             .map_err(|error| translate(&kafka, &context, "create a producer", Duration::ZERO, error))?;
@@ -245,7 +260,8 @@ impl Producer {
                 reason: context.reason(),
             });
         }
-        Ok(Self { inner: Arc::new(inner), deliveries, kafka, delivery_wait_ms })
+        let queue_bytes = queue_kib.saturating_mul(1024);
+        Ok(Self { inner: Arc::new(inner), deliveries, kafka, delivery_wait_ms, queue_bytes })
     }
 
     /// Sends one record and waits for its acknowledgement, up to `message.timeout.ms` (30 s by
@@ -420,6 +436,12 @@ impl Producer {
             };
             match self.inner.send(out) {
                 Ok(()) => return Ok(()),
+                // The queue counts values alone. Such a one has no place in an empty queue.
+                Err((KafkaError::MessageProduction(Code::QueueFull), _))
+                    if record.payload.as_ref().is_some_and(|value| value.len() as u64 > self.queue_bytes) =>
+                {
+                    return Err(Error::RecordTooLarge { topic: record.topic.clone(), bytes: record.bytes() });
+                }
                 Err((KafkaError::MessageProduction(Code::QueueFull), back)) => {
                     ticket = back.delivery_opaque;
                     // Thousands of places are free by then; waking for the first one would switch
@@ -476,6 +498,25 @@ impl Producer {
                     Some(Code::NotLeaderForPartition | Code::LeaderNotAvailable | Code::RequestTimedOut)
                 ),
             },
+        }
+    }
+}
+
+/// The size of the queue, which holds the largest record.
+fn queue_kib(message_bytes_max: Option<&str>) -> u64 {
+    let largest: u64 = message_bytes_max.and_then(|text| text.parse().ok()).unwrap_or(0);
+    largest.div_ceil(1024).max(QUEUE_KIB_MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::queue_kib;
+
+    #[test]
+    fn the_queue_holds_the_largest_record() {
+        let sizes = [(None, 65_536), (Some("1000000"), 65_536), (Some("x"), 65_536)];
+        for (largest, kib) in sizes.into_iter().chain([(Some("100000001"), 97_657)]) {
+            assert_eq!(queue_kib(largest), kib, "{largest:?}");
         }
     }
 }

@@ -221,6 +221,28 @@ async fn large_records_pass_and_too_large_ones_are_named() {
     assert_eq!(found[1].2.as_deref(), Some(&b"small"[..]));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_that_is_larger_than_the_queue_is_refused_at_once() {
+    let dir = TempDir::new().unwrap();
+    let broker = broker_in(dir.path()).await;
+    let mut kafka = kafka_of(&broker);
+    kafka.properties.insert("queue.buffering.max.kbytes".to_string(), "16".into());
+    let producer = Producer::connect(&kafka).await.unwrap();
+    let record = |bytes: usize| OutRecord::new("t", vec![7; bytes]);
+    let sent = tokio::time::timeout(Duration::from_secs(30), producer.send(record((16 << 10) + 1)));
+    match sent.await.unwrap() {
+        Err(error @ Error::RecordTooLarge { .. }) => {
+            assert!(error.to_string().contains("queue.buffering.max.kbytes"), "{error}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // One that fills the queue has to wait for the others.
+    let records = [record(9 << 10), record(20 << 10), record(16 << 10), record(1)];
+    let sent = tokio::time::timeout(Duration::from_secs(30), producer.send_fitting(&records));
+    assert_eq!(sent.await.unwrap().unwrap(), [1]);
+    broker.stop().await.unwrap();
+}
+
 /// Of the producer's own limit the client library tells at once; the broker refuses whole batches.
 #[tokio::test(flavor = "multi_thread")]
 async fn records_that_are_too_large_do_not_keep_others_from_their_topic() {
