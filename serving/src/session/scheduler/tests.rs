@@ -10,6 +10,7 @@ use millrace_bundle::Datatype;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::super::run_end::RunEnd;
 use super::super::values::Wanted;
 use super::super::work::tests::{BEGIN, client, work};
 use super::*;
@@ -28,6 +29,8 @@ thread_local! {
     /// Runs so far: rows, elements of a row, and whether it was on an inference thread.
     static RUNS: RefCell<Vec<(usize, usize, bool)>> = const { RefCell::new(Vec::new()) };
     static ON_INFERENCE_THREAD: Cell<bool> = const { Cell::new(false) };
+    /// Runs that were ended.
+    static ENDED: Cell<usize> = const { Cell::new(0) };
     /// What happens while the next long row runs.
     static MEANWHILE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
 }
@@ -72,6 +75,7 @@ impl Runner for Echo {
         inputs: &[View<'_>],
         outputs: &[Wanted<'_>],
         queued: Instant,
+        end: Option<&RunEnd>,
     ) -> Result<(Vec<Held>, Times), InferError> {
         let View::Here(input) = inputs[0] else { panic!("{inputs:?}") };
         let Data::Fp32(values) = &input.data else { panic!("{inputs:?}") };
@@ -81,6 +85,10 @@ impl Runner for Echo {
             && let Some(action) = MEANWHILE.take()
         {
             action();
+        }
+        if end.is_some_and(RunEnd::is_ended) {
+            ENDED.set(ENDED.get() + 1);
+            return Err(InferError::internal("the run was ended"));
         }
         let computing = now();
         pass(MICRO * values.len() as u32);
@@ -106,7 +114,7 @@ fn policy() -> Policy {
         limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
         is_predictable: true,
         // The tests run what is submitted.
-        threads: 0,
+        share: Share { threads_max: 0, own: 0, is_on_cpu: true },
     }
 }
 
@@ -115,6 +123,7 @@ fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
     NOW.set(*BEGIN);
     RUNS.take();
     MEANWHILE.take();
+    ENDED.set(0);
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let executor = Box::leak(Box::new(Executor::new()));
     let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
@@ -253,6 +262,30 @@ fn long_request_never_runs_on_the_io_thread_and_short_ones_do_not_wait_for_it() 
 }
 
 #[test]
+fn short_requests_pass_a_long_one_that_waits_for_a_thread() {
+    for request in [0, 1] {
+        let scheduler = scheduler(2, policy());
+        let mut long = pending(&scheduler, rows(request, LONG, 1.0));
+        for number in 0..10 {
+            let mut short = call(&scheduler, rows(request, SHORT, number as f32));
+            // One with rows yields once, for others to join.
+            if request > 0 {
+                assert!(poll(&mut short).is_pending());
+            }
+            assert_eq!(value(&mut short), number as f32);
+        }
+        assert_eq!(runs(), [(1, SHORT, false); 10]);
+        // With one more of them, every session is reserved.
+        let mut another = pending(&scheduler, rows(request, LONG + 1, 2.0));
+        let mut short = pending(&scheduler, rows(request, SHORT, 3.0));
+        assert!(poll(&mut short).is_pending());
+        run_all(&scheduler);
+        assert_eq!((value(&mut long), value(&mut another), value(&mut short)), (1.0, 2.0, 3.0));
+        assert_eq!(rest(&scheduler), (2, 0));
+    }
+}
+
+#[test]
 fn runs_of_unpredictable_graphs_stay_on_inference_threads() {
     let scheduler = scheduler(1, Policy { is_predictable: false, ..policy() });
     let mut call = pending(&scheduler, rows(1, SHORT, 7.0));
@@ -338,6 +371,28 @@ fn request_whose_caller_has_gone_does_not_run() {
     run_all(&scheduler);
     assert_eq!(runs(), []);
     assert_eq!(rest(&scheduler), (1, 0));
+}
+
+#[test]
+fn run_whose_callers_have_gone_is_ended() {
+    for together in [1, 2] {
+        for stays in [false, true] {
+            let scheduler = scheduler(1, policy());
+            let calls: Vec<Call> = (0..together).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
+            let calls = Rc::new(RefCell::new(calls));
+            let going = Rc::clone(&calls);
+            meanwhile(move || drop(going.borrow_mut().split_off(usize::from(stays))));
+            run_all(&scheduler);
+            let (ran, mut calls) = (runs(), calls.take());
+            if stays {
+                assert_eq!((ran, ENDED.get()), (vec![(together, LONG, true)], 0));
+                assert_eq!(value(&mut calls[0]), 1.0);
+            } else {
+                assert_eq!((ran, ENDED.get()), (vec![], 1), "it is not repeated");
+            }
+            assert_eq!(rest(&scheduler), (1, 0));
+        }
+    }
 }
 
 #[tokio::test]
@@ -468,6 +523,25 @@ async fn request_that_had_to_wait_goes_on_waiting_for_a_full_batch() {
 }
 
 #[tokio::test]
+async fn request_of_a_low_level_whose_delay_is_over_does_not_wait_behind_lingering_ones() {
+    let scheduler = scheduler(1, Policy { rows_max: 4, delay: HOUR, ..policy() });
+    let mut long = pending(&scheduler, rows(4, LONG, 1.0));
+    let waits = |level, width, value| Work { level, queued: now(), ..rows(1, width, value) };
+    let mut low = pending(&scheduler, waits(2, SHORT, 2.0));
+    run_all(&scheduler);
+    assert_eq!(value(&mut long), 1.0);
+    pass(HOUR / 2);
+    let mut high = pending(&scheduler, waits(1, SHORT + 1, 3.0));
+    run_all(&scheduler);
+    assert_eq!((runs(), rest(&scheduler)), (vec![(4, LONG, true)], (1, 2)));
+    // The delay of the first one is over, and that of the one before it in the queue is not.
+    pass(HOUR / 2);
+    scheduler.change(|_| ());
+    run_all(&scheduler);
+    assert_eq!((value(&mut low), value(&mut high)), (2.0, 3.0));
+}
+
+#[tokio::test]
 async fn request_with_a_deadline_before_the_end_of_the_delay_does_not_wait_for_a_full_batch() {
     let scheduler = scheduler(1, Policy { rows_max: 4, delay: 2 * HOUR, ..policy() });
     let mut long = pending(&scheduler, rows(4, LONG, 1.0));
@@ -489,6 +563,21 @@ fn request_that_breaks_a_batch_breaks_its_own_answer_only() {
     assert_eq!(value(&mut calls[0]), 1.0);
     assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
     assert_eq!(value(&mut calls[2]), 3.0);
+}
+
+#[test]
+fn requests_of_an_inline_batch_that_fails_run_again_on_an_inference_thread() {
+    let scheduler = scheduler(1, policy());
+    let values = [1.0, f32::NAN, 3.0];
+    let mut calls: Vec<Call> =
+        values.iter().map(|value| pending(&scheduler, rows(1, SHORT, *value))).collect();
+    assert!(poll(&mut calls[0]).is_pending());
+    assert_eq!(runs(), [(3, SHORT, false)]);
+    run_all(&scheduler);
+    assert_eq!(runs(), [(1, SHORT, true); 3]);
+    assert_eq!(value(&mut calls[0]), 1.0);
+    assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
+    assert_eq!((value(&mut calls[2]), rest(&scheduler)), (3.0, (1, 0)));
 }
 
 #[test]
@@ -594,7 +683,8 @@ fn no_request_is_forgotten_whatever_callers_do() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_callers_get_their_own_answers() {
-    let scheduler = scheduler(2, Policy { threads: 2, ..policy() });
+    let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+    let scheduler = scheduler(2, Policy { share, ..policy() });
     let callers = (0..32).map(|caller| {
         let scheduler = Arc::clone(&scheduler);
         async move {
