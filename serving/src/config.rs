@@ -47,8 +47,8 @@ pub struct Config {
     /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
     /// otherwise.
     pub allow_fallback: bool,
-    /// Threads of the pool that inference runs on, and threads that a run of a large model may use; 0 takes what the
-    /// control group and the CPU affinity of the process allow.
+    /// Threads of the pool that inference runs on, beside one for each version that would wait for the others, and threads
+    /// that a run of a large model may use; 0 takes what the control group and the CPU affinity of the process allow.
     pub threads_max: usize,
     /// Ignored with a warning; the next release refuses it.
     #[serde(skip_serializing)]

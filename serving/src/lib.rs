@@ -31,8 +31,9 @@
 //!   ([`hazards`]);
 //! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
 //!   are and fit;
-//! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, and
-//!   clients that wait for a model take turns by the rows that they ask for;
+//! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, a
+//!   run ends early when all its callers have gone, and clients that wait for a model take turns by the rows that they
+//!   ask for;
 //! - requests of a sequence run one after the other, and one that failed has left its state as it was;
 //! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
 //! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or

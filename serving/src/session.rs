@@ -14,6 +14,7 @@ mod placement;
 mod pool;
 mod queue;
 mod row_join;
+mod run_end;
 mod run_time;
 mod scheduler;
 mod trial;
@@ -40,6 +41,7 @@ use crate::tensor::{Held, View};
 use executor::Executor;
 use peak::Peak;
 use placement::Placement;
+use run_end::RunEnd;
 use values::Wanted;
 
 pub(crate) use options::check_device;
@@ -65,15 +67,17 @@ trait Runner: Debug + Send + 'static {
     /// Index of its device among those of the version.
     fn device(&self) -> usize;
 
-    /// Runs inputs in the signature's order, for a request that was queued at a time.
+    /// Runs inputs in the signature's order, for a request that was queued at a time, until `end` ends the run.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
+    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; any error when the run
+    /// was ended.
     fn run(
         &mut self,
         inputs: &[View<'_>],
         outputs: &[Wanted<'_>],
         queued: Instant,
+        end: Option<&RunEnd>,
     ) -> std::result::Result<(Vec<Held>, Times), InferError>;
 }
 
@@ -104,10 +108,12 @@ impl Runner for Session {
         inputs: &[View<'_>],
         outputs: &[Wanted<'_>],
         queued: Instant,
+        end: Option<&RunEnd>,
     ) -> std::result::Result<(Vec<Held>, Times), InferError> {
+        let options = end.map(RunEnd::options).transpose()?;
         // Before the run: one that fails may have taken memory as well.
         self.peak.runs(inputs.iter().map(|input| input.elements()).sum());
-        values::run(self, inputs, outputs, queued)
+        values::run(self, inputs, outputs, queued, options.as_deref())
     }
 }
 

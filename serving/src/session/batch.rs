@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::Runner;
 use super::queue::Job;
 use super::row_join::{join, split};
+use super::run_end::RunEnd;
 use super::scheduler::Scheduler;
 use super::values::Wanted;
 use super::work::{Output, Work};
@@ -41,13 +43,13 @@ impl<R: Runner> Lease<R> {
         self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))
     }
 
-    /// Runs one request.
+    /// Runs one request, until `end` ends the run.
     ///
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
-    pub(super) fn run_alone(&mut self, work: &Work) -> Result<Output, InferError> {
+    pub(super) fn run_alone(&mut self, work: &Work, end: Option<&RunEnd>) -> Result<Output, InferError> {
         let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
-        let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows)?;
+        let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows, end)?;
         Ok(Output { outputs, times, run_rows: Some(work.rows) })
     }
 
@@ -58,13 +60,14 @@ impl<R: Runner> Lease<R> {
         work: &Work,
         stays: &[bool],
         rows: usize,
+        end: Option<&RunEnd>,
     ) -> Result<(Vec<Held>, Times), InferError> {
         let scheduler = Arc::clone(&self.scheduler);
         let stays = stays.iter().copied().chain(std::iter::repeat(false));
         let wanted = work.outputs.iter().zip(stays);
         let outputs: Vec<Wanted<'_>> =
             wanted.map(|(index, stays)| Wanted { spec: &scheduler.outputs[*index], stays }).collect();
-        let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued)?;
+        let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued, end)?;
         let elements = inputs.iter().map(|input| input.elements()).sum();
         let elapsed = times.end.saturating_duration_since(times.computing);
         scheduler.run_times.note(rows, elements, elapsed);
@@ -72,19 +75,19 @@ impl<R: Runner> Lease<R> {
     }
 
     /// Runs several requests as one; `None` when that failed.
-    fn run_together(&mut self, jobs: &[Job]) -> Option<Vec<Output>> {
+    fn run_together(&mut self, jobs: &[Job], end: Option<&RunEnd>) -> Option<Vec<Output>> {
         let first = &jobs.first()?.work;
         let rows: Vec<usize> = jobs.iter().map(|job| job.work.rows).collect();
         let ran = joined(jobs).and_then(|joined| {
             let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
             // Outputs are split in the processor's memory, so none stays on the device.
-            let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum())?;
+            let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum(), end)?;
             Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
         });
         let (outputs, times) = match ran {
             Ok(ran) => ran,
             Err(error) => {
-                tracing::debug!(%error, requests = jobs.len(), "a batch failed: its requests run one by one");
+                tracing::debug!(%error, requests = jobs.len(), "a batch failed");
                 return None;
             }
         };
@@ -121,40 +124,78 @@ pub(super) struct Batch<R: Runner> {
 }
 
 impl<R: Runner> Batch<R> {
-    /// Runs the requests whose callers are still there, and sends their results.
+    /// Runs the requests on this inference thread, as long as callers wait for them, and sends their results.
     pub(super) fn run(self) {
+        self.run_on(false);
+    }
+
+    /// Runs the requests on this I/O thread. If a batch fails, its requests run one by one on an inference thread.
+    pub(super) fn run_inline(self) {
+        self.run_on(true);
+    }
+
+    fn run_on(self, is_inline: bool) {
         let Batch { mut lease, first, others } = self;
         let begun = lease.scheduler.now();
         let jobs = std::iter::once(first).chain(others);
-        let jobs: Vec<Job> = jobs.filter(|job| !job.reply.is_closed()).collect();
-        if jobs.is_empty() {
-            return;
+        let mut jobs: Vec<Job> = jobs.filter(|job| !job.reply.is_closed()).collect();
+        if jobs.len() <= 1 {
+            return run_each(lease, jobs, begun, is_inline);
         }
+        let end = (!is_inline).then(|| RunEnd::watching(&mut jobs));
+        let end = end.as_deref();
+        match lease.run_together(&jobs, end) {
+            Some(outputs) => {
+                // The batch counts once, with the first request whose caller is still there at its end.
+                let rows = jobs.iter().map(|job| job.work.rows).sum();
+                answer(lease, jobs, outputs.into_iter().map(Ok).collect(), begun, Some(rows));
+            }
+            None if end.is_some_and(RunEnd::is_ended) => {}
+            // One of the requests may be the reason, and the others must not suffer.
+            None if is_inline => {
+                let scheduler = Arc::clone(&lease.scheduler);
+                scheduler.execute(Box::new(move || run_each(lease, jobs, begun, false)));
+            }
+            None => run_each(lease, jobs, begun, false),
+        }
+    }
+}
+
+/// Runs requests one by one and sends their results.
+fn run_each<R: Runner>(mut lease: Lease<R>, mut jobs: Vec<Job>, begun: Instant, is_inline: bool) {
+    let run = |job: &mut Job| {
+        let end = (!is_inline).then(|| RunEnd::watching(std::slice::from_mut(job)));
+        lease.run_alone(&job.work, end.as_deref())
+    };
+    let results: Vec<_> = jobs.iter_mut().map(run).collect();
+    answer(lease, jobs, results, begun, None);
+}
+
+/// Returns the session and sends results. `uncounted` are the rows of the batch that one of the requests counts.
+fn answer<R: Runner>(
+    lease: Lease<R>,
+    jobs: Vec<Job>,
+    results: Vec<Result<Output, InferError>>,
+    begun: Instant,
+    mut uncounted: Option<usize>,
+) {
+    // The time of a run that was ended says nothing of others.
+    if jobs.iter().any(|job| job.waits) && jobs.iter().any(|job| !job.reply.is_closed()) {
         let rows = jobs.iter().map(|job| job.work.rows).sum();
-        let together = if jobs.len() > 1 { lease.run_together(&jobs) } else { None };
-        // The batch counts once, with the first request whose caller is still there at its end.
-        let mut uncounted = together.as_ref().map(|_| rows);
-        let results: Vec<_> = match together {
-            Some(outputs) => outputs.into_iter().map(Ok).collect(),
-            // Also when a batch has failed: one of its requests may be the reason, and the others must not suffer.
-            None => jobs.iter().map(|job| lease.run_alone(&job.work)).collect(),
-        };
-        if jobs.iter().any(|job| job.waits) {
-            let elapsed = lease.scheduler.now().saturating_duration_since(begun);
-            lease.scheduler.admission.note(rows, elapsed);
+        let elapsed = lease.scheduler.now().saturating_duration_since(begun);
+        lease.scheduler.admission.note(rows, elapsed);
+    }
+    // The next batch can start while results are sent.
+    drop(lease);
+    for (job, mut result) in jobs.into_iter().zip(results) {
+        let Job { work, reply, .. } = job;
+        if let Ok(output) = &mut result {
+            output.run_rows = output.run_rows.or(uncounted);
         }
-        // The next batch can start while results are sent.
-        drop(lease);
-        for (job, mut result) in jobs.into_iter().zip(results) {
-            let Job { work, reply, .. } = job;
-            if let Ok(output) = &mut result {
-                output.run_rows = output.run_rows.or(uncounted);
-            }
-            // The caller may share tensors with its request, and copies those that it does not have alone.
-            drop(work);
-            if reply.send(result).is_ok() {
-                uncounted = None;
-            }
+        // The caller may share tensors with its request, and copies those that it does not have alone.
+        drop(work);
+        if reply.send(result).is_ok() {
+            uncounted = None;
         }
     }
 }

@@ -1,23 +1,63 @@
 //! Pool of inference threads, shared by all models of the process.
 //!
-//! Tasks start in the order in which they were submitted. Each runs one batch of one model, and a model that has more
-//! requests submits its next batch behind those of the other models, so that models take turns.
+//! Each task runs one batch of one model version. Tasks start in the order in which they were submitted, as long as
+//! fewer of them than the threads of the configuration keep processors busy. A version that has more requests submits
+//! its next batch behind those of the other versions, so that versions take turns.
+//!
+//! A run may take for ever, and nothing interrupts it. So that one version cannot stop the others, a version of which no
+//! task runs may always start one: then more threads than processors are busy. Tasks on GPUs wait for their device, so
+//! that each session there may have a thread. The number of threads is therefore bounded by `threads_max`, plus one for
+//! each version on the processor, plus one for each session on GPUs. Threads that have nothing to do end after a time.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 type Task = Box<dyn FnOnce() + Send>;
 
+/// A thread without a task ends after this time. To start one takes about 50 us.
+const IDLE_MAX: Duration = Duration::from_secs(60);
+
 static SHARED: Executor = Executor::new();
 
 thread_local! {
     /// Whether this is an inference thread.
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A model version whose tasks run on the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Owner(u64);
+
+impl Owner {
+    /// One that no other has.
+    pub(super) fn new() -> Owner {
+        static OWNERS: AtomicU64 = AtomicU64::new(0);
+        Owner(OWNERS.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// How many tasks of a version may run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Share {
+    /// A task may start while fewer tasks than this keep processors busy.
+    pub(super) threads_max: usize,
+    /// A task may also start while fewer tasks of its own version than this run.
+    pub(super) own: usize,
+    /// Whether the tasks keep processors busy, and do not wait for a GPU.
+    pub(super) is_on_cpu: bool,
+}
+
+impl Share {
+    /// Whether a task may start when so many tasks keep processors busy, and so many of its version run.
+    fn allows(&self, busy: usize, own: usize) -> bool {
+        busy < self.threads_max || own < self.own
+    }
 }
 
 /// A pool of threads that starts as many as it needs, up to a bound.
@@ -27,13 +67,76 @@ pub(super) struct Executor {
     finished: Condvar,
 }
 
+struct Queued {
+    owner: Owner,
+    share: Share,
+    task: Task,
+}
+
 struct State {
-    tasks: VecDeque<Task>,
+    tasks: VecDeque<Queued>,
+    /// Tasks that run, by version; versions without one are left out.
+    running: BTreeMap<Owner, usize>,
+    /// Tasks that run and keep processors busy.
+    busy: usize,
     threads: usize,
+    /// Threads that wait to be woken.
     idle: usize,
-    running: usize,
+    /// Threads that were started or woken, and have not looked for a task yet.
+    looking: usize,
     /// No more tasks start.
     closed: bool,
+}
+
+impl State {
+    fn running_of(&self, owner: Owner) -> usize {
+        self.running.get(&owner).copied().unwrap_or(0)
+    }
+
+    /// Counts the tasks that may start now beside each other, up to `enough`.
+    fn startable(&self, enough: usize) -> usize {
+        let (mut busy, mut started) = (self.busy, Vec::new());
+        if self.closed {
+            return 0;
+        }
+        for Queued { owner, share, .. } in &self.tasks {
+            if started.len() >= enough {
+                break;
+            }
+            let own = self.running_of(*owner) + started.iter().filter(|other| *other == owner).count();
+            if share.allows(busy, own) {
+                busy += usize::from(share.is_on_cpu);
+                started.push(*owner);
+            }
+        }
+        started.len()
+    }
+
+    /// Starts the oldest task that may start.
+    fn start_next(&mut self) -> Option<Queued> {
+        let may_start = |queued: &Queued| queued.share.allows(self.busy, self.running_of(queued.owner));
+        let index = self.tasks.iter().position(may_start)?;
+        self.start(index)
+    }
+
+    fn start(&mut self, index: usize) -> Option<Queued> {
+        if self.closed {
+            return None;
+        }
+        let queued = self.tasks.remove(index)?;
+        *self.running.entry(queued.owner).or_default() += 1;
+        self.busy += usize::from(queued.share.is_on_cpu);
+        Some(queued)
+    }
+
+    fn finish(&mut self, owner: Owner, share: Share) {
+        let left = self.running_of(owner).saturating_sub(1);
+        match left {
+            0 => self.running.remove(&owner),
+            _ => self.running.insert(owner, left),
+        };
+        self.busy -= usize::from(share.is_on_cpu);
+    }
 }
 
 impl fmt::Debug for Executor {
@@ -44,7 +147,15 @@ impl fmt::Debug for Executor {
 
 impl Executor {
     pub(super) const fn new() -> Executor {
-        let state = State { tasks: VecDeque::new(), threads: 0, idle: 0, running: 0, closed: false };
+        let state = State {
+            tasks: VecDeque::new(),
+            running: BTreeMap::new(),
+            busy: 0,
+            threads: 0,
+            idle: 0,
+            looking: 0,
+            closed: false,
+        };
         Executor { state: Mutex::new(state), submitted: Condvar::new(), finished: Condvar::new() }
     }
 
@@ -53,65 +164,84 @@ impl Executor {
         &SHARED
     }
 
-    /// Submits a task to at most `threads_max` threads; with 0 it stays queued for [`Executor::run_next`]. Runs it on
-    /// this thread when the system refuses even the first thread.
-    pub(super) fn submit(&'static self, threads_max: usize, task: Task) {
+    /// Submits a task; with a share of no tasks it stays queued for [`Executor::run_next`]. Runs it on this thread when
+    /// the system refuses even the first thread.
+    pub(super) fn submit(&'static self, owner: Owner, share: Share, task: Task) {
         let mut state = self.state.lock();
-        state.tasks.push_back(task);
-        // An inference thread takes the next task as soon as it has finished its own.
-        let queued = state.tasks.len() - usize::from(IS_WORKER.get());
-        if queued <= state.idle || state.threads >= threads_max {
-            if queued > 0 {
-                self.submitted.notify_one();
-            }
-            return;
-        }
-        match std::thread::Builder::new().name("inference".into()).spawn(move || self.work()) {
-            Ok(_) => state.threads += 1,
-            Err(error) => {
-                tracing::warn!(%error, threads = state.threads, "no further inference thread can be started");
-                if state.threads == 0 {
-                    drop(state);
-                    while self.run_next() {}
-                }
-            }
+        state.tasks.push_back(Queued { owner, share, task });
+        // An inference thread looks for the next task as soon as it has finished its own.
+        if !IS_WORKER.get() && !self.wake(&mut state) && state.threads == 0 {
+            drop(state);
+            while self.run_next() {}
         }
     }
 
-    /// Runs the oldest task on this thread; false when none may start.
-    pub(super) fn run_next(&self) -> bool {
-        let task = {
-            let mut state = self.state.lock();
-            if state.closed {
-                return false;
+    /// Wakes or starts a thread for each task that may start; false when the system refuses a thread.
+    fn wake(&'static self, state: &mut State) -> bool {
+        while state.startable(state.looking + 1) > state.looking {
+            if state.idle > 0 {
+                state.idle -= 1;
+                state.looking += 1;
+                self.submitted.notify_one();
+                continue;
             }
-            let Some(task) = state.tasks.pop_front() else { return false };
-            state.running += 1;
-            task
-        };
-        // The panic hook has reported it, and callers learn it by their closed channels.
-        let _ = catch_unwind(AssertUnwindSafe(task));
-        let mut state = self.state.lock();
-        state.running -= 1;
-        if state.running == 0 {
-            self.finished.notify_all();
+            match std::thread::Builder::new().name("inference".into()).spawn(move || self.work()) {
+                Ok(_) => {
+                    state.threads += 1;
+                    state.looking += 1;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, threads = state.threads, "no further inference thread can be started");
+                    return false;
+                }
+            }
         }
         true
     }
 
-    fn work(&self) {
+    /// Runs the oldest task on this thread, whatever its share; false when there is none, or the pool is closed.
+    pub(super) fn run_next(&self) -> bool {
+        let Some(queued) = self.state.lock().start(0) else { return false };
+        self.perform(queued);
+        true
+    }
+
+    fn perform(&self, Queued { owner, share, task }: Queued) {
+        // The panic hook has reported it, and callers learn it by their closed channels.
+        let _ = catch_unwind(AssertUnwindSafe(task));
+        let mut state = self.state.lock();
+        state.finish(owner, share);
+        if state.running.is_empty() {
+            self.finished.notify_all();
+        }
+    }
+
+    fn work(&'static self) {
         IS_WORKER.set(true);
+        let mut state = self.state.lock();
+        state.looking -= 1;
         loop {
-            while self.run_next() {}
-            let mut state = self.state.lock();
+            if let Some(queued) = state.start_next() {
+                // Another task may start beside it. Without a thread for it, it starts when one has finished its task.
+                self.wake(&mut state);
+                drop(state);
+                self.perform(queued);
+                state = self.state.lock();
+                continue;
+            }
             if state.closed {
+                state.threads -= 1;
                 return;
             }
-            if state.tasks.is_empty() {
-                state.idle += 1;
-                self.submitted.wait(&mut state);
+            state.idle += 1;
+            let waited = self.submitted.wait_for(&mut state, IDLE_MAX);
+            // A thread that was woken is counted as looking; if the wake-up met none that waits, this one looks.
+            if waited.timed_out() && state.idle > 0 {
                 state.idle -= 1;
+                state.threads -= 1;
+                return;
             }
+            state.looking -= 1;
         }
     }
 
@@ -119,8 +249,9 @@ impl Executor {
     pub(super) fn close(&self, patience: Duration) -> bool {
         let mut state = self.state.lock();
         state.closed = true;
+        state.looking += std::mem::take(&mut state.idle);
         self.submitted.notify_all();
-        !self.finished.wait_while_for(&mut state, |state| state.running > 0, patience).timed_out()
+        !self.finished.wait_while_for(&mut state, |state| !state.running.is_empty(), patience).timed_out()
     }
 }
 
@@ -130,6 +261,13 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    const OWNER: Owner = Owner(u64::MAX);
+
+    /// Threads for any version, and none for one alone.
+    fn share(threads_max: usize) -> Share {
+        Share { threads_max, own: 0, is_on_cpu: true }
+    }
 
     fn executor() -> &'static Executor {
         Box::leak(Box::new(Executor::new()))
@@ -141,7 +279,11 @@ mod tests {
         let (tell, told) = mpsc::channel();
         for number in 0..100 {
             let tell = tell.clone();
-            executor.submit(1, Box::new(move || tell.send((number, std::thread::current().id())).unwrap()));
+            executor.submit(
+                OWNER,
+                share(1),
+                Box::new(move || tell.send((number, std::thread::current().id())).unwrap()),
+            );
         }
         let first = told.recv().unwrap();
         assert_eq!(first.0, 0);
@@ -163,9 +305,9 @@ mod tests {
                 tell.send("released").unwrap();
             }
         };
-        executor.submit(2, Box::new(blocked));
+        executor.submit(OWNER, share(2), Box::new(blocked));
         assert_eq!(told.recv().unwrap(), "blocked");
-        executor.submit(2, Box::new(move || tell.send("other").unwrap()));
+        executor.submit(OWNER, share(2), Box::new(move || tell.send("other").unwrap()));
         assert_eq!(told.recv().unwrap(), "other", "it does not wait for the first");
         go.send(()).unwrap();
         assert_eq!(told.recv().unwrap(), "released");
@@ -176,8 +318,8 @@ mod tests {
     fn task_that_panics_leaves_its_thread_to_the_next() {
         let executor = executor();
         let (tell, told) = mpsc::channel();
-        executor.submit(1, Box::new(|| panic!("on purpose")));
-        executor.submit(1, Box::new(move || tell.send(()).unwrap()));
+        executor.submit(OWNER, share(1), Box::new(|| panic!("on purpose")));
+        executor.submit(OWNER, share(1), Box::new(move || tell.send(()).unwrap()));
         told.recv().unwrap();
     }
 
@@ -187,10 +329,10 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let next = tell.clone();
         let task = move || {
-            executor.submit(1, Box::new(move || next.send("second").unwrap()));
+            executor.submit(OWNER, share(1), Box::new(move || next.send("second").unwrap()));
             tell.send("first").unwrap();
         };
-        executor.submit(1, Box::new(task));
+        executor.submit(OWNER, share(1), Box::new(task));
         assert_eq!([told.recv().unwrap(), told.recv().unwrap()], ["first", "second"]);
     }
 
@@ -204,13 +346,73 @@ mod tests {
             started.send("started").unwrap();
             gate.recv().unwrap();
         };
-        executor.submit(1, Box::new(run));
+        executor.submit(OWNER, share(1), Box::new(run));
         assert_eq!(told.recv().unwrap(), "started");
         assert!(!executor.close(Duration::from_millis(1)), "it runs");
-        executor.submit(1, Box::new(move || tell.send("another").unwrap()));
+        executor.submit(OWNER, share(1), Box::new(move || tell.send("another").unwrap()));
         go.send(()).unwrap();
         assert!(executor.close(Duration::from_secs(60)));
         assert!(!executor.run_next());
         assert!(told.try_recv().is_err(), "it must not start");
+    }
+
+    /// A task that says its name and waits, and what lets it end.
+    fn blocked(tell: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
+        let (go, gate) = mpsc::channel();
+        let tell = tell.clone();
+        let task = move || {
+            tell.send(name).unwrap();
+            gate.recv().unwrap();
+        };
+        (go, Box::new(task))
+    }
+
+    #[test]
+    fn version_that_holds_all_threads_does_not_stop_another() {
+        let executor = executor();
+        let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+        let (greedy, other) = (Owner::new(), Owner::new());
+        let (tell, told) = mpsc::channel();
+        let mut gates = Vec::new();
+        for name in ["first", "second", "third"] {
+            let (go, task) = blocked(&tell, name);
+            executor.submit(greedy, share, task);
+            gates.push(go);
+        }
+        let mut started = [told.recv().unwrap(), told.recv().unwrap()];
+        started.sort_unstable();
+        assert_eq!(started, ["first", "second"]);
+        let (go, task) = blocked(&tell, "other");
+        executor.submit(other, share, task);
+        assert_eq!(told.recv().unwrap(), "other");
+        assert_eq!(executor.state.lock().threads, 3);
+        assert_eq!(executor.state.lock().tasks.len(), 1);
+        // There are as many as threads still: the third task of the first version waits.
+        go.send(()).unwrap();
+        gates.remove(0).send(()).unwrap();
+        assert_eq!(told.recv().unwrap(), "third");
+        gates.into_iter().for_each(|go| go.send(()).unwrap());
+        assert!(executor.close(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn tasks_that_wait_for_gpus_take_no_threads_of_the_processor() {
+        let executor = executor();
+        let on_gpu = Share { threads_max: 1, own: 2, is_on_cpu: false };
+        let (tell, told) = mpsc::channel();
+        let mut gates = Vec::new();
+        for owner in [Owner::new(), Owner::new()] {
+            for _ in 0..2 {
+                let (go, task) = blocked(&tell, "gpu");
+                executor.submit(owner, on_gpu, task);
+                gates.push(go);
+                assert_eq!(told.recv().unwrap(), "gpu");
+            }
+        }
+        let (go, task) = blocked(&tell, "cpu");
+        executor.submit(OWNER, share(1), task);
+        assert_eq!(told.recv().unwrap(), "cpu");
+        gates.into_iter().chain([go]).for_each(|go| go.send(()).unwrap());
+        assert!(executor.close(Duration::from_secs(60)));
     }
 }

@@ -12,7 +12,7 @@ use millrace_bundle::TensorSpec;
 use ort::session::RunOptions;
 
 use super::Session;
-use super::values::run_tensors_until;
+use super::values::run_tensors;
 use crate::error::{InferError, one_line};
 use crate::statistics::Times;
 use crate::tensor::Tensor;
@@ -70,7 +70,7 @@ pub(super) fn run(
             .name("run limit".into())
             .spawn_scoped(scope, watch)
             .map_err(|error| internal(format!("no thread for the limit of a run: {error}")))?;
-        let result = run_tensors_until(session, inputs, outputs, options);
+        let result = run_tensors(session, inputs, outputs, Some(options));
         drop(running);
         // One that panicked has ended nothing.
         let is_late = watch.join().unwrap_or(false);

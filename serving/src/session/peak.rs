@@ -128,7 +128,7 @@ mod tests {
     use prost::Message as _;
 
     use super::super::Session;
-    use super::super::executor::Executor;
+    use super::super::executor::{Executor, Share};
     use super::super::queue::QueueLimits;
     use super::super::scheduler::Policy;
     use super::super::work::tests::work;
@@ -221,7 +221,7 @@ mod tests {
             delay: Duration::ZERO,
             limits: QueueLimits { requests_max: 64, bytes_max: usize::MAX },
             is_predictable: false,
-            threads: 1,
+            share: Share { threads_max: 1, own: 1, is_on_cpu: true },
         };
         let executor = Box::leak(Box::new(Executor::new()));
         Arc::new(Scheduler::new(vec![session], vec![output], policy, executor, Instant::now))

@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::{Manifest, Signature};
 
 use super::Session;
-use super::executor::Executor;
+use super::executor::{Executor, Share};
 use super::limited::{self, Failure};
 use super::peak;
 use super::placement::Placement;
@@ -65,11 +65,11 @@ impl Pool {
             },
             // On a GPU, runs of other models take their part of the time.
             is_predictable: has_fixed_cost && placement.on().is_cpu(),
-            // Runs on GPUs wait for them, and hardly use the thread.
-            threads: if placement.on().is_cpu() {
-                config.threads()
-            } else {
-                config.threads().max(sessions.len())
+            share: Share {
+                threads_max: config.threads(),
+                // Runs on GPUs wait for them, and hardly use the thread.
+                own: if placement.on().is_cpu() { 1 } else { sessions.len() },
+                is_on_cpu: placement.on().is_cpu(),
             },
         };
         let outputs = signature.outputs.clone();

@@ -8,7 +8,7 @@
 //! for rows that fill batches of others. Requests of one client keep their order. Every operation takes logarithmic time.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -29,6 +29,8 @@ pub(super) struct Job {
     pub(super) reply: oneshot::Sender<Result<Output, InferError>>,
     /// Whether no session was idle for it, so that it counts towards the limits of the queue.
     pub(super) waits: bool,
+    /// End of its wait for a fuller batch.
+    pub(super) lingers_until: Option<Instant>,
     bytes: usize,
 }
 
@@ -36,7 +38,7 @@ impl Job {
     pub(super) fn new(work: Work, waits: bool) -> (Job, oneshot::Receiver<Result<Output, InferError>>) {
         let (reply, answer) = oneshot::channel();
         let bytes = work.bytes();
-        (Job { work, reply, waits, bytes }, answer)
+        (Job { work, reply, waits, lingers_until: None, bytes }, answer)
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -86,6 +88,8 @@ struct Backlog {
 #[derive(Debug, Default)]
 pub(super) struct RequestQueue {
     jobs: BTreeMap<Position, Job>,
+    /// Jobs that wait for a fuller batch, by the end of that wait.
+    lingering: BTreeSet<(Instant, Position)>,
     /// Jobs that wait, and their bytes.
     waiting: usize,
     bytes: usize,
@@ -183,6 +187,7 @@ impl RequestQueue {
             self.bytes = self.bytes.saturating_add(job.bytes);
         }
         self.rows = self.rows.saturating_add(job.work.cost());
+        self.lingering.extend(job.lingers_until.map(|until| (until, position)));
         self.jobs.insert(position, job);
         Ok((position, displaced))
     }
@@ -237,10 +242,25 @@ impl RequestQueue {
         self.jobs.first_key_value().map(|(_, job)| job)
     }
 
+    /// A request, if it is still queued.
+    pub(super) fn get(&self, position: Position) -> Option<&Job> {
+        self.jobs.get(&position)
+    }
+
+    /// Whether the wait of a request for a fuller batch is over, wherever it is in the queue.
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        self.lingering.first().is_some_and(|(until, _)| *until <= now)
+    }
+
     /// Takes the request that is next.
     pub(super) fn pop(&mut self) -> Option<Job> {
-        let (position, job) = self.jobs.pop_first()?;
-        self.removed(position, &job);
+        let (position, _) = self.jobs.first_key_value()?;
+        self.take(*position)
+    }
+
+    /// Takes a request to run it now, if it is still queued.
+    pub(super) fn take(&mut self, position: Position) -> Option<Job> {
+        let job = self.remove(position)?;
         self.clocks[position.level] = self.clocks[position.level].max(position.start);
         Some(job)
     }
@@ -294,6 +314,9 @@ impl RequestQueue {
         if job.waits {
             self.waiting -= 1;
             self.bytes = self.bytes.saturating_sub(job.bytes);
+        }
+        if let Some(until) = job.lingers_until {
+            self.lingering.remove(&(until, position));
         }
         self.rows = self.rows.saturating_sub(job.work.cost());
         self.settle(position, job);

@@ -4,13 +4,16 @@
 //! session and all requests that can share its batch. Two threads dispatch:
 //!
 //! - An **inference thread** ([`Executor`]) is the rule. Requests that arrive until it has woken up run in its batch.
-//! - The **I/O thread** of the request, only if the model is idle and the run is known to be short for these shapes: a
-//!   hop to another thread costs 20 to 60 us. The request leads: it first yields to the other tasks of its thread, so
-//!   that the requests which other connections have sent by then run in its batch. With one client nothing else is
-//!   ready, and the yield costs about a microsecond.
+//! - The **I/O thread** of the request, only if a session is idle that no queued request will take and the run is known
+//!   to be short for these shapes: a hop to another thread costs 20 to 60 us. The request leads: it first yields to the
+//!   other tasks of its thread, so that the requests which other connections have sent by then run in its batch. With one
+//!   client nothing else is ready, and the yield costs about a microsecond.
 //!
 //! A session that finishes a batch while requests wait is dispatched again, on an inference thread. Batches therefore
-//! grow with the load, and no request waits while a session is idle, except for the configured delay.
+//! grow with the load, and no request waits while a session is idle, except for the configured delay. A long request
+//! that waits for an inference thread has its session reserved: short ones pass it on the sessions beyond that.
+//!
+//! A run on an inference thread ends early when all its callers have gone ([`RunEnd`](super::run_end::RunEnd)).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +27,7 @@ use tokio::time::timeout_at;
 use super::admission::AdmissionControl;
 use super::batch::{Batch, Lease};
 use super::batch_sizer::BatchSizer;
-use super::executor::Executor;
+use super::executor::{Executor, Owner, Share};
 use super::idle_sessions::IdleSessions;
 use super::queue::{Job, Position, QueueLimits, RequestQueue};
 use super::run_time::RunTimeEstimate;
@@ -50,8 +53,8 @@ pub(super) struct Policy {
     pub(super) limits: QueueLimits,
     /// Whether the time of a run depends on shapes alone, so that short ones may run on I/O threads.
     pub(super) is_predictable: bool,
-    /// Most inference threads.
-    pub(super) threads: usize,
+    /// How many of its dispatches may run.
+    pub(super) share: Share,
 }
 
 /// The scheduler. `R` runs the batches.
@@ -66,6 +69,7 @@ pub(super) struct Scheduler<R = Session> {
     /// Whether rows of batches came out as they went in; if not, each request runs alone from then on.
     pub(super) keeps_rows: AtomicBool,
     executor: &'static Executor,
+    owner: Owner,
     clock: fn() -> Instant,
 }
 
@@ -83,6 +87,11 @@ impl<R> State<R> {
     /// Idle sessions that a dispatch will take.
     fn reserved(&self) -> usize {
         self.dispatches + usize::from(self.leading)
+    }
+
+    /// Whether each queued request has a dispatch of its own.
+    fn is_covered(&self) -> bool {
+        self.queue.len() <= self.dispatches
     }
 }
 
@@ -105,6 +114,7 @@ impl<R: Runner> Scheduler<R> {
             sizer: BatchSizer::default(),
             keeps_rows: AtomicBool::new(true),
             executor,
+            owner: Owner::new(),
             clock,
         }
     }
@@ -125,13 +135,13 @@ impl<R: Runner> Scheduler<R> {
             && !is_batched
             && let Some(mut lease) = self.take_idle_session()
         {
-            return lease.run_alone(&work);
+            return lease.run_alone(&work, None);
         }
         let (waiting, leads) = self.submit(work, is_short && is_batched, now)?;
-        if leads {
+        if let Some(position) = waiting.position.filter(|_| leads) {
             let leader = Leader(Some(self));
             tokio::task::yield_now().await;
-            leader.dispatch();
+            leader.dispatch(position);
         }
         waiting.answer().await
     }
@@ -157,10 +167,10 @@ impl<R: Runner> Scheduler<R> {
         work.rows > 0 && self.has_batches()
     }
 
-    /// Takes a session for a request that arrives while the model is idle.
+    /// Takes a session that no queued request will take.
     fn take_idle_session(self: &Arc<Self>) -> Option<Lease<R>> {
         let mut state = self.state.lock();
-        let is_free = state.queue.is_empty() && state.idle.len() > state.reserved();
+        let is_free = state.is_covered() && state.idle.len() > state.reserved();
         let session = if is_free { state.idle.take() } else { None };
         drop(state);
         session.map(|session| Lease::new(self, session))
@@ -177,8 +187,9 @@ impl<R: Runner> Scheduler<R> {
         now: Instant,
     ) -> Result<(Waiting<'_, R>, bool), InferError> {
         let mut state = self.state.lock();
-        let is_idle = state.queue.is_empty() && !state.leading;
-        let starts = state.queue.waiting() == 0 && state.idle.len() > state.reserved();
+        let is_covered = state.is_covered();
+        let has_spare = state.idle.len() > state.reserved();
+        let starts = has_spare && (is_covered || state.queue.waiting() == 0);
         let joins = state.leading && self.batches(&work) && state.queue.len() < self.policy.rows_max;
         let waits = !(starts || joins);
         if waits {
@@ -187,13 +198,14 @@ impl<R: Runner> Scheduler<R> {
         }
         let lingers_until = self.lingers_until(&work).filter(|_| waits);
         let (deadline, answer_by, queued) = (work.deadline, work.answer_by, work.queued);
-        let (job, reply) = Job::new(work, waits);
+        let (mut job, reply) = Job::new(work, waits);
+        job.lingers_until = lingers_until;
         let (bytes, before) = (job.bytes(), (state.queue.waiting(), state.queue.bytes()));
         let (position, displaced) = match state.queue.push(job, self.policy.limits) {
             Ok(pushed) => pushed,
             Err(_) => return Err(self.full(before, bytes, "and none of them runs after it")),
         };
-        let leads = may_lead && starts && is_idle;
+        let leads = may_lead && starts && is_covered && !state.leading;
         state.leading |= leads;
         let dispatches = self.new_dispatches(&mut state, now);
         drop(state);
@@ -252,7 +264,7 @@ impl<R: Runner> Scheduler<R> {
 
     /// Runs a task on an inference thread.
     pub(super) fn execute(&self, task: Box<dyn FnOnce() + Send>) {
-        self.executor.submit(self.policy.threads, task);
+        self.executor.submit(self.owner, self.policy.share, task);
     }
 
     /// End of the time for which a request that has to wait goes on waiting for a fuller batch; `None` where there is
@@ -265,12 +277,14 @@ impl<R: Runner> Scheduler<R> {
         Some(until).filter(|until| work.deadline.is_none_or(|deadline| deadline > *until))
     }
 
-    /// Whether the queue has a head that need not wait for a fuller batch.
+    /// Whether the queue has a head that need not wait for a fuller batch, or a request behind it has waited long enough.
     fn is_ready(&self, queue: &RequestQueue, now: Instant) -> bool {
         let Some(head) = queue.head() else { return false };
-        let Some(until) = self.lingers_until(&head.work).filter(|_| head.waits) else { return true };
+        if head.lingers_until.is_none() || !self.has_batches() || queue.is_due(now) {
+            return true;
+        }
         let enough = self.policy.preferred.last().copied().unwrap_or(self.policy.rows_max);
-        now >= until || queue.rows_like(&head.work, enough) >= enough
+        queue.rows_like(&head.work, enough) >= enough
     }
 
     /// Runs the next batch on this inference thread.
@@ -280,7 +294,7 @@ impl<R: Runner> Scheduler<R> {
             let mut state = self.state.lock();
             state.dispatches = state.dispatches.saturating_sub(1);
             let rows_max = |state: &State<R>, head: &Work| Some(self.batch_rows(state, head));
-            self.take_batch(&mut state, &mut expired, rows_max)
+            self.take_batch(&mut state, &mut expired, None, rows_max)
         };
         self.refuse_late(expired);
         if let Some(batch) = batch {
@@ -288,8 +302,8 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Runs the next batch on this I/O thread if it is short, and leaves everything else to inference threads.
-    fn dispatch_inline(self: &Arc<Self>) {
+    /// Runs the batch of a leader on this I/O thread if it is short, and leaves everything else to inference threads.
+    fn dispatch_inline(self: &Arc<Self>, leader: Position) {
         let mut expired = Vec::new();
         let (batch, dispatches) = {
             let mut state = self.state.lock();
@@ -300,39 +314,44 @@ impl<R: Runner> Scheduler<R> {
                 let elements = head.elements() / head.rows.max(1) * rows.max(1);
                 self.is_short(rows, elements).then_some(rows_max)
             };
-            let batch = self.take_batch(&mut state, &mut expired, rows_max);
+            let batch = self.take_batch(&mut state, &mut expired, Some(leader), rows_max);
             let dispatches = self.new_dispatches(&mut state, self.now());
             (batch, dispatches)
         };
         self.refuse_late(expired);
         self.submit_dispatches(dispatches);
         if let Some(batch) = batch {
-            batch.run();
+            batch.run_inline();
         }
     }
 
-    /// Takes the head of the queue, the requests that share its batch, and a session. `rows_max` gives the most rows of
-    /// the batch, or nothing when there is to be none.
+    /// Takes a leader or else the head of the queue, the requests that share its batch, and a session. `rows_max` gives the
+    /// most rows of the batch, or nothing when there is to be none.
     fn take_batch(
         self: &Arc<Self>,
         state: &mut State<R>,
         expired: &mut Vec<Job>,
+        leader: Option<Position>,
         rows_max: impl FnOnce(&State<R>, &Work) -> Option<usize>,
     ) -> Option<Batch<R>> {
         // Read under the lock, so that no deadline that has passed is missed.
         let now = self.now();
         state.queue.expire(now, expired);
-        if !self.is_ready(&state.queue, now) {
-            return None;
-        }
-        if state.idle.len() == 0 {
+        if state.idle.len() == 0 || (leader.is_none() && !self.is_ready(&state.queue, now)) {
             return None;
         }
         let rows_max = {
             let state: &State<R> = state;
-            rows_max(state, &state.queue.head()?.work)?
+            let next = match leader {
+                Some(leader) => state.queue.get(leader).filter(|job| !job.work.is_late(now)),
+                None => state.queue.head(),
+            };
+            rows_max(state, &next?.work)?
         };
-        let first = state.queue.pop()?;
+        let first = match leader {
+            Some(leader) => state.queue.take(leader),
+            None => state.queue.pop(),
+        }?;
         let lease = Lease::new(self, state.idle.take()?);
         let others = if self.batches(&first.work) {
             state.queue.take_like(&first.work, rows_max, &self.policy.preferred, now)
@@ -385,9 +404,10 @@ impl<R: Runner> Scheduler<R> {
 struct Leader<'a, R: Runner>(Option<&'a Arc<Scheduler<R>>>);
 
 impl<R: Runner> Leader<'_, R> {
-    fn dispatch(mut self) {
+    /// Dispatches the request at a position.
+    fn dispatch(mut self, position: Position) {
         if let Some(scheduler) = self.0.take() {
-            scheduler.dispatch_inline();
+            scheduler.dispatch_inline(position);
         }
     }
 }

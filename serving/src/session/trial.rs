@@ -44,7 +44,7 @@ impl Trial {
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
     pub fn run(&mut self, inputs: &[Tensor]) -> Result<(Vec<Tensor>, Duration), InferError> {
-        let (tensors, times) = run_tensors(&mut self.session, inputs, &self.outputs)?;
+        let (tensors, times) = run_tensors(&mut self.session, inputs, &self.outputs, None)?;
         Ok((tensors, times.end.saturating_duration_since(times.computing)))
     }
 }

@@ -41,19 +41,22 @@ impl Wanted<'_> {
     }
 }
 
-/// Runs a session on inputs in the signature's order, for a request that waits since `queued`.
+/// Runs a session on inputs in the signature's order, for a request that waits since `queued`, until `options` end the
+/// run.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
+/// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; [`InferError`] of any kind
+/// where the run was ended.
 pub(super) fn run(
     session: &mut Session,
     inputs: &[View<'_>],
     outputs: &[Wanted<'_>],
     queued: Instant,
+    options: Option<&RunOptions>,
 ) -> Result<(Vec<Held>, Times), InferError> {
     let memory = session.memory;
     if memory != Memory::Host && outputs.iter().any(|wanted| wanted.is_to_stay()) {
-        return run_bound(session, inputs, outputs, queued);
+        return run_bound(session, inputs, outputs, queued, options);
     }
     let failed = |error: ort::Error| refused(&error, inputs);
     let computing = Instant::now();
@@ -62,12 +65,20 @@ pub(super) fn run(
         [input] => {
             let values = [input.value(memory)?];
             let input_end = Instant::now();
-            (session.run(values).map_err(failed)?, input_end)
+            let ran = match options {
+                Some(options) => session.run_with_options(values, options),
+                None => session.run(values),
+            };
+            (ran.map_err(failed)?, input_end)
         }
         _ => {
             let values = inputs.iter().map(|input| input.value(memory)).collect::<Result<Vec<_>, _>>()?;
             let input_end = Instant::now();
-            (session.run(values.as_slice()).map_err(failed)?, input_end)
+            let ran = match options {
+                Some(options) => session.run_with_options(values.as_slice(), options),
+                None => session.run(values.as_slice()),
+            };
+            (ran.map_err(failed)?, input_end)
         }
     };
     let output_start = Instant::now();
@@ -86,35 +97,11 @@ pub(super) fn run_tensors(
     session: &mut Session,
     inputs: &[Tensor],
     outputs: &[TensorSpec],
+    options: Option<&RunOptions>,
 ) -> Result<(Vec<Tensor>, Times), InferError> {
     let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
     let outputs: Vec<Wanted<'_>> = outputs.iter().map(|spec| Wanted { spec, stays: false }).collect();
-    let (outputs, times) = run(session, &inputs, &outputs, Instant::now())?;
-    Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
-}
-
-/// The same, until `options` end the run.
-///
-/// # Errors
-/// As [`run`]; [`InferError`] of any kind where the run was ended.
-pub(super) fn run_tensors_until(
-    session: &mut Session,
-    inputs: &[Tensor],
-    outputs: &[TensorSpec],
-    options: &RunOptions,
-) -> Result<(Vec<Tensor>, Times), InferError> {
-    let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
-    let outputs: Vec<Wanted<'_>> = outputs.iter().map(|spec| Wanted { spec, stays: false }).collect();
-    let failed = |error: ort::Error| refused(&error, &inputs);
-    let memory = session.memory;
-    let computing = Instant::now();
-    let values = inputs.iter().map(|input| input.value(memory)).collect::<Result<Vec<_>, _>>()?;
-    let input_end = Instant::now();
-    let values = session.run_with_options(values.as_slice(), options).map_err(failed)?;
-    let output_start = Instant::now();
-    let outputs = held(values, &outputs, memory, &[])?;
-    let end = Instant::now();
-    let times = Times { queued: computing, computing, input_end, output_start, end, cached: false };
+    let (outputs, times) = run(session, &inputs, &outputs, Instant::now(), options)?;
     Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
 }
 
@@ -124,6 +111,7 @@ fn run_bound(
     inputs: &[View<'_>],
     outputs: &[Wanted<'_>],
     queued: Instant,
+    options: Option<&RunOptions>,
 ) -> Result<(Vec<Held>, Times), InferError> {
     let failed = |error: ort::Error| refused(&error, inputs);
     let memory = session.memory;
@@ -146,7 +134,11 @@ fn run_bound(
         binding.bind_output_to_device(&*wanted.spec.name, at).map_err(failed)?;
     }
     let input_end = Instant::now();
-    let values = session.run_binding(&binding).map_err(failed)?;
+    let ran = match options {
+        Some(options) => session.run_binding_with_options(&binding, options),
+        None => session.run_binding(&binding),
+    };
+    let values = ran.map_err(failed)?;
     let output_start = Instant::now();
     let outputs = held(values, outputs, memory, &lent)?;
     let end = Instant::now();

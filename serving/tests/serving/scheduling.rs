@@ -3,11 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use millrace_bundle::onnx::GraphProto;
-use millrace_bundle::onnx::tensor_proto::DataType::Float;
+use millrace_bundle::onnx::tensor_proto::DataType::{Bool, Float, Int64};
+use millrace_bundle::onnx::{AttributeProto, GraphProto, TensorProto, attribute_proto, tensor_proto};
 use millrace_serving::client::{Client, ClientError};
 use millrace_serving::infer::Request;
-use millrace_serving::tensor::Tensor;
+use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
@@ -392,6 +392,89 @@ fn cubic() -> Vec<u8> {
         output: vec![value("output", Float, &[1, 1])],
         ..Default::default()
     })
+}
+
+/// Counts: `input` INT64 [batch] to `output`, that and as many as the largest element, which are turns of a `Loop`.
+fn counting() -> Vec<u8> {
+    let single = |name: &str, data_type: tensor_proto::DataType, raw: Vec<u8>| TensorProto {
+        name: Some(name.into()),
+        data_type: Some(data_type as i32),
+        raw_data: Some(raw),
+        ..Default::default()
+    };
+    let body = GraphProto {
+        name: Some("body".into()),
+        node: vec![node("Identity", &["go"], "go_on"), node("Add", &["count", "one"], "next")],
+        initializer: vec![single("one", Int64, 1i64.to_le_bytes().to_vec())],
+        input: vec![value("turn", Int64, &[]), value("go", Bool, &[]), value("count", Int64, &[])],
+        output: vec![value("go_on", Bool, &[]), value("next", Int64, &[])],
+        ..Default::default()
+    };
+    let mut most = node("ReduceMax", &["input"], "turns");
+    most.attribute.push(AttributeProto {
+        name: Some("keepdims".into()),
+        r#type: Some(attribute_proto::AttributeType::Int as i32),
+        i: Some(0),
+        ..Default::default()
+    });
+    let mut turns = node("Loop", &["turns", "go_first", "zero"], "counted");
+    turns.attribute.push(AttributeProto {
+        name: Some("body".into()),
+        r#type: Some(attribute_proto::AttributeType::Graph as i32),
+        g: Some(body),
+        ..Default::default()
+    });
+    model(GraphProto {
+        name: Some("counting".into()),
+        node: vec![most, turns, node("Add", &["input", "counted"], "output")],
+        initializer: vec![
+            single("go_first", Bool, vec![1]),
+            single("zero", Int64, 0i64.to_le_bytes().to_vec()),
+        ],
+        input: vec![value("input", Int64, &[-1])],
+        output: vec![value("output", Int64, &[-1])],
+        ..Default::default()
+    })
+}
+
+/// A request whose run would take days is given up by its client, and at its deadline: the session is free each time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn runs_whose_callers_have_gone_are_ended() {
+    const ENDLESS: i64 = 1 << 40;
+    let mut config = config();
+    (config.threads_max, config.sessions_max) = (1, 1);
+    let model = "line-of-those-who-hang-up";
+    let server = Server::start(config, &[(model, 1, counting())]).await;
+    let line = Line { server, model };
+    let count = |turns: i64| vec![Tensor::new("input", vec![1], Data::Int64(vec![turns])).unwrap()];
+    let send = |client: &Client, turns: i64| {
+        let (mut client, inputs) = (client.clone(), count(turns));
+        tokio::spawn(async move { client.infer(model, None, inputs, Form::Raw).await })
+    };
+    let client = line.server.client().await;
+    let inference = line.server.serving.inference();
+    for _ in 0..3 {
+        let endless = send(&client, ENDLESS);
+        until("it is there", async || inference.in_flight() == 1).await;
+        let next = send(&client, 3);
+        until("the next one waits", async || line.metric(PENDING).await == 1 || next.is_finished()).await;
+        endless.abort();
+        let answer = tokio::time::timeout(Duration::from_secs(60), next).await.expect("the run does not end");
+        assert_eq!(answer.unwrap().unwrap().outputs[0].data, Data::Int64(vec![6]));
+        until("both have gone", async || inference.in_flight() == 0).await;
+    }
+    let request = Request {
+        model: model.into(),
+        inputs: count(ENDLESS),
+        deadline: Some(Instant::now() + Duration::from_millis(200)),
+        ..Default::default()
+    };
+    let error = inference.infer(request).await.unwrap_err();
+    assert!(matches!(error, InferError::DeadlineExceeded { .. }), "{error}");
+    let next = tokio::time::timeout(Duration::from_secs(60), send(&client, 4)).await;
+    let answer = next.expect("the run does not end").unwrap().unwrap();
+    assert_eq!(answer.outputs[0].data, Data::Int64(vec![8]));
+    line.server.stop().await;
 }
 
 /// One I/O thread: were the long run on it, nothing would be answered meanwhile.

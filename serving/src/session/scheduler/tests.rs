@@ -10,11 +10,14 @@ use millrace_bundle::Datatype;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::super::run_end::RunEnd;
 use super::super::values::Wanted;
 use super::super::work::tests::{BEGIN, client, work};
 use super::*;
 use crate::statistics::Times;
 use crate::tensor::{Data, Held, Tensor, View};
+
+mod waiting;
 
 const MICRO: Duration = Duration::from_micros(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -28,6 +31,8 @@ thread_local! {
     /// Runs so far: rows, elements of a row, and whether it was on an inference thread.
     static RUNS: RefCell<Vec<(usize, usize, bool)>> = const { RefCell::new(Vec::new()) };
     static ON_INFERENCE_THREAD: Cell<bool> = const { Cell::new(false) };
+    /// Runs that were ended.
+    static ENDED: Cell<usize> = const { Cell::new(0) };
     /// What happens while the next long row runs.
     static MEANWHILE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
 }
@@ -72,6 +77,7 @@ impl Runner for Echo {
         inputs: &[View<'_>],
         outputs: &[Wanted<'_>],
         queued: Instant,
+        end: Option<&RunEnd>,
     ) -> Result<(Vec<Held>, Times), InferError> {
         let View::Here(input) = inputs[0] else { panic!("{inputs:?}") };
         let Data::Fp32(values) = &input.data else { panic!("{inputs:?}") };
@@ -81,6 +87,10 @@ impl Runner for Echo {
             && let Some(action) = MEANWHILE.take()
         {
             action();
+        }
+        if end.is_some_and(RunEnd::is_ended) {
+            ENDED.set(ENDED.get() + 1);
+            return Err(InferError::internal("the run was ended"));
         }
         let computing = now();
         pass(MICRO * values.len() as u32);
@@ -106,7 +116,7 @@ fn policy() -> Policy {
         limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
         is_predictable: true,
         // The tests run what is submitted.
-        threads: 0,
+        share: Share { threads_max: 0, own: 0, is_on_cpu: true },
     }
 }
 
@@ -115,6 +125,7 @@ fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
     NOW.set(*BEGIN);
     RUNS.take();
     MEANWHILE.take();
+    ENDED.set(0);
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let executor = Box::leak(Box::new(Executor::new()));
     let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
@@ -253,6 +264,30 @@ fn long_request_never_runs_on_the_io_thread_and_short_ones_do_not_wait_for_it() 
 }
 
 #[test]
+fn short_requests_pass_a_long_one_that_waits_for_a_thread() {
+    for request in [0, 1] {
+        let scheduler = scheduler(2, policy());
+        let mut long = pending(&scheduler, rows(request, LONG, 1.0));
+        for number in 0..10 {
+            let mut short = call(&scheduler, rows(request, SHORT, number as f32));
+            // One with rows yields once, for others to join.
+            if request > 0 {
+                assert!(poll(&mut short).is_pending());
+            }
+            assert_eq!(value(&mut short), number as f32);
+        }
+        assert_eq!(runs(), [(1, SHORT, false); 10]);
+        // With one more of them, every session is reserved.
+        let mut another = pending(&scheduler, rows(request, LONG + 1, 2.0));
+        let mut short = pending(&scheduler, rows(request, SHORT, 3.0));
+        assert!(poll(&mut short).is_pending());
+        run_all(&scheduler);
+        assert_eq!((value(&mut long), value(&mut another), value(&mut short)), (1.0, 2.0, 3.0));
+        assert_eq!(rest(&scheduler), (2, 0));
+    }
+}
+
+#[test]
 fn runs_of_unpredictable_graphs_stay_on_inference_threads() {
     let scheduler = scheduler(1, Policy { is_predictable: false, ..policy() });
     let mut call = pending(&scheduler, rows(1, SHORT, 7.0));
@@ -331,72 +366,6 @@ fn dropped_leader_leaves_its_batch_to_an_inference_thread() {
 }
 
 #[test]
-fn request_whose_caller_has_gone_does_not_run() {
-    let scheduler = scheduler(1, policy());
-    drop(pending(&scheduler, rows(1, LONG, 1.0)));
-    assert_eq!(rest(&scheduler), (1, 0));
-    run_all(&scheduler);
-    assert_eq!(runs(), []);
-    assert_eq!(rest(&scheduler), (1, 0));
-}
-
-#[tokio::test]
-async fn deadline_that_passes_during_a_long_run_is_honoured() {
-    let scheduler = scheduler(1, policy());
-    let mut long = pending(&scheduler, rows(1, LONG, 1.0));
-    let in_an_hour = Work { deadline: Some(now() + HOUR), ..rows(1, SHORT, 2.0) };
-    let in_a_day = Work { deadline: Some(now() + 24 * HOUR), ..rows(1, SHORT, 3.0) };
-    let (beside, calls) = (Arc::clone(&scheduler), Rc::new(RefCell::new(Vec::new())));
-    let waiting = Rc::clone(&calls);
-    meanwhile(move || {
-        waiting.replace([in_an_hour, in_a_day].map(|work| pending(&beside, work)).into());
-        pass(2 * HOUR);
-    });
-    run_all(&scheduler);
-    assert_eq!(value(&mut long), 1.0);
-    let [mut late, mut in_time] = <[Call; 2]>::try_from(calls.take()).ok().unwrap();
-    let error = answer(&mut late).unwrap_err();
-    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
-    assert!(error.to_string().contains("waited for a session for 7200"), "{error}");
-    assert_eq!(value(&mut in_time), 3.0);
-    assert_eq!(runs(), [(1, LONG, true), (1, SHORT, true)]);
-}
-
-#[tokio::test]
-async fn deadline_ends_the_wait_without_a_session() {
-    let scheduler = scheduler(0, policy());
-    // The clock of the test stands still, the timer of the runtime does not.
-    let deadline = Some(Instant::now());
-    let error = scheduler.run(Work { deadline, ..rows(1, SHORT, 1.0) }).await.unwrap_err();
-    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
-    assert_eq!(rest(&scheduler), (0, 0));
-    pass(HOUR);
-    let error = scheduler.run(Work { deadline, ..rows(1, SHORT, 1.0) }).await.unwrap_err();
-    assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
-}
-
-#[tokio::test]
-async fn request_that_runs_at_its_deadline_is_answered() {
-    let scheduler = scheduler(0, policy());
-    let deadline = Instant::now() + Duration::from_millis(1);
-    let submit = |value| {
-        let work = Work { deadline: Some(deadline), ..rows(1, SHORT, value) };
-        scheduler.submit(work, false, now()).unwrap().0
-    };
-    let (taken, queued) = (submit(1.0), submit(2.0));
-    let job = scheduler.state.lock().queue.pop().unwrap();
-    let reply = async {
-        tokio::time::sleep_until((deadline + Duration::from_millis(1)).into()).await;
-        job.reply.send(Err(InferError::invalid("told"))).unwrap();
-    };
-    let (told, ()) = tokio::join!(taken.answer(), reply);
-    assert!(matches!(told, Err(InferError::Invalid { .. })), "{told:?}");
-    let told = queued.answer().await;
-    assert!(matches!(told, Err(InferError::DeadlineExceeded { .. })), "{told:?}");
-    assert_eq!(scheduler.waiting(), 0);
-}
-
-#[test]
 fn requests_that_found_an_idle_session_do_not_count_towards_the_limits() {
     let limits = QueueLimits { requests_max: 0, bytes_max: 0 };
     let scheduler = scheduler(2, Policy { limits, ..policy() });
@@ -440,44 +409,6 @@ async fn request_that_cannot_start_in_time_is_refused_at_once() {
     let _patient = pending(&scheduler, within(24 * HOUR));
 }
 
-#[tokio::test]
-async fn request_that_had_to_wait_goes_on_waiting_for_a_full_batch() {
-    for passes in [false, true] {
-        let scheduler = scheduler(1, Policy { rows_max: 4, delay: HOUR, ..policy() });
-        let mut long = pending(&scheduler, rows(4, LONG, 1.0));
-        let mut calls = vec![pending(&scheduler, Work { queued: now(), ..rows(1, SHORT, 0.0) })];
-        assert!(run_next(&scheduler));
-        assert_eq!(value(&mut long), 1.0);
-        run_all(&scheduler);
-        assert_eq!((runs(), rest(&scheduler)), (vec![(4, LONG, true)], (1, 1)));
-        let expected = if passes {
-            pass(2 * HOUR);
-            // As the timer of the request does.
-            scheduler.change(|_| ());
-            1
-        } else {
-            calls.extend((1..4).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))));
-            4
-        };
-        run_all(&scheduler);
-        assert_eq!(runs(), [(expected, SHORT, true)]);
-        for (number, call) in calls.iter_mut().enumerate() {
-            assert_eq!(value(call), number as f32);
-        }
-    }
-}
-
-#[tokio::test]
-async fn request_with_a_deadline_before_the_end_of_the_delay_does_not_wait_for_a_full_batch() {
-    let scheduler = scheduler(1, Policy { rows_max: 4, delay: 2 * HOUR, ..policy() });
-    let mut long = pending(&scheduler, rows(4, LONG, 1.0));
-    let work = Work { queued: now(), deadline: Some(now() + HOUR), ..rows(1, SHORT, 2.0) };
-    let mut urgent = pending(&scheduler, work);
-    run_all(&scheduler);
-    assert_eq!((value(&mut long), value(&mut urgent)), (1.0, 2.0));
-    assert_eq!(runs(), [(4, LONG, true), (1, SHORT, true)]);
-}
-
 #[test]
 fn request_that_breaks_a_batch_breaks_its_own_answer_only() {
     let scheduler = scheduler(1, policy());
@@ -489,6 +420,21 @@ fn request_that_breaks_a_batch_breaks_its_own_answer_only() {
     assert_eq!(value(&mut calls[0]), 1.0);
     assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
     assert_eq!(value(&mut calls[2]), 3.0);
+}
+
+#[test]
+fn requests_of_an_inline_batch_that_fails_run_again_on_an_inference_thread() {
+    let scheduler = scheduler(1, policy());
+    let values = [1.0, f32::NAN, 3.0];
+    let mut calls: Vec<Call> =
+        values.iter().map(|value| pending(&scheduler, rows(1, SHORT, *value))).collect();
+    assert!(poll(&mut calls[0]).is_pending());
+    assert_eq!(runs(), [(3, SHORT, false)]);
+    run_all(&scheduler);
+    assert_eq!(runs(), [(1, SHORT, true); 3]);
+    assert_eq!(value(&mut calls[0]), 1.0);
+    assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
+    assert_eq!((value(&mut calls[2]), rest(&scheduler)), (3.0, (1, 0)));
 }
 
 #[test]
@@ -594,7 +540,8 @@ fn no_request_is_forgotten_whatever_callers_do() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_callers_get_their_own_answers() {
-    let scheduler = scheduler(2, Policy { threads: 2, ..policy() });
+    let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+    let scheduler = scheduler(2, Policy { share, ..policy() });
     let callers = (0..32).map(|caller| {
         let scheduler = Arc::clone(&scheduler);
         async move {

@@ -74,7 +74,13 @@ fn floats(held: &Held) -> Vec<f32> {
     }
 }
 
-type Run = fn(&mut Session, &[View<'_>], &[Wanted<'_>], Instant) -> Result<(Vec<Held>, Times), InferError>;
+type Run = fn(
+    &mut Session,
+    &[View<'_>],
+    &[Wanted<'_>],
+    Instant,
+    Option<&RunOptions>,
+) -> Result<(Vec<Held>, Times), InferError>;
 /// The one with bindings is for GPUs; on the processor it gives the same.
 const RUNS: [Run; 2] = [run, run_bound];
 
@@ -85,7 +91,7 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
     for run in RUNS {
         let input = row(&[1.0, -2.0, 3.0]);
         let wanted = [Wanted { spec: &z, stays: true }, Wanted { spec: &y, stays: false }];
-        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now()).unwrap();
+        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
         drop(input);
         let [square, twice] = outputs.try_into().unwrap();
         assert!(matches!(square, Held::Resident(..)) && matches!(twice, Held::Alone(_)));
@@ -97,7 +103,7 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
         let shared = square.share().unwrap();
         let wanted = [Wanted { spec: &y, stays: true }];
         let mut next = |held: &Held| {
-            let mut outputs = run(&mut session, &[held.view()], &wanted, Instant::now()).unwrap().0;
+            let mut outputs = run(&mut session, &[held.view()], &wanted, Instant::now(), None).unwrap().0;
             outputs.pop().unwrap()
         };
         let first = next(&square);
@@ -126,7 +132,7 @@ fn what_stays_outlives_its_session() {
         let mut session = twice_and_square();
         let (y, input) = (spec("y", Datatype::Fp32), row(&[0.5; 1000]));
         let wanted = [Wanted { spec: &y, stays: true }];
-        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now()).unwrap();
+        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
         drop(session);
         assert_eq!(floats(&outputs[0]), [1.0; 1000]);
     }
@@ -150,7 +156,7 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
             let both = [View::Here(&input), View::Here(&shape)];
             let inputs = &both[..session.inputs().len()];
             let wanted = [Wanted { spec: &spec, stays: true }];
-            let (mut outputs, _) = run(&mut session, inputs, &wanted, Instant::now()).unwrap();
+            let (mut outputs, _) = run(&mut session, inputs, &wanted, Instant::now(), None).unwrap();
             let output = outputs.pop().unwrap();
             drop(input);
             // Somebody else gets the memory.
@@ -169,7 +175,7 @@ fn texts_never_stay() {
     let input = Tensor::new("x", vec![1, 2], Data::Bytes(vec!["a".into(), "".into()])).unwrap();
     for run in RUNS {
         let wanted = [Wanted { spec: &y, stays: true }];
-        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now()).unwrap();
+        let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
         assert!(matches!(&outputs[..], [Held::Alone(_)]));
         assert_eq!(outputs[0].read().unwrap().data, input.data);
     }
@@ -184,18 +190,19 @@ fn what_cannot_run_is_refused_either_way() {
         for stays in [false, true] {
             let wide = row(&[1.0, 2.0, 3.0]);
             let wanted = [Wanted { spec: &y, stays }];
-            let error = run(&mut session, &[View::Here(&wide)], &wanted, Instant::now()).unwrap_err();
+            let error = run(&mut session, &[View::Here(&wide)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Invalid { .. }), "{error}");
             assert!(error.to_string().contains("\"x\" of shape [1, 3]"), "{error}");
             // An output that is not what the manifest says.
             let wanted = [Wanted { spec: &wrong, stays }];
             let fits = row(&[1.0, 2.0]);
-            let error = run(&mut session, &[View::Here(&fits)], &wanted, Instant::now()).unwrap_err();
+            let error = run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Internal { .. }), "{error}");
             assert!(error.to_string().contains("\"y\""), "{error}");
             // The session is as good as before.
             let wanted = [Wanted { spec: &y, stays }];
-            let (outputs, _) = run(&mut session, &[View::Here(&fits)], &wanted, Instant::now()).unwrap();
+            let (outputs, _) =
+                run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap();
             assert_eq!(floats(&outputs[0]), [2.0, 4.0]);
         }
     }
@@ -206,7 +213,7 @@ fn what_is_in_the_memory_of_another_device_is_copied_first() {
     let mut session = twice_and_square();
     let (y, input) = (spec("y", Datatype::Fp32), row(&[2.0, 3.0]));
     let wanted = [Wanted { spec: &y, stays: true }];
-    let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now()).unwrap();
+    let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
     let Held::Resident(_, left) = &outputs[0] else { panic!("it does not stay") };
     assert!(left.value(Memory::Host).is_some() && left.value(Memory::Gpu(0)).is_none());
     let View::There(..) = outputs[0].view() else { panic!("it is not there") };
