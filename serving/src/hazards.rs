@@ -3,8 +3,8 @@
 //! Such a graph is refused before a session is made of it: one request to it would take all other models down, or tell
 //! what was in memory before. The rules go by the graph alone, with the graphs inside of it and its functions:
 //!
-//! - integers are divided by values that cannot be 0, nor -1 where the smallest integer may be divided (the processor
-//!   raises a signal): by constants, extents, and what follows from them (`bounds`);
+//! - the smallest integer is not divided by -1, for which the processor raises a signal, as far as constants, extents
+//!   and what follows from them tell (`bounds`); nor any integer by 0, where ONNX Runtime is older than 1.25;
 //! - attributes that ONNX Runtime divides by, as strides, are 1 or more;
 //! - outputs that an operator writes have a name;
 //! - `post_transform` of `ai.onnx.ml` is none that ONNX Runtime takes for `PROBIT`, of which it writes one of two scores.
@@ -12,11 +12,13 @@
 //! Tensors without elements are a matter of requests: `session::nothing` says which graphs get them.
 
 mod bounds;
+mod external;
 mod known;
 mod types;
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::iter;
 
 use millrace_bundle::Bundle;
 use millrace_bundle::onnx::attribute_proto::AttributeType;
@@ -27,6 +29,8 @@ use millrace_bundle::onnx::{
 use prost::Message;
 
 use known::Known;
+
+use crate::runtime;
 
 /// Functions that call others, at most.
 const CALLS_MAX: usize = 16;
@@ -44,12 +48,17 @@ const OPTIONAL: [&str; 5] = ["LSTM", "GRU", "RNN", "DynamicQuantizeLSTM", "AttnL
 /// Operators that write each of their outputs, and crash over one without a name.
 const VARIADIC: [&str; 5] = ["If", "Loop", "Scan", "SequenceMap", "Split"];
 
-const BY_ZERO: &str = "it divides integers, and ONNX Runtime ends the process where a divisor is 0, or is -1 and \
-    divides the smallest integer. The graph does not rule that out: keep the divisor at 1 or above in it (Max or Clip with \
-    a constant), divide floats, or, where it never happens, set nonzero_divisors = true in [serving.models.NAME]";
-const NO_TYPE: &str = "it is not known whether it divides integers, for which ONNX Runtime ends the process where a \
-    divisor is 0: write the types of its values into the file, as onnx.shape_inference.infer_shapes does, or, where no \
-    divisor is ever 0, set nonzero_divisors = true in [serving.models.NAME]";
+const BY_MINUS_1: &str = "it divides integers, and ONNX Runtime ends the process where -1 divides the smallest one. The \
+    graph does not rule that out: keep the divisor at 0 or above, or the dividend above the smallest integer, in it (Max \
+    or Clip with a constant), divide floats, or, where it never happens, set trusted_divisors = true in \
+    [serving.models.NAME]";
+const BY_ZERO: &str = "it divides integers, and ONNX Runtime before 1.25 ends the process where a divisor is 0, or is -1 \
+    and divides the smallest integer. The graph does not rule that out: update ONNX Runtime, keep the divisor at 1 or \
+    above in the graph (Max or Clip with a constant), divide floats, or, where it never happens, set trusted_divisors = \
+    true in [serving.models.NAME]";
+const NO_TYPE: &str = "it is not known whether it divides integers, for which ONNX Runtime ends the process with some \
+    divisors: write the types of its values into the file, as onnx.shape_inference.infer_shapes does, or, where -1 never \
+    divides the smallest integer, set trusted_divisors = true in [serving.models.NAME]";
 
 /// What is wrong with a graph, and where.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -85,18 +94,18 @@ impl Hazard {
 /// What integers may be divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Divisors {
-    /// What cannot be 0, by the graph.
+    /// What does not end the process, by the graph.
     Shown,
     /// Anything: the user vouches for it.
     Trusted,
 }
 
-/// Whether a graph can be run without harm on tensors that have elements.
+/// Whether a graph can be run without harm on tensors that have elements, by the ONNX Runtime of this process.
 ///
 /// # Errors
 /// The first node that may end the process, or give what nobody has written.
 pub fn check(model: &ModelProto, divisors: Divisors) -> Result<(), Hazard> {
-    walk(model, divisors, false)
+    Rules::of(divisors).check(model)
 }
 
 /// The same of a bundle.
@@ -106,20 +115,39 @@ pub fn check(model: &ModelProto, divisors: Divisors) -> Result<(), Hazard> {
 pub fn check_bundle(bundle: &Bundle, divisors: Divisors) -> Result<(), Hazard> {
     check(bundle.graph(), divisors).or_else(|hazard| {
         // The outline has no long constants, and those may be what is divided by.
-        let model = ModelProto::decode(bundle.model_onnx().as_ref());
-        model.map_or(Err(hazard), |model| check(&model, divisors))
+        let Ok(mut model) = ModelProto::decode(bundle.model_onnx().as_ref()) else { return Err(hazard) };
+        if let Some(graph) = &mut model.graph {
+            external::read(graph, &bundle.files());
+        }
+        check(&model, divisors)
     })
 }
 
-/// Whether a graph divides integers by nothing that is 0 where its inputs have no elements.
+/// Whether a graph divides integers without harm where its inputs have no elements, and so extents of any size.
 pub(crate) fn allows_empty_inputs(model: &ModelProto) -> bool {
-    walk(model, Divisors::Shown, true).is_ok()
+    Rules { may_be_empty: true, ..Rules::of(Divisors::Shown) }.check(model).is_ok()
 }
 
-fn walk(model: &ModelProto, divisors: Divisors, may_be_empty: bool) -> Result<(), Hazard> {
-    let Some(graph) = &model.graph else { return Ok(()) };
-    let walk = Walk { functions: &model.functions, nodes: Cell::new(0), divisors, may_be_empty };
-    walk.graph(graph, None, Body { bound: [&[], &[]], depth: 0 }).map(drop)
+/// What a graph is held to.
+#[derive(Debug, Clone, Copy)]
+struct Rules {
+    divisors: Divisors,
+    /// Whether a divisor of 0 ends the process.
+    zero_ends: bool,
+    /// Whether inputs of the model may have no elements.
+    may_be_empty: bool,
+}
+
+impl Rules {
+    fn of(divisors: Divisors) -> Rules {
+        Rules { divisors, zero_ends: !runtime::refuses_zero_divisors(), may_be_empty: false }
+    }
+
+    fn check(self, model: &ModelProto) -> Result<(), Hazard> {
+        let Some(graph) = &model.graph else { return Ok(()) };
+        let walk = Walk { functions: &model.functions, nodes: Cell::new(0), rules: self };
+        walk.graph(graph, None, Body { bound: [&[], &[]], depth: 0 }).map(drop)
+    }
 }
 
 /// Values by name, those of the graph around included.
@@ -177,9 +205,7 @@ impl Call<'_> {
 struct Walk<'a> {
     functions: &'a [FunctionProto],
     nodes: Cell<usize>,
-    divisors: Divisors,
-    /// Whether inputs of the model may have no elements.
-    may_be_empty: bool,
+    rules: Rules,
 }
 
 impl<'a> Walk<'a> {
@@ -191,9 +217,9 @@ impl<'a> Walk<'a> {
         body: Body<'a>,
     ) -> Result<Vec<Known>, Hazard> {
         let mut scope = Scope { own: HashMap::new(), outer };
+        let small = outer.is_none() && !self.rules.may_be_empty;
         for input in &graph.input {
-            let full = outer.is_none() && !self.may_be_empty && !has_no_elements(input);
-            scope.own.insert(input.name(), Known::of_type(element_type(input.r#type.as_ref()), full));
+            scope.own.insert(input.name(), Known::of_type(element_type(input.r#type.as_ref()), small));
         }
         for tensor in &graph.initializer {
             scope.own.insert(tensor.name(), Known::of_tensor(tensor));
@@ -225,7 +251,7 @@ impl<'a> Walk<'a> {
             for name in &node.output {
                 let mut result = results.next().unwrap_or_default();
                 if result.has_no_type() {
-                    result = Known::of_type(declared.get(name.as_str()).copied().unwrap_or(0), result.full);
+                    result = Known::of_type(declared.get(name.as_str()).copied().unwrap_or(0), result.small);
                 }
                 scope.own.insert(name, result);
             }
@@ -259,15 +285,24 @@ impl<'a> Walk<'a> {
                 inside.push(self.graph(graph, Some(scope), inner)?);
             }
         }
-        if self.divisors == Divisors::Shown {
-            check_division(&call, declared)?;
+        if self.rules.divisors == Divisors::Shown {
+            check_division(&call, declared, self.rules.zero_ends)?;
         }
-        let functions = self.functions.iter().filter(|function| is_named(function, node));
-        let results = functions.map(|function| self.function(function, &call, body));
-        if let Some(results) = results.collect::<Result<Vec<_>, _>>()?.into_iter().next() {
-            return Ok(results);
+        let mut functions = self.functions.iter().filter(|function| may_be(function, node)).peekable();
+        // ONNX Runtime takes operators of its own before functions, where it has them.
+        let own = is_of_runtime(node.domain()) || functions.peek().is_none();
+        let mut results = own.then(|| bounds::results(&call, &inside));
+        for function in functions {
+            let given = self.function(function, &call, body)?;
+            results = Some(match results {
+                None => given,
+                Some(results) => {
+                    let others = given.into_iter().chain(iter::repeat(Known::default()));
+                    results.into_iter().zip(others).map(|(one, other)| one.or(other)).collect()
+                }
+            });
         }
-        Ok(bounds::results(&call, &inside))
+        Ok(results.unwrap_or_default())
     }
 
     /// What the outputs of a function are.
@@ -303,11 +338,19 @@ fn followed<'a>(
     }
 }
 
-/// Whether a function of the model may be what a node runs.
-fn is_named(function: &FunctionProto, node: &NodeProto) -> bool {
+/// Whether ONNX Runtime has operators of its own in a domain.
+fn is_of_runtime(domain: &str) -> bool {
+    matches!(domain, "" | "ai.onnx" | "ai.onnx.ml" | "com.microsoft")
+}
+
+/// Whether a function of the model may be what a node runs. Functions beside the operators of ONNX Runtime have
+/// overloads.
+fn may_be(function: &FunctionProto, node: &NodeProto) -> bool {
     let plain = |domain: &str| matches!(domain, "" | "ai.onnx");
     let (ours, theirs) = (function.domain(), node.domain());
-    function.name() == node.op_type() && (ours == theirs || (plain(ours) && plain(theirs)))
+    function.name() == node.op_type()
+        && (ours == theirs || (plain(ours) && plain(theirs)))
+        && (is_of_runtime(theirs) || function.overload() == node.overload())
 }
 
 fn declared_types<'b>(values: impl Iterator<Item = &'b ValueInfoProto>) -> HashMap<&'b str, i32> {
@@ -323,17 +366,6 @@ fn element_type(declared: Option<&TypeProto>) -> i32 {
         Some(Type::OptionalType(optional)) => element_type(optional.elem_type.as_deref()),
         Some(Type::MapType(_) | Type::OpaqueType(_)) | None => 0,
     }
-}
-
-/// Whether a tensor of the declared shape has no elements, whatever its other extents are.
-fn has_no_elements(input: &ValueInfoProto) -> bool {
-    use millrace_bundle::onnx::tensor_shape_proto::dimension::Value as Dim;
-    let Some(Type::TensorType(tensor)) = input.r#type.as_ref().and_then(|declared| declared.value.as_ref())
-    else {
-        return true;
-    };
-    let dims = tensor.shape.iter().flat_map(|shape| &shape.dim);
-    dims.into_iter().any(|dim| matches!(dim.value, Some(Dim::DimValue(0))))
 }
 
 /// Outputs without a name have no memory. Operators whose specification lets an output be left out look for that.
@@ -382,8 +414,8 @@ fn check_attributes(call: &Call<'_>) -> Result<(), Hazard> {
     Ok(())
 }
 
-/// Integers are divided by nothing that may be 0, nor by -1 where the smallest may be divided.
-fn check_division(call: &Call<'_>, declared: &HashMap<&str, i32>) -> Result<(), Hazard> {
+/// Integers are divided by nothing that ends the process.
+fn check_division(call: &Call<'_>, declared: &HashMap<&str, i32>, zero_ends: bool) -> Result<(), Hazard> {
     let divides = call.is_onnx() && matches!(call.node.op_type(), "Div" | "Mod");
     // That of floats, for integers, too.
     if !divides || (call.node.op_type() == "Mod" && call.int("fmod").is_some_and(|fmod| fmod != 0)) {
@@ -392,12 +424,15 @@ fn check_division(call: &Call<'_>, declared: &HashMap<&str, i32>) -> Result<(), 
     let (dividend, divisor) = (call.input(0).unwrap_or_default(), call.input(1).unwrap_or_default());
     let said = call.node.output.first().and_then(|name| declared.get(name.as_str())).copied();
     let result = Known::of_type(said.unwrap_or(0), false);
-    match [divisor, dividend, result].iter().find_map(Known::is_integer) {
-        Some(false) => Ok(()),
-        Some(true) if divisor.may_divide(&dividend) => Ok(()),
-        Some(true) => Err(Hazard::of(call.node, BY_ZERO)),
-        None => Err(Hazard::of(call.node, NO_TYPE)),
+    // All three have one type.
+    let Some(known) = [divisor, dividend, result].into_iter().find(|known| known.is_integer().is_some())
+    else {
+        return Err(Hazard::of(call.node, NO_TYPE));
+    };
+    if known.is_integer() == Some(false) || divisor.may_divide(&dividend, known.datatype, zero_ends) {
+        return Ok(());
     }
+    Err(Hazard::of(call.node, if zero_ends { BY_ZERO } else { BY_MINUS_1 }))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! ONNX Runtime: finding the shared library, loading it once per process, saying in one line what is
 //! wrong when it cannot be used.
 
+use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -20,11 +21,16 @@ const INSTALLED_FOLDER: &str = "onnxruntime";
 const SYSTEM_FOLDERS: [&str; 5] =
     ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
 
+/// From this minor version on, `Div` and `Mod` refuse integer divisors of 0. Earlier, the processor raises a signal.
+const REFUSES_ZERO_DIVISORS: u32 = 25;
+
 /// The loaded library.
 #[derive(Debug)]
 pub struct Runtime {
     environment: Environment,
     library: PathBuf,
+    /// 31 of version 1.31.1; 0 where the library does not say it.
+    minor_version: u32,
 }
 
 static LOADED: OnceLock<Runtime> = OnceLock::new();
@@ -70,6 +76,12 @@ impl Runtime {
     pub fn environment(&self) -> &Environment {
         &self.environment
     }
+}
+
+/// Whether the library refuses integer divisors of 0 instead of ending the process. Where none is loaded yet, as in
+/// commands that look at a file, recent ones stand for it.
+pub(crate) fn refuses_zero_divisors() -> bool {
+    LOADED.get().is_none_or(|runtime| runtime.minor_version >= REFUSES_ZERO_DIVISORS)
 }
 
 fn find(configured: Option<&Path>) -> Result<PathBuf> {
@@ -146,7 +158,7 @@ fn check_trust(library: &Path) -> Result<(), String> {
 
 /// Whether a file or folder has an access control list.
 fn has_acl(path: &Path) -> bool {
-    let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return true };
+    let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return true };
     // SAFETY: both names are terminated, and nothing is written without a buffer.
     let len = unsafe {
         libc::getxattr(path.as_ptr(), c"system.posix_acl_access".as_ptr(), std::ptr::null_mut(), 0)
@@ -195,8 +207,35 @@ fn open(library: &Path) -> Result<Runtime> {
         .map_err(|error| unusable(error.to_string()))?;
     // `ort` forwards everything to `tracing` by default, which costs on every call.
     environment.set_log_level(LogLevel::Warning);
-    tracing::info!(library = %library.display(), "loaded ONNX Runtime");
-    Ok(Runtime { environment, library })
+    let version = version_of(&library).unwrap_or_default();
+    tracing::info!(library = %library.display(), version, "loaded ONNX Runtime");
+    Ok(Runtime { environment, library, minor_version: minor_of(&version) })
+}
+
+/// The version that a loaded library says it has.
+fn version_of(library: &Path) -> Option<String> {
+    type GetApiBase = unsafe extern "C" fn() -> *const ort::sys::OrtApiBase;
+    let path = CString::new(library.as_os_str().as_bytes()).ok()?;
+    // SAFETY: the name is terminated. `ort` has loaded the library for good, so that this runs none of its code.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if handle.is_null() {
+        return None;
+    }
+    // SAFETY: the handle is open and never closed, and the name is terminated.
+    let symbol = unsafe { libc::dlsym(handle, c"OrtGetApiBase".as_ptr()) };
+    if symbol.is_null() {
+        return None;
+    }
+    // SAFETY: the function of this name has this signature in ONNX Runtime; `ort` has called it as such.
+    let base = unsafe { std::mem::transmute::<*mut libc::c_void, GetApiBase>(symbol)().as_ref()? };
+    // SAFETY: it gives a terminated string that lives as long as the library.
+    let version = unsafe { CStr::from_ptr((base.GetVersionString)()) };
+    version.to_str().ok().map(str::to_owned)
+}
+
+/// 31 of version 1.31.1; 0 of what is none.
+fn minor_of(version: &str) -> u32 {
+    version.split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
 
 fn load_reason(error: ort::LoadDynamicError) -> String {

@@ -261,6 +261,6 @@ fn graphs_that_servers_refuse_are_refused_or_named_at_the_import() {
         "quotient.onnx",
     );
     let said = home.json(import(&quotient));
-    assert!(said["refused"].as_str().unwrap().contains("nonzero_divisors"), "{said}");
+    assert!(said["refused"].as_str().unwrap().contains("trusted_divisors"), "{said}");
     assert_eq!(home.json(["model", "show", text(&made)]).get("refused"), None);
 }

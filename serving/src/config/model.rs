@@ -44,10 +44,10 @@ pub struct ModelOptions {
     /// `config.pbtxt` asks, else where the graph proves that they are independent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub independent_rows: Option<bool>,
-    /// Whether the user vouches that integers are never divided by 0 in its graph, nor the smallest one by -1. When
-    /// absent, a version is refused unless its graph shows that: ONNX Runtime ends the process there.
+    /// Whether the user vouches that -1 never divides the smallest integer in its graph, nor 0 any integer where ONNX
+    /// Runtime is older than 1.25. When absent, a version is refused unless its graph shows that: the process would end.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub nonzero_divisors: Option<bool>,
+    pub trusted_divisors: Option<bool>,
     /// Whether its answers are kept, and equal requests answered with them, for as long as
     /// `response_cache_bytes_max` has room; when absent as the model's `config.pbtxt` says.
     #[serde(skip_serializing_if = "Option::is_none")]

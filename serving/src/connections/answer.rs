@@ -15,8 +15,9 @@ use super::quota::{Held, Quota, Refusal};
 use super::taking::{self, Taking};
 use crate::error::InferError;
 
-/// Bytes of an answer that are handed to the connection at a time. Taking fewer of them is no progress.
-const PIECE_BYTES: usize = 64 << 10;
+/// Bytes of an answer that are handed to the connection at a time: a frame of HTTP/2, in which answers take turns.
+/// Taking fewer of them is no progress.
+const PIECE_BYTES: usize = 16 << 10;
 
 /// Part of an answer, which counts until the connection has sent it.
 struct Piece {

@@ -2,8 +2,8 @@
 //!
 //! A client of HTTP/2 decides when the server may send (flow control). Without a bound it could have answers made and
 //! never take them, while it answers pings. So a connection holds a bounded number of unsent bytes, and all connections
-//! together do. Each answer has to go on: the call of one that does not is ended, and the connection is when its client
-//! takes nothing at all.
+//! together do. Each answer has to go on as fast as the client's others do on average: the call of one that does not is
+//! ended, and the connection is when its client takes nothing at all.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tonic::codegen::http::StatusCode;
 
-use super::taking::Taking;
+use super::taking::{Taking, WHOLE};
 use crate::error::InferError;
 
 /// Calls that a client may cancel each second, and so many at once. A client reaches this by deadlines only if that
@@ -207,7 +207,13 @@ impl Quota {
         Looked {
             to_take: unsent.load(Ordering::Relaxed).saturating_sub(behind),
             taken: taken.load(Ordering::Relaxed),
+            waiting: self.answers().iter().filter(|answer| answer.waits()).count(),
         }
+    }
+
+    /// The answers that have begun. They are let go of outside of the lock, as the end of a call lets go of its answer.
+    fn answers(&self) -> Vec<Arc<Taking>> {
+        self.0.followed.lock().answers.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Ends a period of patience that began with a look, and the calls whose answers did not go on in it. The error is
@@ -218,9 +224,11 @@ impl Quota {
             return Err("took none of its answers");
         }
         let ended = self.0.period.fetch_add(1, Ordering::Relaxed);
-        // Outside of the lock: the end of a call lets go of its answer.
-        let answers: Vec<_> = self.0.followed.lock().answers.iter().filter_map(Weak::upgrade).collect();
-        match answers.iter().all(|answer| !answer.is_stalled(ended) || answer.end_call(ended + 1)) {
+        // A slow client cannot take a piece of each of many answers in one period.
+        let taken = now.taken.wrapping_sub(before.taken);
+        let share = taken.saturating_mul(WHOLE) / before.waiting.max(now.waiting).max(1);
+        let mut answers = self.answers().into_iter();
+        match answers.all(|answer| !answer.is_stalled(ended, share) || answer.end_call(ended + 1)) {
             true => Ok(now),
             false => Err("did not take an answer that was sent in part"),
         }
@@ -238,6 +246,8 @@ pub(super) struct Looked {
     to_take: usize,
     /// Pieces.
     taken: usize,
+    /// Answers of which there is a piece to take.
+    waiting: usize,
 }
 
 /// Wakes when a connection is to end for what its client does.

@@ -14,6 +14,9 @@ use hyper::rt::Executor;
 use parking_lot::Mutex;
 use pin_project_lite::pin_project;
 
+/// A piece, of which a client takes parts when it shares a connection fairly among its answers.
+pub(super) const WHOLE: usize = 1 << 16;
+
 /// How far the client has come with one answer.
 #[derive(Debug, Default)]
 pub(super) struct Taking {
@@ -21,6 +24,8 @@ pub(super) struct Taking {
     pieces: AtomicUsize,
     /// The period of patience in which a piece last came or went.
     moved: AtomicUsize,
+    /// What the client took of other answers since, for each that waited, in parts of [`WHOLE`].
+    missed: AtomicUsize,
     call: Mutex<Ending>,
 }
 
@@ -45,9 +50,18 @@ impl Taking {
         self.pieces.fetch_sub(1, Ordering::Release);
     }
 
-    /// Whether the client had a piece to take during a whole period and took none.
-    pub(super) fn is_stalled(&self, period: usize) -> bool {
-        self.pieces.load(Ordering::Acquire) > 0 && self.moved.load(Ordering::Relaxed) < period
+    /// Whether there is a piece for the client to take.
+    pub(super) fn waits(&self) -> bool {
+        self.pieces.load(Ordering::Acquire) > 0
+    }
+
+    /// Ends a period in which the client took `share` for each of its answers, in parts of [`WHOLE`]. Whether it took
+    /// none of this one for so long that its share of the connection was a piece.
+    pub(super) fn is_stalled(&self, period: usize, share: usize) -> bool {
+        let waited = self.waits() && self.moved.load(Ordering::Relaxed) < period;
+        let missed = if waited { self.missed.load(Ordering::Relaxed).saturating_add(share) } else { 0 };
+        self.missed.store(missed, Ordering::Relaxed);
+        missed >= WHOLE
     }
 
     /// Ends the call, and gives the connection until the end of a period to let go of its pieces. False where the call

@@ -1,10 +1,12 @@
-//! What is known of a value without running the graph: its type, bounds of its integers, whether it has elements.
+//! What is known of a value without running the graph: its type, bounds of its integers, bounds of its extents.
 
 use millrace_bundle::onnx::TensorProto;
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
 
 /// Longest constant whose elements are read.
-const ELEMENTS_MAX: usize = 1 << 20;
+pub(super) const ELEMENTS_MAX: usize = 1 << 20;
+/// The largest extent along one axis, unless the graph makes larger ones itself: nobody sends tensors of 2 GiB.
+pub(super) const EXTENT_MAX: i64 = i32::MAX as i64;
 
 /// A value.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,15 +18,17 @@ pub(super) struct Known {
     /// The largest that an element may be, of integers. Those of 64 bits without a sign may be larger where this is
     /// `i64::MAX`.
     pub(super) high: i64,
-    /// Whether it has at least one element.
-    pub(super) full: bool,
+    /// Whether none of its extents is beyond [`EXTENT_MAX`].
+    pub(super) small: bool,
+    /// Whether its elements are extents of one tensor, each at most once.
+    pub(super) shape: bool,
     /// Whether it is a constant of which no element is 0 or -1.
     pub(super) divides: bool,
 }
 
 impl Default for Known {
     fn default() -> Known {
-        Known { datatype: 0, low: i64::MIN, high: i64::MAX, full: false, divides: false }
+        Known { datatype: 0, low: i64::MIN, high: i64::MAX, small: false, shape: false, divides: false }
     }
 }
 
@@ -46,15 +50,15 @@ pub(super) fn bounds_of(datatype: i32) -> (i64, i64) {
 
 impl Known {
     /// Any value of a type.
-    pub(super) fn of_type(datatype: i32, full: bool) -> Known {
+    pub(super) fn of_type(datatype: i32, small: bool) -> Known {
         let (low, high) = bounds_of(datatype);
-        Known { datatype, low, high, full, divides: false }
+        Known { datatype, low, high, small, shape: false, divides: false }
     }
 
     /// A constant.
     pub(super) fn of_tensor(tensor: &TensorProto) -> Known {
-        let full = tensor.dims.iter().all(|extent| *extent > 0);
-        let known = Known::of_type(tensor.data_type(), full);
+        let small = tensor.dims.iter().all(|extent| *extent <= EXTENT_MAX);
+        let known = Known::of_type(tensor.data_type(), small);
         let Some(elements) = elements(tensor) else { return known };
         elements
             .fold(None, |found: Option<Known>, element| {
@@ -70,8 +74,28 @@ impl Known {
         let (least, most) = bounds_of(self.datatype);
         match bounds {
             Some((low, high)) if least <= low && high <= most => Known { low, high, divides: false, ..self },
-            _ => Known::of_type(self.datatype, self.full),
+            _ => Known::of_type(self.datatype, self.small),
         }
+    }
+
+    /// What is either this or another value.
+    pub(super) fn or(self, other: Known) -> Known {
+        if self.datatype != other.datatype {
+            return Known::default();
+        }
+        Known {
+            low: self.low.min(other.low),
+            high: self.high.max(other.high),
+            small: self.small && other.small,
+            shape: false,
+            divides: self.divides && other.divides,
+            ..self
+        }
+    }
+
+    /// Whether it may be larger than its bounds can say.
+    pub(super) fn is_unbounded(&self) -> bool {
+        self.datatype == DataType::Uint64 as i32 && self.high == i64::MAX
     }
 
     pub(super) fn bounds(&self) -> (i64, i64) {
@@ -94,10 +118,12 @@ impl Known {
         }
     }
 
-    /// Whether a value can be divided by it, element by element.
-    pub(super) fn may_divide(&self, dividend: &Known) -> bool {
+    /// Whether a value of a type can be divided by it, element by element: never the smallest one by -1, nor any by 0
+    /// where that ends the process.
+    pub(super) fn may_divide(&self, dividend: &Known, datatype: i32, zero_ends: bool) -> bool {
         let holds = |number: i64| (self.low..=self.high).contains(&number);
-        self.divides || (!holds(0) && (!holds(-1) || dividend.low > bounds_of(self.datatype).0))
+        let is_safe = !holds(-1) || dividend.low > bounds_of(datatype).0;
+        self.divides || (is_safe && !(zero_ends && holds(0)))
     }
 }
 

@@ -1,12 +1,21 @@
 //! Graphs that are refused, and ones beside them that are not.
 #![allow(clippy::unwrap_used)]
 
-use millrace_bundle::onnx::tensor_proto::DataType::{self, Float, Int32, Int64};
+use millrace_bundle::Lineage;
+use millrace_bundle::onnx::tensor_proto::DataLocation;
+use millrace_bundle::onnx::tensor_proto::DataType::{self, Float, Int32, Int64, Uint8, Uint64};
 use millrace_bundle::onnx::{
-    OperatorSetIdProto, TensorProto, TensorShapeProto, tensor_shape_proto, type_proto,
+    OperatorSetIdProto, StringStringEntryProto, TensorProto, TensorShapeProto, tensor_shape_proto, type_proto,
 };
 
 use super::*;
+
+/// As with ONNX Runtime from 1.25 on.
+const RECENT: Rules = Rules { divisors: Divisors::Shown, zero_ends: false, may_be_empty: false };
+/// As with those before.
+const OLD: Rules = Rules { zero_ends: true, ..RECENT };
+/// As where inputs have no elements.
+const EMPTY: Rules = Rules { may_be_empty: true, ..RECENT };
 
 /// A graph that grows; methods give the name of the value that they added.
 #[derive(Default)]
@@ -34,6 +43,7 @@ impl Build {
         };
         match datatype {
             Int64 => tensor.int64_data = values.to_vec(),
+            Uint64 => tensor.uint64_data = values.iter().map(|value| *value as u64).collect(),
             Float => tensor.float_data = values.iter().map(|value| *value as f32).collect(),
             _ => tensor.int32_data = values.iter().map(|value| *value as i32).collect(),
         }
@@ -114,14 +124,19 @@ fn built(build: impl FnOnce(&mut Build)) -> ModelProto {
 
 #[track_caller]
 fn accepted(build: impl FnOnce(&mut Build)) {
-    if let Err(hazard) = check(&built(build), Divisors::Shown) {
+    if let Err(hazard) = RECENT.check(&built(build)) {
         panic!("{hazard}");
     }
 }
 
 #[track_caller]
 fn refused(words: &str, build: impl FnOnce(&mut Build)) {
-    let hazard = check(&built(build), Divisors::Shown).unwrap_err().to_string();
+    refused_by(RECENT, words, build);
+}
+
+#[track_caller]
+fn refused_by(rules: Rules, words: &str, build: impl FnOnce(&mut Build)) {
+    let hazard = rules.check(&built(build)).unwrap_err().to_string();
     assert!(hazard.contains(words), "{hazard}");
 }
 
@@ -131,16 +146,16 @@ fn divided(g: &mut Build, divisor: &str) {
 }
 
 #[test]
-fn integers_are_divided_by_constants_without_0_and_minus_1() {
+fn minus_1_divides_no_smallest_integer() {
     for operator in ["Div", "Mod"] {
-        for values in [&[1][..], &[2, 3], &[-2, 3]] {
+        for values in [&[1][..], &[2, 3], &[-2, 3], &[0], &[2, 0]] {
             accepted(|g| {
                 let c = g.constant(Int64, values);
                 g.node(operator, &["n", &c], vec![]);
             });
         }
-        for values in [&[0][..], &[2, 0], &[-1], &[i64::MAX, -1]] {
-            refused("nonzero_divisors = true", |g| {
+        for values in [&[-1][..], &[i64::MAX, -1]] {
+            refused("trusted_divisors = true", |g| {
                 let c = g.constant(Int64, values);
                 g.node(operator, &["n", &c], vec![]);
             });
@@ -149,17 +164,21 @@ fn integers_are_divided_by_constants_without_0_and_minus_1() {
             g.node(operator, &["n", "n"], vec![]);
         });
     }
-    // -1 divides what is not the smallest integer; a node that is a constant is one as an initializer is.
+    // -1 divides what is not the smallest integer, as what was narrower.
     accepted(|g| {
         let (extent, c) = (g.extent("x", 1), g.constant(Int64, &[-1]));
         g.node("Div", &[&extent, &c], vec![]);
+        let narrow = g.input("m", Int32, &[-1]);
+        let wide = g.cast(&narrow, Int64);
+        g.node("Mod", &[&wide, "n"], vec![]);
     });
+    // A node that is a constant is one as an initializer is.
     accepted(|g| {
         let c = g.node("Constant", &[], vec![ints("value_ints", &[7])]);
         divided(g, &c);
     });
-    refused("it divides integers", |g| {
-        let c = g.node("Constant", &[], vec![attribute("value_int", AttributeType::Int)]);
+    refused("-1 divides the smallest one", |g| {
+        let c = g.node("Constant", &[], vec![int("value_int", -1)]);
         divided(g, &c);
     });
     // That of floats is no matter.
@@ -167,6 +186,40 @@ fn integers_are_divided_by_constants_without_0_and_minus_1() {
         g.node("Div", &["x", "x"], vec![]);
         g.node("Mod", &["n", "n"], vec![int("fmod", 1)]);
     });
+}
+
+#[test]
+fn zero_divides_nothing_where_the_runtime_does_not_refuse_that() {
+    for values in [&[0][..], &[2, 0], &[-1]] {
+        refused_by(OLD, "before 1.25", |g| {
+            let c = g.constant(Int64, values);
+            divided(g, &c);
+        });
+    }
+    refused_by(OLD, "before 1.25", |g| {
+        let c = g.node("Constant", &[], vec![attribute("value_int", AttributeType::Int)]);
+        divided(g, &c);
+    });
+    refused_by(OLD, "before 1.25", |g| {
+        let extent = g.extent("x", 1);
+        divided(g, &extent);
+    });
+    // Windows that lie in the padding alone give 0, whatever the elements are.
+    refused_by(OLD, "before 1.25", |g| {
+        let (bytes, one) = (g.input("bytes", Uint8, &[-1, 1, 2]), g.constant(Uint8, &[1]));
+        let some = g.node("Max", &[&bytes, &one], vec![]);
+        let window = vec![ints("kernel_shape", &[2]), ints("dilations", &[3]), ints("pads", &[1, 1])];
+        let most = g.node("MaxPool", &[&some], window);
+        let wide = g.cast(&most, Int64);
+        divided(g, &wide);
+    });
+    let bounded = built(|g| {
+        let (one, two) = (g.constant(Int64, &[1]), g.constant(Int64, &[-2, 3]));
+        divided(g, &two);
+        let most = g.node("Max", &["n", &one], vec![]);
+        divided(g, &most);
+    });
+    assert_eq!(OLD.check(&bounded), Ok(()));
 }
 
 #[test]
@@ -180,52 +233,96 @@ fn integers_are_divided_by_extents_and_what_follows_from_them() {
         divided(g, &more);
         let wide = g.cast(&narrow, Int64);
         divided(g, &wide);
-    });
-    // Through what keeps elements: layers, windows with padding, the first ones of a slice.
-    accepted(|g| {
-        let c = g.constant(Float, &[1]);
-        let y = g.node("Mul", &["x", &c], vec![]);
-        let y = g.node("Softmax", &[&y], vec![]);
-        let kernel = vec![ints("kernel_shape", &[3]), ints("pads", &[1, 1]), ints("strides", &[2])];
-        let y = g.node("MaxPool", &[&y], kernel);
-        let (start, end) = (g.constant(Int64, &[0]), g.extent("x", 1));
-        let y = g.node("Slice", &[&y, &start, &end], vec![]);
-        let extent = g.extent(&y, 1);
-        divided(g, &extent);
-    });
-    for windows in [vec![], vec![ints("kernel_shape", &[3])]] {
-        refused("it divides integers", |g| {
-            let y = g.node("MaxPool", &["x"], windows);
-            let extent = g.extent(&y, 2);
-            divided(g, &extent);
-        });
-    }
-    // How many there are of something may be 0, and so may a half of 1, and what 32 bits leave of a number.
-    refused("it divides integers", |g| {
+        let half = g.node("Div", &[&extent, &two], vec![]);
+        divided(g, &half);
         let found = g.node("NonZero", &["x"], vec![]);
         let extent = g.extent(&found, 1);
         divided(g, &extent);
     });
-    refused("it divides integers", |g| {
-        let (extent, two) = (g.extent("x", 1), g.constant(Int64, &[2]));
-        let half = g.node("Div", &[&extent, &two], vec![]);
-        divided(g, &half);
-    });
+    // What 32 bits leave of a number may be -1.
     refused("it divides integers", |g| {
         let one = g.constant(Int64, &[1]);
         let most = g.node("Max", &["n", &one], vec![]);
         let narrow = g.cast(&most, Int32);
         g.node("Div", &[&narrow, &narrow], vec![]);
     });
+    refused("it divides integers", |g| {
+        let count = g.constant(Int64, &[(1 << 32) - 1]);
+        let filled = g.node("ConstantOfShape", &[&count], vec![]);
+        let shape = g.node("Shape", &[&filled], vec![]);
+        let (narrow, m) = (g.cast(&shape, Int32), g.input("m", Int32, &[-1]));
+        g.node("Mod", &[&m, &narrow], vec![]);
+    });
+    // Numbers of 64 bits without a sign are beyond those with one.
+    refused("it divides integers", |g| {
+        let (u, one) = (g.input("u", Uint64, &[-1]), g.constant(Uint64, &[1]));
+        let most = g.node("Max", &[&u, &one], vec![]);
+        let signed = g.cast(&most, Int64);
+        divided(g, &signed);
+    });
+}
+
+#[test]
+fn places_on_maps_of_any_extents_are_divided() {
+    let kernel = || vec![ints("kernel_shape", &[3]), ints("strides", &[2])];
+    for operator in ["Identity", "MaxPool", "Conv", "Resize", "Pad", "Slice"] {
+        for windows in [vec![], kernel()] {
+            accepted(|g| {
+                let (c, list) = (g.constant(Float, &[1, 1, 2]), g.constant(Int64, &[0, 0, 1]));
+                let (c, list) = (c.as_str(), list.as_str());
+                let inputs = match operator {
+                    "Conv" => vec!["x", c],
+                    "Resize" => vec!["x", "", c],
+                    "Pad" => vec!["x", list],
+                    "Slice" => vec!["x", list, list],
+                    _ => vec!["x"],
+                };
+                let map = g.node(operator, &inputs, windows);
+                let (width, flat) = (g.extent(&map, 2), g.constant(Int64, &[0, -1]));
+                let line = g.node("Reshape", &[&map, &flat], vec![]);
+                let place = g.node("ArgMax", &[&line], vec![]);
+                g.node("Mod", &[&place, &width], vec![]);
+                g.node("Div", &[&place, &width], vec![]);
+                g.node("Div", &["n", &width], vec![]);
+                // By what a request gives, too.
+                g.node("Mod", &[&place, "n"], vec![]);
+            });
+        }
+    }
+}
+
+#[test]
+fn counts_are_divided_and_divide() {
+    accepted(|g| {
+        let shape = g.node("Shape", &["x"], vec![]);
+        let all = g.node("ReduceProd", &[&shape], vec![]);
+        let (a, b, c) = (g.extent("x", 0), g.extent("x", 1), g.extent("x", 2));
+        let pair = g.node("Mul", &[&a, &b], vec![]);
+        divided(g, &pair);
+        let three = g.node("Mul", &[&pair, &c], vec![]);
+        g.node("Div", &[&all, &three], vec![]);
+        divided(g, &all);
+    });
+    // The mean of what a mask leaves.
+    accepted(|g| {
+        let mask = g.node("Greater", &["x", "x"], vec![]);
+        let mask = g.cast(&mask, Int64);
+        let (sum, count) = (g.node("ReduceSum", &["n"], vec![]), g.node("ReduceSum", &[&mask], vec![]));
+        g.node("Div", &[&sum, &count], vec![]);
+    });
+    refused("it divides integers", |g| {
+        let (sum, count) = (g.node("ReduceSum", &["n"], vec![]), g.node("ReduceSum", &["n"], vec![]));
+        g.node("Div", &[&sum, &count], vec![]);
+    });
 }
 
 #[test]
 fn a_divisor_that_the_graph_bounds_is_taken() {
     accepted(|g| {
-        let one = g.constant(Int64, &[1]);
-        let most = g.node("Max", &["n", &one], vec![]);
+        let zero = g.constant(Int64, &[0]);
+        let most = g.node("Max", &["n", &zero], vec![]);
         divided(g, &most);
-        let most = g.node("Clip", &["n", &one], vec![]);
+        let most = g.node("Clip", &["n", &zero], vec![]);
         divided(g, &most);
     });
     refused("it divides integers", |g| {
@@ -241,22 +338,49 @@ fn a_divisor_that_the_graph_bounds_is_taken() {
 }
 
 #[test]
-fn extents_of_inputs_without_elements_are_0() {
+fn a_constant_divisor_in_another_file_is_read() {
+    let bundle = |divisor: i64| {
+        let entry = |key: &str, value: &str| StringStringEntryProto {
+            key: Some(key.into()),
+            value: Some(value.into()),
+        };
+        let model = built(|g| {
+            let tensor = TensorProto {
+                name: Some("d".into()),
+                data_type: Some(Int64 as i32),
+                data_location: Some(DataLocation::External as i32),
+                external_data: vec![entry("location", "w.bin"), entry("offset", "8")],
+                ..Default::default()
+            };
+            g.graph().initializer.push(tensor);
+            divided(g, "d");
+            g.graph().output.push(info("t0", Int64, &[-1]));
+        });
+        let content = [7i64.to_le_bytes(), divisor.to_le_bytes()].concat();
+        let weights = vec![("w.bin".to_owned(), content.into())];
+        let model = model.encode_to_vec();
+        Bundle::with_weights("m", 1, model, weights, Lineage::default(), Default::default()).unwrap()
+    };
+    assert_eq!(check_bundle(&bundle(4), Divisors::Shown), Ok(()));
+    assert!(check_bundle(&bundle(-1), Divisors::Shown).is_err());
+}
+
+#[test]
+fn extents_of_inputs_without_elements_are_of_any_size() {
+    let product = |g: &mut Build| {
+        let (a, b) = (g.extent("x", 0), g.extent("x", 1));
+        let both = g.node("Mul", &[&a, &b], vec![]);
+        divided(g, &both);
+    };
+    accepted(product);
+    refused_by(EMPTY, "it divides integers", product);
     let model = built(|g| {
         let extent = g.extent("x", 1);
         divided(g, &extent);
     });
-    assert!(!allows_empty_inputs(&model));
-    let model = built(|g| {
-        let c = g.constant(Int64, &[2]);
-        divided(g, &c);
-    });
-    assert!(allows_empty_inputs(&model));
-    refused("it divides integers", |g| {
-        let empty = g.input("empty", Float, &[-1, 0]);
-        let extent = g.extent(&empty, 1);
-        divided(g, &extent);
-    });
+    assert_eq!(EMPTY.check(&model), Ok(()));
+    let old = Rules { may_be_empty: true, ..OLD };
+    assert!(old.check(&model).is_err());
 }
 
 #[test]
@@ -286,6 +410,28 @@ fn divisions_are_found_in_graphs_inside_and_in_functions() {
     accepted(|g| {
         g.model.functions.push(halved());
         g.node("own:f", &["x"], vec![]);
+    });
+    // Overloads are functions of their own.
+    let constant = || node("Constant", &[], &["b"], vec![int("value_int", 5)]);
+    let overloaded = |overload: &'static str| {
+        move |g: &mut Build| {
+            let same = node("Identity", &["a"], &["b"], vec![]);
+            for (name, node) in [("one", constant()), ("other", same)] {
+                g.model.functions.push(FunctionProto { overload: Some(name.into()), ..function(node) });
+            }
+            let divisor = g.node("own:f", &["n"], vec![]);
+            g.graph().node[0].overload = Some(overload.into());
+            divided(g, &divisor);
+        }
+    };
+    accepted(overloaded("one"));
+    refused("it divides integers", overloaded("other"));
+    // ONNX Runtime takes its own operator before a function of that name.
+    refused("it divides integers", |g| {
+        let (name, domain) = (Some("Max".into()), Some(String::new()));
+        g.model.functions.push(FunctionProto { name, domain, ..function(constant()) });
+        let divisor = g.node("Max", &["n", "n"], vec![]);
+        divided(g, &divisor);
     });
     // One that calls itself, and a graph that refers to itself, end.
     refused("call each other too often", |g| {
@@ -322,8 +468,35 @@ fn a_type_that_is_not_known_has_to_be_declared() {
             let made = quotient(g);
             g.graph().value_info.push(info(&made, datatype, &[]));
         });
-        assert_eq!(check(&model, Divisors::Shown).is_ok(), is_taken);
+        assert_eq!(RECENT.check(&model).is_ok(), is_taken);
     }
+}
+
+#[test]
+fn a_type_that_cannot_be_told_is_not_known() {
+    // A category of what may be text is an integer.
+    refused("it divides integers", |g| {
+        let made = g.node("com.microsoft:QuantizedSomething", &["x"], vec![]);
+        let category = g.node("ai.onnx.ml:CategoryMapper", &[&made], vec![]);
+        divided(g, &category);
+    });
+    for operator in ["LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"] {
+        refused("it divides integers", |g| {
+            let label = g.node(&format!("ai.onnx.ml:{operator}"), &["x"], vec![]);
+            divided(g, &label);
+        });
+    }
+    refused("it divides integers", |g| {
+        let lists = vec![ints("values_int64s", &[7]), attribute("values_floats", AttributeType::Floats)];
+        let code = g.node("ai.onnx.ml:LabelEncoder", &["n"], lists);
+        divided(g, &code);
+    });
+    // Outputs beside the first one may be places and lengths.
+    refused("shape_inference", |g| {
+        let embedded = node("com.microsoft:EmbedLayerNormalization", &["x"], &["e", "places"], vec![]);
+        g.graph().node.push(embedded);
+        g.node("Div", &["places", "places"], vec![]);
+    });
 }
 
 #[test]

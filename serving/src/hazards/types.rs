@@ -18,7 +18,7 @@ pub(super) fn of_output(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) ->
     match call.node.domain() {
         "" | "ai.onnx" => of_onnx(call, place, inside),
         "ai.onnx.ml" => of_learners(call, place),
-        _ => of_others(call),
+        _ => of_others(call, place),
     }
 }
 
@@ -105,29 +105,32 @@ fn of_learners(call: &Call<'_>, place: usize) -> i32 {
         | "TreeEnsembleRegressor" => FLOAT,
         "LinearClassifier" | "SVMClassifier" | "TreeEnsembleClassifier" => match place {
             0 if has("classlabels_ints") || has("classlabels_int64s") => INT64,
-            0 => STRING,
-            _ => FLOAT,
-        },
-        "CategoryMapper" => {
-            if of_input(call, 0) == STRING {
-                INT64
-            } else {
+            // Labels are integers where there are none.
+            0 if call.attribute("classlabels_strings").is_some_and(|labels| !labels.strings.is_empty()) => {
                 STRING
             }
-        }
-        "LabelEncoder" if has("values_floats") => FLOAT,
-        "LabelEncoder" if has("values_strings") => STRING,
-        "LabelEncoder" if has("values_int64s") => INT64,
+            0 => 0,
+            _ => FLOAT,
+        },
+        "CategoryMapper" => match of_input(call, 0) {
+            STRING => INT64,
+            INT64 => STRING,
+            _ => 0,
+        },
         "LabelEncoder" => {
             let tensor = call.attribute("values_tensor").and_then(|values| values.t.as_ref());
-            tensor.map_or(0, |tensor| tensor.data_type())
+            let lists = [("values_floats", FLOAT), ("values_strings", STRING), ("values_int64s", INT64)];
+            let listed = lists.into_iter().filter(|(name, _)| has(name)).map(|(_, datatype)| datatype);
+            let mut all = listed.chain(tensor.map(|tensor| tensor.data_type()));
+            // With several, it is not told which one ONNX Runtime takes.
+            all.next().filter(|_| all.next().is_none()).unwrap_or(0)
         }
         _ => 0,
     }
 }
 
-/// Operators of other domains give floats where they take some, but for those whose names tell otherwise.
-fn of_others(call: &Call<'_>) -> i32 {
+/// Operators of other domains give floats first where they take some, but for those whose names tell otherwise.
+fn of_others(call: &Call<'_>, place: usize) -> i32 {
     const OTHER: [&str; 8] =
         ["Quant", "QLinear", "Integer", "Search", "Sampling", "Unique", "Warping", "Hash"];
     let is_float = |datatype: &i32| {
@@ -135,7 +138,9 @@ fn of_others(call: &Call<'_>) -> i32 {
         matches!(T::try_from(*datatype), Ok(T::Float | T::Double | T::Float16 | T::Bfloat16))
     };
     let operator = call.node.op_type();
-    if call.node.domain() != "com.microsoft" || OTHER.iter().any(|word| operator.contains(word)) {
+    // Those of quantized values begin like `QGemm`; further outputs may be masks and lengths.
+    let is_other = operator.starts_with('Q') || OTHER.iter().any(|word| operator.contains(word));
+    if call.node.domain() != "com.microsoft" || is_other || (place > 0 && !operator.starts_with("Skip")) {
         return 0;
     }
     let inputs = call.inputs.iter().flatten().map(|input| input.datatype);

@@ -17,6 +17,7 @@ use crate::hazards::{self, Divisors};
 use crate::model_config::max_batch_size;
 use crate::response_cache::{Answers, ResponseCache};
 use crate::rows::Rows;
+use crate::runtime::Runtime;
 use crate::sequence::Sequences;
 use crate::session;
 use crate::statistics::Statistics;
@@ -82,13 +83,15 @@ impl Repository {
         let independent = options.and_then(|options| options.independent_rows);
         let independent =
             independent.or(loading.as_ref().filter(|loading| loading.asks_for_batches()).map(|_| true));
-        let divisors = match options.and_then(|options| options.nonzero_divisors) {
+        let divisors = match options.and_then(|options| options.trusted_divisors) {
             Some(true) => Divisors::Trusted,
             Some(false) | None => Divisors::Shown,
         };
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
+            // The version of the library decides on divisors of 0.
+            Runtime::load_from(config.onnxruntime.as_deref())?;
             hazards::check_bundle(&bundle, divisors).map_err(|hazard| Error::Model {
                 model: bundle.manifest().name.clone(),
                 version: bundle.manifest().version,

@@ -153,6 +153,12 @@ pub(super) fn grid_sample(call: &Call<'_>) -> Outcome {
 pub(super) fn resize(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
+    // ONNX Runtime interpolates along every axis of two or three, and along all but the first two of four or five. It
+    // adds neighbours with weight 0 at scale 1, and 0 times infinity is no number.
+    let is_interpolated = call.text("mode", "nearest") != "nearest";
+    if is_interpolated && data.axis().is_some_and(|(rows, _)| rows != 0 || dims.len() < 4) {
+        return Err("it interpolates between rows".into());
+    }
     if call.text("coordinate_transformation_mode", "") == "tf_crop_and_resize"
         || !matches!(call.text("keep_aspect_ratio_policy", "stretch").as_str(), "" | "stretch")
     {

@@ -88,17 +88,17 @@ fn pair(a: i64, b: i64) -> Vec<Tensor> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn models_that_may_divide_by_0_are_refused_unless_the_user_vouches_for_them() {
+async fn models_that_may_end_the_process_by_a_division_are_refused_unless_the_user_vouches_for_them() {
     let models = ["vouched", "denied"].map(|name| {
-        let nonzero_divisors = Some(name == "vouched");
-        (name.to_owned(), ModelOptions { nonzero_divisors, ..ModelOptions::default() })
+        let trusted_divisors = Some(name == "vouched");
+        (name.to_owned(), ModelOptions { trusted_divisors, ..ModelOptions::default() })
     });
     let more = [("bounded", true), ("free", false), ("vouched", false), ("denied", false)];
     let more = more.map(|(name, bounded)| (name, 1, quotient(bounded)));
     let server = Server::start(Config { models: models.into(), ..config() }, &more).await;
     for name in ["free", "denied"] {
         let reason = reason(server.serving.repository(), name);
-        assert!(reason.contains("Div_output") && reason.contains("nonzero_divisors"), "{reason}");
+        assert!(reason.contains("Div_output") && reason.contains("trusted_divisors"), "{reason}");
     }
     let mut client = server.client().await;
     for name in ["bounded", "vouched"] {

@@ -84,6 +84,28 @@ fn client_that_takes_nothing_in_a_period_loses_the_connection() {
 }
 
 #[test]
+fn slow_client_keeps_the_answers_that_it_takes_in_turn() {
+    let quota = quota(PLENTY, &Answers::new(PLENTY));
+    let answers: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
+    for answer in &answers {
+        quota.follow(answer);
+        answer.gave(quota.period());
+    }
+    let mut looked = quota.look();
+    let mut take = |answer: &Taking| {
+        answer.took(quota.period());
+        quota.took();
+        answer.gave(quota.period());
+        quota.end_period(looked).inspect(|now| looked = *now).err()
+    };
+    for answer in answers.iter().cycle().take(50) {
+        assert_eq!(take(answer), None, "one piece in a period");
+    }
+    let left_out = (0..20).find_map(|_| take(&answers[0]));
+    assert_eq!(left_out, Some("did not take an answer that was sent in part"));
+}
+
+#[test]
 fn answers_that_wait_for_others_of_their_stream_cannot_be_taken() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let mut waiting = quota.hold_behind(10).unwrap();

@@ -254,6 +254,39 @@ fn convolutions_and_pools_take_rows_along_the_first_axis() {
 }
 
 #[test]
+fn interpolation_keeps_rows_apart_beside_channels_alone() {
+    let resized = |g: &mut Build, operator: &str, mode: &str, rank: usize| {
+        let mut scales = vec![1.0; rank - 1];
+        scales.push(2.0);
+        let (none, scales) = (g.constant(&[0], vec![]), g.constant(&[rank as i64], scales));
+        let inputs = match operator {
+            "Resize" => vec!["x", none.as_str(), scales.as_str()],
+            _ => vec!["x", scales.as_str()],
+        };
+        g.node(operator, &inputs, vec![text("mode", mode)])
+    };
+    for (opset, operator, modes) in [(17, "Resize", &["linear", "cubic"][..]), (9, "Upsample", &["linear"])] {
+        for row in [&[3][..], &[2, 3], &[2, 3, 4], &[2, 3, 4, 5]] {
+            accepted(opset, row, |g| resized(g, operator, "nearest", row.len() + 1));
+            for mode in modes {
+                match row.len() {
+                    1 | 2 => refused(opset, row, "interpolates between rows", |g| {
+                        resized(g, operator, mode, row.len() + 1)
+                    }),
+                    _ => accepted(opset, row, |g| resized(g, operator, mode, row.len() + 1)),
+                }
+            }
+        }
+    }
+    // Rows of another axis are places there, or channels.
+    refused(17, &[2, 3, 4], "interpolates between rows", |g| {
+        let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 2, 0, 3])]);
+        let scales = g.constant(&[4], vec![1.0, 1.0, 1.0, 2.0]);
+        g.node("Resize", &[&turned, "", &scales], vec![text("mode", "linear")])
+    });
+}
+
+#[test]
 fn recurrent_operators_have_rows_along_their_second_axis() {
     let lstm = |g: &mut Build, turned: bool, constant_state: bool| {
         let x = if turned { g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]) } else { "x".into() };
