@@ -147,7 +147,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
         built => (config.device.clone(), built?),
     };
     let rows = rows_of(bundle, declared);
-    // Made up inputs have zeros, which a user may vouch for that no request has where integers are divided.
+    // The inputs of a warm-up may divide by numbers that a user says no request divides by.
     let may_try = hazards::check_bundle(bundle, Divisors::Shown).is_ok();
     let (model, version) = (&manifest.name, manifest.version);
     let mut rows_max = config.batching.rows_max;
