@@ -176,12 +176,13 @@ impl Retries {
         retry.map(|retry| retry.until = Instant::now() + SERVED).is_some()
     }
 
-    /// Keeps what a thread has found, or has not, instead of what it found before.
+    /// Keeps what a thread has found until it finds something else: for a hard link the kernel looks the new name, which
+    /// leads to nothing, up after the file.
     fn keep(&self, thread: u32, found: Option<Arc<Found>>) {
         let mut threads = self.threads.lock();
         let before = threads.get_mut(&thread).and_then(|retry| {
             retry.until = Instant::now() + KEPT;
-            std::mem::replace(&mut retry.found, found)
+            found.and_then(|found| retry.found.replace(found))
         });
         drop(threads);
         // Closing it may take a transaction.
