@@ -90,8 +90,8 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
         "Keys of a training job",
         &[
             table("The job file", "trainer/src/job.rs", "JobFile", "/mlp"),
-            table("[model] with kind = \"mlp\"", "trainer/src/init/mod.rs", "MlpSpec", "/mlp/model"),
-            table("[model] with kind = \"cnn\"", "trainer/src/init/mod.rs", "CnnSpec", "/cnn/model"),
+            table("[model] with kind = \"mlp\"", "trainer/src/init.rs", "MlpSpec", "/mlp/model"),
+            table("[model] with kind = \"cnn\"", "trainer/src/init.rs", "CnnSpec", "/cnn/model"),
             table("[optimizer] with kind = \"sgd\"", OPTIMIZER, "SgdConfig", "/cnn/optimizer"),
             table("[optimizer] with kind = \"adamw\"", OPTIMIZER, "AdamWConfig", "/mlp/optimizer"),
             table(
@@ -211,7 +211,7 @@ const CHOICES: [(&str, &str); 7] = [
     ("DeadLetter", "ingest/src/config.rs"),
     ("Compression", "ingest/src/config.rs"),
     ("UnknownFields", "ingest/src/decode.rs"),
-    ("Loss", "trainer/src/engine/mod.rs"),
+    ("Loss", "trainer/src/engine.rs"),
 ];
 
 const NOTE: &str = "\
