@@ -63,6 +63,7 @@ pub(crate) fn restore(context: &Context, args: &RestoreArgs) -> Result<()> {
         );
     }
     let bar = context.out.progress("copying", "bytes", None);
+    context.home.check_store(&context.loaded.settings.datafs)?;
     let report = Datafs::restore(home, &context.loaded.settings.datafs, from, args.take_store, &|bytes| {
         bar.set_position(bytes);
         !context.stop.is_cancelled()

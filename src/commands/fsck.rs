@@ -12,6 +12,7 @@ use crate::output::{bytes, count};
 pub(crate) fn run(context: &Context, args: &FsckArgs) -> Result<()> {
     // Nothing is collected beside the check: what it finds is what was there.
     let config = Config { gc_interval_ms: 0, ..context.loaded.settings.datafs.clone() };
+    context.home.check_store(&config)?;
     let datafs = Datafs::open(context.home.root(), &config)?;
     let mut stage = "";
     let mut bar = None;

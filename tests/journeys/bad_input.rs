@@ -146,13 +146,14 @@ fn no_permission_to_mount_is_explained() {
     }
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
-    // A user of no rights, in a world that it can read.
+    // A user of no rights, with a home of its own in a world that it can read.
     let program = home.dir.path().join("millrace");
     std::fs::copy(env!("CARGO_BIN_EXE_millrace"), &program).unwrap();
     let open = |path: &Path| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
     open(home.dir.path());
     for path in walk(&home.path()) {
         open(&path);
+        std::os::unix::fs::chown(&path, Some(65_534), Some(65_534)).unwrap();
     }
     let at = home.dir.path().join("m");
     let output = Command::new(&program)

@@ -130,8 +130,10 @@ fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
 #[test]
 fn a_home_or_a_store_of_another_user_is_refused_with_its_owner_and_the_way_out() {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: only root can give files to another user");
-        return;
+        return millrace_testing::skip(
+            millrace_testing::Need::Root,
+            "only root can give files to another user",
+        );
     }
     let home = used();
     let give = |path: &Path, user: u32| nix::unistd::chown(path, Some(user.into()), None).unwrap();
