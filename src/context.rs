@@ -13,7 +13,7 @@ use millrace_streams::broker;
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
 
-use crate::failure::{Exit, fail};
+use crate::failure::{Exit, Interrupted, fail};
 use crate::home::Home;
 use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
 use crate::logging::Switch;
@@ -98,7 +98,7 @@ impl Context {
         }
         match tokio::time::timeout(grace, receiver).await {
             Ok(done) => done?,
-            Err(_) => fail(Exit::Failed, "interrupted"),
+            Err(_) => Err(anyhow::Error::new(Interrupted)),
         }
     }
 

@@ -65,6 +65,18 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
+/// The end of work that a signal cut short: no fault of what was running.
+#[derive(Debug)]
+pub(crate) struct Interrupted;
+
+impl fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("interrupted")
+    }
+}
+
+impl std::error::Error for Interrupted {}
+
 /// An error with its exit code.
 pub(crate) fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(Failure { exit, message: message.into() })

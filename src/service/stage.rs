@@ -9,6 +9,8 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::failure::Interrupted;
+
 /// Pause before the first new start of a part; doubled for each that follows.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 /// And at most.
@@ -108,6 +110,17 @@ impl Stage {
                 let error = match ended.map_err(anyhow::Error::from).and_then(|result| result) {
                     Ok(()) => {
                         failing.set(0);
+                        return Ok(());
+                    }
+                    // The service stops, in order: what the attempt has committed stays.
+                    Err(error) if error.chain().any(|cause| cause.is::<Interrupted>()) => return Ok(()),
+                    // A part that failed before would not have ended well either.
+                    Err(error) if stop.is_cancelled() && failures > 0 => {
+                        tracing::error!(
+                            part = what,
+                            error = format!("{error:#}"),
+                            "a failing part has stopped"
+                        );
                         return Ok(());
                     }
                     Err(error) if stop.is_cancelled() => return Err(error.context(what)),
@@ -248,5 +261,32 @@ mod tests {
         if let Err(error) = ended {
             assert_eq!(format!("{error:#}"), "second: no such topic");
         }
+    }
+
+    #[tokio::test]
+    async fn part_that_a_signal_cuts_short_is_no_failure() {
+        let mut stage = hasty();
+        stage.keep("cut".into(), || async { Err(anyhow::Error::new(Interrupted).context("open volumes")) });
+        stage.finish().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn part_that_failed_before_does_not_fail_the_stop_of_the_service() {
+        let mut stage = hasty();
+        let (attempts, stop) = (Arc::new(AtomicU32::new(0)), stage.stop.clone());
+        let counted = attempts.clone();
+        stage.keep("failing".into(), move || {
+            let (attempt, stop) = (counted.fetch_add(1, Ordering::SeqCst), stop.clone());
+            async move {
+                if attempt > 0 {
+                    stop.cancelled().await;
+                }
+                anyhow::bail!("one bad label")
+            }
+        });
+        while attempts.load(Ordering::SeqCst) < 2 {
+            tokio::task::yield_now().await;
+        }
+        stage.finish().await.unwrap();
     }
 }
