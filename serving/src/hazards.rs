@@ -1,4 +1,4 @@
-//! Graphs that end the process in ONNX Runtime, or answer with memory that nobody has written.
+//! Graphs that end the process in ONNX Runtime, or answer with uninitialized memory.
 //!
 //! Such a graph is refused before a session is made of it: one request to it would take all other models down, or tell
 //! what was in memory before. The rules go by the graph alone, with the graphs inside of it and its functions:
@@ -103,7 +103,7 @@ pub enum Divisors {
 /// Whether a graph can be run without harm on tensors that have elements, by the ONNX Runtime of this process.
 ///
 /// # Errors
-/// The first node that may end the process, or give what nobody has written.
+/// The first node that may end the process, or give uninitialized memory.
 pub fn check(model: &ModelProto, divisors: Divisors) -> Result<(), Hazard> {
     Rules::of(divisors).check(model)
 }

@@ -27,7 +27,7 @@
 //! - an answer is given again only to a request that asks the same of a version with the same content;
 //! - requests run together only where the graph proves that their rows are independent ([`rows`]), or where the
 //!   configuration asks for it;
-//! - a graph that would end the process, or answer with memory that nobody has written, is refused before it is loaded
+//! - a graph that would end the process, or answer with uninitialized memory, is refused before it is loaded
 //!   ([`hazards`]);
 //! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
 //!   are and fit;

@@ -24,7 +24,7 @@ use crate::metrics;
 const OPEN_MAX: usize = 256;
 /// Small objects that are kept in memory whole, in bytes.
 const WHOLE_BYTES_MAX: usize = 32 * 1024 * 1024;
-/// A file that nobody has read for this long is closed when the next one is opened.
+/// A file without a reader for this long is closed when the next one is opened.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 /// Frames of an encoded object on this machine that are read at a time.
 const FRAMES_AT_A_TIME: u64 = 16;

@@ -237,7 +237,7 @@ impl Sqlite {
     }
 
     /// [`Sqlite::checkpoint`], after which the log takes no space. While somebody reads from it, or writes, as much is
-    /// copied as they allow and the log stays as long as it is; nobody is waited for. Returns whether it is empty.
+    /// copied as they allow and the log stays as long as it is. This never waits. Returns whether it is empty.
     pub(crate) fn empty_log(&self) -> Result<bool> {
         self.copy_log("PRAGMA wal_checkpoint(TRUNCATE)")
     }

@@ -1,4 +1,4 @@
-//! What a process keeps open of objects that were deleted by another one.
+//! Objects that another process has deleted: a mount closes their files.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

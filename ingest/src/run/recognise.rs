@@ -1,4 +1,4 @@
-//! Whether the topic is still the one whose records the volume holds.
+//! Recognition of the topic whose records the volume holds.
 //!
 //! A topic that was deleted and created again has the same name, and once it is as long as the old one its
 //! offsets look the same. What a topic holds at an offset never changes, so the last record that landed is

@@ -1,4 +1,4 @@
-//! Which folder of a volume belongs to which job.
+//! Claims of jobs to folders of a volume.
 //!
 //! Files of two jobs in one folder would have the same names and replace each other. All folders stand under
 //! one key, so that of two jobs that claim at the same time the second one fails on the first one's claim.

@@ -29,7 +29,7 @@ pub(crate) fn without_elements(model: &mut ModelProto) {
             attribute.floats = Vec::new();
             attribute.ints = Vec::new();
             attribute.strings = Vec::new();
-            // Without a type, nobody takes it for an empty list.
+            // Without a type, no reader takes it for an empty list.
             attribute.r#type = None;
         }
     }

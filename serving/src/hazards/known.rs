@@ -1,11 +1,11 @@
-//! What is known of a value without running the graph: its type, bounds of its integers, bounds of its extents.
+//! Facts about a value that hold without running the graph: type, bounds of its integers, bounds of its extents.
 
 use millrace_bundle::onnx::TensorProto;
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
 
 /// Longest constant whose elements are read.
 pub(super) const ELEMENTS_MAX: usize = 1 << 20;
-/// The largest extent along one axis, unless the graph makes larger ones itself: nobody sends tensors of 2 GiB.
+/// The largest extent along one axis, unless the graph makes larger ones itself: requests hold no tensors of 2 GiB.
 pub(super) const EXTENT_MAX: i64 = i32::MAX as i64;
 
 /// A value.

@@ -81,7 +81,7 @@ pub(crate) fn is_held(dir: &Path) -> bool {
     matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
 }
 
-/// Where the process that holds `dir` listens; `None` when nobody does.
+/// Where the process that holds `dir` listens; `None` when no process does.
 pub(crate) fn holder_address(dir: &Path) -> Option<SocketAddr> {
     holder_line(dir, 1)?.parse().ok()
 }

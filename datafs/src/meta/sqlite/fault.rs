@@ -1,4 +1,4 @@
-//! What errors of SQLite mean for the callers of the crate.
+//! Translation of SQLite's errors into those of the crate.
 
 use std::path::Path;
 use std::time::Duration;

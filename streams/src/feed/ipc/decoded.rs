@@ -1,4 +1,4 @@
-//! How large a message of an Arrow IPC file is once it is decompressed, without decompressing it.
+//! Decompressed size of a message of an Arrow IPC file, read from its headers.
 //!
 //! Each compressed buffer begins with its length before compression, 8 bytes in little endian; -1 says that
 //! it is not compressed (<https://arrow.apache.org/docs/format/Columnar.html#compression>). What is not
