@@ -1,6 +1,7 @@
 //! Names: lookup, making and removing files and directories.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStringExt as _;
 
 use super::acl;
 use super::file::OpenFile;
@@ -9,8 +10,8 @@ use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_I
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
-use crate::meta::snapshot;
-use crate::meta::versioned::Writer;
+use crate::meta::versioned::{Reader, Records as _, Writer};
+use crate::meta::{keys, snapshot};
 use crate::view::View;
 
 /// Attempts of `create` at a name that others make and remove at the same time.
@@ -29,25 +30,49 @@ impl View {
 
     /// [`View::lookup`]: `None` for a name that is not there, [`Error::NotFound`] for a directory that is not.
     pub(crate) fn find(&self, parent: Node, name: &OsStr) -> Result<Option<Attr>> {
+        Ok(self.find_and(parent, name, |_, _, _| Ok(()))?.map(|(attr, ())| attr))
+    }
+
+    /// [`View::find`], and of a symbolic link what it leads to.
+    pub(crate) fn find_with_target(
+        &self,
+        parent: Node,
+        name: &OsStr,
+    ) -> Result<Option<(Attr, Option<OsString>)>> {
+        self.find_and(parent, name, |reader, ino, inode| match inode.kind {
+            FileKind::Symlink => Ok(reader.get(&keys::target(ino))?.map(OsString::from_vec)),
+            _ => Ok(None),
+        })
+    }
+
+    /// [`View::find`], and what `more` reads at the same moment of an inode in a tree.
+    fn find_and<T: Default>(
+        &self,
+        parent: Node,
+        name: &OsStr,
+        mut more: impl FnMut(&mut Reader<'_>, u64, &Inode) -> Result<T>,
+    ) -> Result<Option<(Attr, T)>> {
+        let alone = |attr| Some((attr, T::default()));
         if name == "." {
-            return self.getattr(parent).map(Some);
+            return self.getattr(parent).map(alone);
         }
         if name == ".." {
-            return self.getattr(self.parent_of(parent)?).map(Some);
+            return self.getattr(self.parent_of(parent)?).map(alone);
         }
         tree::check_name(name)?;
         if self.is_snapshots_dir(parent) {
-            return self.find_snapshot(name);
+            return Ok(self.find_snapshot(name)?.and_then(alone));
         }
         if parent == Node::LIVE_ROOT && name == SNAPSHOTS_NAME {
-            return self.getattr(Node { snapshot: 0, ino: SNAPSHOTS_INO }).map(Some);
+            return self.getattr(Node { snapshot: 0, ino: SNAPSHOTS_INO }).map(alone);
         }
         self.read(parent, |reader| {
             let Some(dentry) = tree::child(reader, parent.ino, name)? else {
                 return tree::directory(reader, parent.ino).map(|_| None);
             };
             let inode = tree::inode(reader, dentry.ino)?;
-            Ok(Some(self.attr_of(Node { snapshot: parent.snapshot, ino: dentry.ino }, &inode)))
+            let more = more(reader, dentry.ino, &inode)?;
+            Ok(Some((self.attr_of(Node { snapshot: parent.snapshot, ino: dentry.ino }, &inode), more)))
         })
     }
 

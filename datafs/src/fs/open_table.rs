@@ -33,6 +33,8 @@ pub(crate) struct OpenInode {
     /// What `dirty` means for the attributes; of its own, so that a stat never waits for a flush.
     unflushed: Mutex<Option<Unflushed>>,
     orphan: AtomicBool,
+    /// It was opened as an orphan, or somebody has tried to.
+    maybe_orphan: AtomicBool,
     /// It had a name once it was open.
     had_name: AtomicBool,
     naming: Mutex<Naming>,
@@ -84,6 +86,16 @@ impl OpenInode {
     /// Whether the last name of the inode was removed.
     pub(crate) fn is_orphan(&self) -> bool {
         self.orphan.load(Ordering::Acquire)
+    }
+
+    /// A transaction is going to find out whether it is an orphan, and keep it as one.
+    pub(crate) fn note_maybe_orphan(&self) {
+        self.maybe_orphan.store(true, Ordering::Release);
+    }
+
+    /// Whether its last close has to let go of an orphan, if there is one.
+    pub(crate) fn is_maybe_orphan(&self) -> bool {
+        self.is_orphan() || self.maybe_orphan.load(Ordering::Acquire)
     }
 
     /// Notes that it has a name, and is open.
@@ -184,6 +196,7 @@ impl OpenTable {
                 dirty: Mutex::new(Dirty::default()),
                 unflushed: Mutex::new(None),
                 orphan: AtomicBool::new(false),
+                maybe_orphan: AtomicBool::new(false),
                 had_name: AtomicBool::new(false),
                 naming: Mutex::new(Naming::Usual),
                 scattered: AtomicUsize::new(0),

@@ -7,9 +7,10 @@
 //! holds once all have answered goes. One round asks about everything that was unlinked before it, so
 //! that removing many files costs each session one small commit a second.
 //!
-//! That is safe because nobody opens a file without a name (unless he has it open): who answers has
-//! opened what he is ever going to have of it. The last one to close an orphan becomes its keeper. A
-//! holder that died holds nothing; the orphans of a keeper that died are anybody's.
+//! That is safe because a file without a name is opened only where it is open, or by a transaction that notes
+//! the session as a holder ([`View::open_orphan`]): a session that answers has opened what it is ever going to
+//! have of it without that. The last one to close an orphan becomes its keeper. A holder that died holds nothing;
+//! the orphans of a keeper that died are anybody's.
 //!
 //! A session that is alone removes a file with its last name, or with its last close.
 //!
@@ -22,9 +23,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::file::discard;
+use super::file::{OpenFile, discard};
 use super::open_table::{Naming, OpenInode};
 use super::tree::{self, Closing};
+use super::types::{Node, OpenFlags};
 use crate::compact::Compact;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
@@ -34,6 +36,7 @@ use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
 use crate::session;
+use crate::view::View;
 
 /// Keeper of an orphan that nobody has open: anybody may free it.
 const NOBODY: u64 = 0;
@@ -129,6 +132,36 @@ impl Drop for Pinned<'_> {
     }
 }
 
+impl View {
+    /// Opens a file for reading whose last name somebody has just removed. [`Error::NotFound`] where the file has
+    /// gone, or is about to.
+    pub(crate) fn open_orphan(&self, node: Node) -> Result<OpenFile> {
+        let shared = &self.shared;
+        let (key, own) = (keys::orphan(self.volume, node.ino), shared.session.id());
+        // Before the transaction: whoever frees the file in one that follows finds it open.
+        let file = OpenFile::register(self, node, OpenFlags::READ);
+        if let Some(open) = file.open_inode() {
+            open.note_maybe_orphan();
+        }
+        let mut closing = Closing::default();
+        shared.meta.transact_making_room(Durability::Relaxed, |txn| {
+            closing.undo();
+            let found = txn.get(&key)?.map(|value| Orphan::decode(&value)).transpose()?;
+            let Some(mut orphan) = found.filter(|orphan| orphan.keeper != NOBODY) else {
+                return Err(Error::not_found(format!("inode {}", node.ino)));
+            };
+            closing.orphan(&shared.open, self.volume, node.ino);
+            if !orphan.holders.contains(&own) {
+                orphan.holders.push(own);
+                txn.put(&key, &orphan.encode())?;
+            }
+            Ok(())
+        })?;
+        closing.committed(&shared.orphans);
+        Ok(file)
+    }
+}
+
 impl Shared {
     /// Takes back what [`OpenTable::open`](super::open_table::OpenTable::open) has counted. With the
     /// last one, what is unflushed goes, and an orphan.
@@ -137,7 +170,7 @@ impl Shared {
             return;
         }
         discard(self, open, &mut open.dirty.lock());
-        if !open.is_orphan() && open.naming() == Naming::Usual {
+        if !open.is_maybe_orphan() && open.naming() == Naming::Usual {
             if open.scatter(0) > Compact::default().extents_min {
                 self.compaction.note(open.volume, open.ino);
             }
@@ -161,6 +194,10 @@ impl Shared {
         let was_named = open.naming() != Naming::Unnamed;
         let freed = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             let Some(value) = txn.get(&key)? else { return Ok(true) };
+            if self.open.get(volume, ino).is_some_and(|open| open.is_maybe_orphan()) {
+                // Opened again meanwhile: its last close lets go.
+                return Ok(true);
+            }
             let mut orphan = Orphan::decode(&value)?;
             let mut holders = Vec::new();
             for holder in orphan.holders.drain(..).filter(|holder| *holder != own) {

@@ -27,7 +27,9 @@ use fuser::{Errno, Request};
 use parking_lot::Mutex;
 
 use super::answer::Adapter;
-use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group};
+use super::caller::{
+    CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group, may_walk,
+};
 use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
@@ -39,7 +41,8 @@ use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner};
 const EXPECTED: Duration = Duration::from_secs(30);
 /// How long it may be served on it: finding something may take as long as a commit of others.
 const SERVED: Duration = Duration::from_secs(300);
-/// How long what it has found is kept for it.
+/// How long what it has found is kept for it, and then again as long as it may still be in the same system call, up to
+/// [`EXPECTED`] after the refusal.
 const KEPT: Duration = Duration::from_secs(1);
 /// Files at a name that are gone by the time they are opened, one after the other.
 const ATTEMPTS: u32 = 100;
@@ -278,10 +281,20 @@ impl Retries {
         self.threads.lock().values().map(|retry| retry.until).min()
     }
 
-    /// Gives up what nobody has come back for by then.
+    /// Gives up what no thread has come back for by then. A thread that has found something may not have had a
+    /// processor since, on a machine that has too much to do: it is waited for as long as that may be so.
     pub(super) fn give_up(&self, now: Instant) {
         let mut threads = self.threads.lock();
-        let late: Vec<_> = threads.extract_if(|_, retry| retry.until <= now).collect();
+        let late: Vec<_> = threads
+            .extract_if(|thread, retry| {
+                let is_late = retry.until <= now;
+                if is_late && retry.found.is_some() && now < retry.since + EXPECTED && may_walk(*thread) {
+                    retry.until = now + KEPT;
+                    return false;
+                }
+                is_late
+            })
+            .collect();
         self.count.store(threads.len(), Ordering::Release);
         drop(threads);
         drop(late);
@@ -321,31 +334,37 @@ impl Adapter {
         answer
     }
 
-    /// The same, and what is to be kept of it, unless it goes each time before that can be had.
+    /// What a name in a live directory is, and what is to be kept of it. Where a file loses its name before it is open,
+    /// it is kept from being freed; where that comes too late each time, nothing is kept.
     fn find_and_hold(&self, parent: Node, name: &OsStr) -> Result<Option<(Attr, Option<Found>)>> {
         let view = &self.handles.view;
-        let mut found = view.find(parent, name);
+        let mut last = None;
         for _ in 0..ATTEMPTS {
-            let Some(attr) = found? else { return Ok(None) };
-            match self.hold(attr) {
-                Err(error) if error.is_not_found() => {}
-                held => return Ok(Some((attr, Some(held?)))),
-            }
-            found = self.catch_up(parent).and_then(|()| view.find(parent, name));
+            let Some((attr, target)) = view.find_with_target(parent, name)? else { return Ok(None) };
+            let file = match attr.kind {
+                FileKind::File => match self.hold(attr.node) {
+                    Err(error) if error.is_not_found() => {
+                        last = Some((attr, None));
+                        self.catch_up(parent)?;
+                        continue;
+                    }
+                    held => Some(held?),
+                },
+                _ => None,
+            };
+            return Ok(Some((attr, Some(Found { attr, target, _file: file }))));
         }
-        Ok(found?.map(|attr| (attr, None)))
+        Ok(last)
     }
 
-    /// What is to be kept of something that was found.
-    fn hold(&self, attr: Attr) -> Result<Found> {
+    /// Opens a file that was found a moment ago, so that its bytes stay.
+    fn hold(&self, node: Node) -> Result<OpenFile> {
         let view = &self.handles.view;
-        let (mut target, mut file) = (None, None);
-        match attr.kind {
-            FileKind::File => file = Some(view.open_with_attr(attr.node, OpenFlags::READ)?.0),
-            FileKind::Symlink => target = Some(view.readlink(attr.node)?),
-            _ => {}
+        match view.open(node, OpenFlags::READ) {
+            // Somebody has taken its name, and may do so each time.
+            Err(error) if error.is_not_found() => view.open_orphan(node),
+            opened => opened,
         }
-        Ok(Found { attr, target, _file: file })
     }
 
     /// Creates a file and opens it, unless the name exists.

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -276,11 +276,14 @@ fn replaced_without_a_pause(rounds: usize) {
         let _done = Stop(&done);
         let (path, link) = (mount.path().join("file"), mount.path().join("link"));
         for round in 0..rounds {
-            let bytes = fs::read(&path).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let mut file = File::open(&path).unwrap_or_else(|error| panic!("round {round}, open: {error}"));
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes).unwrap_or_else(|error| panic!("round {round}, read: {error}"));
             assert!(bytes.iter().all(|b| *b == bytes[0]) && bytes.len() % 3_000 == 0 && !bytes.is_empty());
-            let attr = fs::metadata(&path).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let attr = fs::metadata(&path).unwrap_or_else(|error| panic!("round {round}, stat: {error}"));
             assert_eq!(attr.len() % 3_000, 0);
-            let target = fs::read_link(&link).unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let target =
+                fs::read_link(&link).unwrap_or_else(|error| panic!("round {round}, readlink: {error}"));
             target.to_str().unwrap().parse::<u64>().unwrap();
         }
     });

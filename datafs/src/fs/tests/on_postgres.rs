@@ -78,6 +78,8 @@ fn unlinked_files_stay_for_others_on_postgres() {
     use crate::fs::orphan::tests;
     on_postgres(|_| {
         tests::a_file_unlinked_elsewhere_stays_until_the_last_close();
+        tests::an_orphan_is_opened_as_long_as_it_is_there();
+        tests::orphans_are_whole_while_they_are_opened_and_let_go_at_once();
         tests::what_nobody_has_open_goes_when_all_have_answered();
         tests::who_could_open_a_file_can_read_it_while_others_replace_it();
     });

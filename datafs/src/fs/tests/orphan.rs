@@ -69,6 +69,79 @@ pub(crate) fn a_file_unlinked_elsewhere_stays_until_the_last_close() {
 }
 
 #[test]
+pub(crate) fn an_orphan_is_opened_as_long_as_it_is_there() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    at_a.write_file("file", &[1; 10_000]).unwrap();
+    let node = at_b.stat("file").unwrap().node;
+    assert!(at_b.open_orphan(node).unwrap_err().is_not_found(), "it has a name");
+    at_a.remove_file("file").unwrap();
+    assert!(at_b.open(node, OpenFlags::READ).unwrap_err().is_not_found());
+    let (one, two) = (at_b.open_orphan(node).unwrap(), at_b.open_orphan(node).unwrap());
+    for _ in 0..3 {
+        assert_eq!((a.gc().unwrap().inodes, b.gc().unwrap().inodes), (0, 0));
+    }
+    drop(one);
+    // Nobody is asked twice: the record says who has it open.
+    assert_eq!(at_b.open(node, OpenFlags::READ).unwrap().read_at(0, 20_000).unwrap(), vec![1; 10_000]);
+    assert_eq!(two.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
+    drop(two);
+    for _ in 0..3 {
+        a.gc().unwrap();
+        b.gc().unwrap();
+    }
+    assert_eq!(counts(&a, home.path()), (0, 0));
+    assert!(at_b.open_orphan(node).unwrap_err().is_not_found());
+}
+
+#[test]
+pub(crate) fn orphans_are_whole_while_they_are_opened_and_let_go_at_once() {
+    let home = tempfile::tempdir().unwrap();
+    let [(a, at_a), (b, at_b)] = two(home.path());
+    let done = AtomicBool::new(false);
+    let opened = std::sync::atomic::AtomicUsize::new(0);
+    at_a.write_file("file", &[0; 6_000]).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    let node = at_b.stat("file").unwrap().node;
+                    let file = match at_b.open(node, OpenFlags::READ) {
+                        Err(error) if error.is_not_found() => at_b.open_orphan(node),
+                        opened => opened,
+                    };
+                    match file {
+                        Ok(file) => {
+                            let bytes = file.read_at(0, 10_000).unwrap();
+                            assert!(bytes.len() == 6_000 && bytes.iter().all(|byte| *byte == bytes[0]));
+                            opened.fetch_add(1, Ordering::Relaxed);
+                        }
+                        Err(error) => assert!(error.is_not_found(), "{error}"),
+                    }
+                }
+            });
+        }
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                a.gc().unwrap();
+                b.gc().unwrap();
+            }
+        });
+        for n in 0..500 {
+            at_a.write_file("new", &[n as u8; 6_000]).unwrap();
+            at_a.rename_path("new", "file").unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert!(opened.into_inner() > 0);
+    for _ in 0..4 {
+        a.gc().unwrap();
+        b.gc().unwrap();
+    }
+    assert_eq!(counts(&a, home.path()), (0, 1), "orphans, and objects");
+}
+
+#[test]
 pub(crate) fn what_nobody_has_open_goes_when_all_have_answered() {
     let home = tempfile::tempdir().unwrap();
     let [(a, at_a), (b, _)] = two(home.path());

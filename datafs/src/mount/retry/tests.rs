@@ -6,6 +6,8 @@ use crate::meta::inode::Inode;
 
 const NODE: Node = Node { snapshot: 0, ino: 20 };
 const OTHER: Node = Node { snapshot: 0, ino: 21 };
+/// Above the largest process identifier.
+const NO_THREAD: u32 = 5_000_000;
 
 fn found(node: Node) -> Option<Arc<Found>> {
     let attr = Inode::new(FileKind::File, 0o644, 0, 0).attr(node);
@@ -110,26 +112,53 @@ fn a_removal_of_a_name_that_is_gone_on_the_second_way_does_not_come_back() {
 fn nothing_is_kept_for_long() {
     let retries = Retries::default();
     assert!(retries.due().is_none());
-    retries.refuse(7, Refused::Node, NODE);
-    retries.keep(7, found(OTHER));
+    retries.refuse(NO_THREAD, Refused::Node, NODE);
+    retries.keep(NO_THREAD, found(OTHER));
     let due = retries.due().unwrap();
     assert!(due <= Instant::now() + KEPT);
     retries.give_up(due - Duration::from_millis(1));
-    assert!(retries.found(7, OTHER).is_some());
+    assert!(retries.found(NO_THREAD, OTHER).is_some());
     retries.give_up(due);
-    assert!(retries.due().is_none() && retries.take(7, OTHER).is_none());
+    assert!(retries.due().is_none() && retries.take(NO_THREAD, OTHER).is_none());
+}
+
+#[test]
+fn a_thread_that_has_had_no_processor_since_is_waited_for() {
+    let home = tempfile::tempdir().unwrap();
+    let pipe = home.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let retries = Retries::default();
+    let (send, thread) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let (pipe, retries) = (&pipe, &retries);
+        scope.spawn(move || {
+            send.send(nix::unistd::gettid().as_raw().cast_unsigned()).unwrap();
+            // Waits in a call by path until the other side opens it.
+            drop(std::fs::File::open(pipe).unwrap());
+        });
+        let thread = thread.recv().unwrap();
+        retries.refuse(thread, Refused::Node, NODE);
+        retries.keep(thread, found(OTHER));
+        for _ in 0..3 {
+            retries.give_up(Instant::now() + KEPT);
+            assert!(retries.found(thread, OTHER).is_some());
+        }
+        retries.give_up(Instant::now() + EXPECTED + KEPT);
+        assert!(retries.found(thread, OTHER).is_none(), "not for ever");
+        drop(std::fs::OpenOptions::new().write(true).open(pipe).unwrap());
+    });
 }
 
 #[test]
 fn a_thread_is_expected_for_a_while_and_served_for_as_long_as_that_takes() {
     let retries = Retries::default();
-    retries.refuse(7, Refused::Node, NODE);
+    retries.refuse(NO_THREAD, Refused::Node, NODE);
     retries.give_up(Instant::now() + EXPECTED / 2);
-    assert!(retries.serves(7), "on a machine that has much to do");
+    assert!(retries.serves(NO_THREAD), "on a machine that has much to do");
     retries.give_up(Instant::now() + SERVED / 2);
-    retries.keep(7, found(OTHER));
-    assert!(retries.take(7, OTHER).is_some(), "whatever finding it took");
-    retries.refuse(8, Refused::Node, NODE);
+    retries.keep(NO_THREAD, found(OTHER));
+    assert!(retries.take(NO_THREAD, OTHER).is_some(), "whatever finding it took");
+    retries.refuse(NO_THREAD, Refused::Node, NODE);
     retries.give_up(Instant::now() + EXPECTED);
-    assert!(!retries.serves(8));
+    assert!(!retries.serves(NO_THREAD));
 }
