@@ -25,7 +25,7 @@ pub(crate) use models::{
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
-pub(crate) use volumes::{CopyArgs, FsckArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
+pub(crate) use volumes::{CopyArgs, FsckArgs, ListArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.
 #[derive(Debug, Parser)]
@@ -79,6 +79,12 @@ pub(crate) enum Command {
         /// The mount point
         path: PathBuf,
     },
+    /// List a folder of a volume or snapshot
+    #[command(
+        name = "ls",
+        after_help = "Shows mode, bytes, time of the last change (UTC) and name, sorted by name; a folder of more than 100,000\nentries is sorted in parts. With --json, one object per entry.\n\nExamples:\n  millrace ls digits\n  millrace ls digits@latest:/train\n  millrace ls -r digits@monday --json"
+    )]
+    List(ListArgs),
     /// Copy files and folders between this machine, volumes and buckets
     #[command(
         name = "cp",

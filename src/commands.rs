@@ -6,6 +6,7 @@ pub(crate) mod copy;
 pub(crate) mod feed;
 pub(crate) mod fsck;
 pub(crate) mod ingest;
+pub(crate) mod list;
 pub(crate) mod model;
 pub(crate) mod mount;
 pub(crate) mod pipe;

@@ -172,6 +172,7 @@ async fn until_done(context: &Context, command: Command) -> Result<()> {
         Command::Compact { volume } => {
             context.apart(move || commands::fsck::compact(&own, volume.as_ref())).await
         }
+        Command::List(args) => context.apart(move || commands::list::run(&own, &args)).await,
         Command::Warmup { what } => context.apart(move || commands::warmup::run(&own, &what)).await,
         Command::Trace(args) => context.apart(move || commands::stats::trace(&own, &args)).await,
         Command::Gc => context.apart(move || commands::fsck::gc(&own)).await,

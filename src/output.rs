@@ -189,6 +189,12 @@ pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()
 }
 
+/// A name for a terminal: control characters are escaped.
+pub(crate) fn printable(name: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    name.chars().map(escape).collect()
+}
+
 /// Counts with thousands separators.
 pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::context::{Context, ensure_volume, live};
 use crate::failure::{Exit, fail, failure};
 use crate::home::{Addresses, HomeLock};
+use crate::ready;
 use crate::shared_broker;
 use crate::snapshots::Schedule;
 use stage::{Stage, WaitGauge};
@@ -64,6 +65,7 @@ pub(crate) async fn up(context: &Context) -> Result<()> {
         );
     }
     let mut service = Service::start(context, "up").await?;
+    ready::tell();
     context.out.table(
         &service.addresses,
         &["service", "address"],
@@ -330,39 +332,63 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
     }
 }
 
-/// Trains a job once its snapshot exists.
+/// Trains a job once its snapshot exists. A job on the newest snapshot trains again on each newer one, until `stop`.
 async fn train_when_ready(
     context: &Context,
     path: &std::path::Path,
     stop: CancellationToken,
     gauge: &WaitGauge,
 ) -> Result<()> {
-    let job = millrace_trainer::job::JobFile::load(path)?;
+    let mut job = millrace_trainer::job::JobFile::load(path)?;
     let datafs = context.volumes().await?;
-    let mut told = false;
-    loop {
-        let (datafs, spec) = (datafs.clone(), job.dataset.source.clone());
-        match context.blocking(move || Ok(datafs.view(&spec))).await? {
-            Ok(_) => break,
+    let declared = job.dataset.source.clone();
+    let mut trained = None;
+    while let Some(source) = newer(context, (&datafs, &declared), trained.as_ref(), (&stop, gauge)).await? {
+        job.dataset.source = source.clone();
+        let report = crate::commands::train::train(context, &job, stop.clone(), |_| {}).await?;
+        tracing::info!(
+            model = %job.model_name(), version = report.version, end = ?report.end, dataset = %source, "training ended"
+        );
+        if source == declared {
+            break;
+        }
+        trained = Some(source);
+    }
+    Ok(())
+}
+
+/// The snapshot that a training is to read, once it exists and is not the one that was `trained` last; `None` when the
+/// service stops.
+async fn newer(
+    context: &Context,
+    (datafs, declared): (&Datafs, &VolumeSpec),
+    trained: Option<&VolumeSpec>,
+    (stop, gauge): (&CancellationToken, &WaitGauge),
+) -> Result<Option<VolumeSpec>> {
+    let mut waits = false;
+    while !stop.is_cancelled() {
+        let (datafs, spec) = (datafs.clone(), declared.clone());
+        match context.blocking(move || Ok(datafs.resolve(&spec))).await? {
+            Ok(source) if Some(&source) != trained => {
+                if waits {
+                    gauge.set(false);
+                    tracing::info!(dataset = %source, "the snapshot exists: the training begins");
+                }
+                return Ok(Some(source));
+            }
+            Ok(_) => {}
             Err(error @ millrace_datafs::Error::NotFound { .. }) => {
-                if !std::mem::replace(&mut told, true) {
+                if !std::mem::replace(&mut waits, true) {
                     gauge.set(true);
-                    let dataset = job.dataset.source.to_string();
-                    tracing::info!(job = %job.name, dataset, %error, "the training waits for its snapshot");
+                    tracing::info!(dataset = %declared, %error, "the training waits for its snapshot");
                 }
             }
             Err(error) => return Err(error.into()),
         }
         tokio::select! {
             () = tokio::time::sleep(SNAPSHOT_POLL) => {}
-            () = stop.cancelled() => return Ok(()),
+            () = stop.cancelled() => {}
         }
     }
-    if told {
-        gauge.set(false);
-        tracing::info!(job = %job.name, "the snapshot is there: the training begins");
-    }
-    let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
-    tracing::info!(model = %job.model_name(), version = report.version, end = ?report.end, "training ended");
-    Ok(())
+    Ok(None)
 }

@@ -70,7 +70,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// A volume, live or as of one of its snapshots: `digits` or `digits@v1`.
+/// A volume, live or as of one of its snapshots: `digits` or `digits@v1`. `digits@latest` is the newest snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct VolumeSpec {
@@ -81,9 +81,17 @@ pub struct VolumeSpec {
 }
 
 impl VolumeSpec {
+    /// The snapshot name that stands for the newest snapshot, unless a snapshot has this name itself.
+    pub const LATEST: &str = "latest";
+
     /// The live volume.
     pub fn live(volume: Name) -> VolumeSpec {
         VolumeSpec { volume, snapshot: None }
+    }
+
+    /// Whether this asks for the newest snapshot, unless one is called [`VolumeSpec::LATEST`].
+    pub fn is_latest(&self) -> bool {
+        self.snapshot.as_ref().is_some_and(|name| name.as_str() == VolumeSpec::LATEST)
     }
 
     /// The volume as of a snapshot.

@@ -255,24 +255,29 @@ impl Datafs {
         Ok(())
     }
 
-    /// A view of a volume, live (read and write) or at a snapshot (read only). Fails with
-    /// [`Error::WrongKey`] when the volume is encrypted and its key not at hand.
+    /// A view of a volume, live (read and write) or at a snapshot (read only). [`VolumeSpec::LATEST`] opens the newest
+    /// snapshot; [`View::spec`] then has its name. Fails with [`Error::WrongKey`] when the volume is encrypted and its
+    /// key not at hand.
     pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
-        let (id, at, row) = self.shared.meta.view(|txn| {
+        let (id, (spec, at), row) = self.shared.meta.view(|txn| {
             let id = find(txn, &spec.volume)?;
             let row = VolumeRow::get(txn, id)?;
-            let at = match &spec.snapshot {
-                None => At::Live,
-                Some(name) => match snapshot::find(txn, id, name.as_str())? {
-                    Some(number) => At::Snapshot(number),
-                    None => return Err(Error::not_found(format!("snapshot {spec}"))),
-                },
-            };
-            Ok((id, at, row))
+            Ok((id, resolve(txn, id, spec)?, row))
         })?;
         let codec = self.shared.codec_of(&row)?;
         self.shared.expect_keys(id, &row);
-        Ok(View::new(self, spec.clone(), id, at, codec))
+        Ok(View::new(self, spec, id, at, codec))
+    }
+
+    /// The volume and snapshot that a spec stands for at present: itself, unless it asks for the newest snapshot.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] for a volume or snapshot that does not exist, also where a volume has no snapshot yet.
+    pub fn resolve(&self, spec: &VolumeSpec) -> Result<VolumeSpec> {
+        self.shared.meta.view(|txn| {
+            let id = find(txn, &spec.volume)?;
+            Ok(resolve(txn, id, spec)?.0)
+        })
     }
 
     fn usage(&self, volume: u64) -> Result<Usage> {
@@ -392,6 +397,24 @@ fn info(txn: &mut dyn ReadTxn, id: u64, row: &VolumeRow) -> Result<VolumeInfo> {
         encryption_key: row.key.as_ref().map(|(name, _)| name.clone()),
         usage: None,
     })
+}
+
+/// The spec with the name of a snapshot that exists, and the tree that it stands for.
+fn resolve(txn: &mut dyn ReadTxn, volume: u64, spec: &VolumeSpec) -> Result<(VolumeSpec, At)> {
+    let Some(name) = &spec.snapshot else { return Ok((spec.clone(), At::Live)) };
+    if let Some(number) = snapshot::find(txn, volume, name.as_str())? {
+        return Ok((spec.clone(), At::Snapshot(number)));
+    }
+    if name.as_str() != VolumeSpec::LATEST {
+        return Err(Error::not_found(format!("snapshot {spec}")));
+    }
+    match snapshot::list(txn, volume)?.pop() {
+        Some((number, row)) => {
+            let newest = VolumeSpec::at(spec.volume.clone(), row.name.parse()?);
+            Ok((newest, At::Snapshot(number)))
+        }
+        None => Err(Error::not_found(format!("a snapshot of volume {}", spec.volume))),
+    }
 }
 
 fn snapshot_info(volume: &Name, number: u64, row: &SnapshotRow) -> Result<SnapshotInfo> {

@@ -76,6 +76,16 @@ pub(crate) enum SnapshotCommand {
     },
 }
 
+/// `millrace ls`
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a folder or file in it
+    pub(crate) what: String,
+    /// List folders with everything in them
+    #[arg(short, long)]
+    pub(crate) recursive: bool,
+}
+
 /// `millrace cp`
 #[derive(Debug, Args)]
 pub(crate) struct CopyArgs {

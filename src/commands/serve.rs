@@ -12,6 +12,7 @@ use millrace_serving::{Deps, Serving, Source, serve_with};
 use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
 use crate::home::Addresses;
+use crate::ready;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
@@ -74,6 +75,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         .into_iter()
         .chain(models(&serving).into_iter().map(|line| vec!["model".to_owned(), line])),
     )?;
+    ready::tell();
     context.advise_on_cores();
     context.out.text("ready, Ctrl-C drains and stops")?;
     serving.join().await?;

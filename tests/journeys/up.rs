@@ -1,6 +1,6 @@
 //! `millrace up`: everything that a configuration declares, started together and stopped in order.
 
-use crate::support::{Home, fuse_permitted, operations, project, scrape, try_scrape, until};
+use crate::support::{Home, Service, fuse_permitted, operations, project, scrape, try_scrape, until};
 
 const CONFIG: &str = r#"
 [streams]
@@ -240,6 +240,43 @@ fn parts_that_wait_are_seen_in_the_metrics() {
     home.json(["--config", config, "produce", "asked", record.to_str().unwrap()]);
     until("the pipe waits for its model", || waits("pipe answers").as_deref() == Some("1"));
     assert_eq!(up.stop(), 0);
+}
+
+#[test]
+fn a_service_trains_on_each_newer_snapshot() {
+    let home = Home::new();
+    let config = home.file(
+        "up.toml",
+        "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nmetrics = \"127.0.0.1:0\"\ntrain = [\"train.toml\"]\n",
+    );
+    home.file("train.toml", JOB.replace("@frozen", "@latest").replace("epochs_max = 3", "epochs_max = 1"));
+    let config = config.to_str().unwrap();
+    let records = project().join("examples/digits/digits-test.jsonl");
+    home.ok(["--config", config, "produce", "digits", records.to_str().unwrap()]);
+    home.ok(["--config", config, "ingest", "--topic", "digits", "--volume", "digits", "--path", "/train"]);
+    home.ok(["snapshot", "create", "digits@one"]);
+    let told = home.dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&told).unwrap();
+    let mut up =
+        Service::spawn(home.command().args(["--config", config, "up", "--json"]).env("NOTIFY_SOCKET", &told));
+    up.object();
+    let mut message = [0; 20];
+    let len = socket.recv(&mut message).unwrap();
+    assert_eq!(&message[..len], b"READY=1");
+    let trained_on = |version: &str| {
+        let output =
+            home.run(["model", "show", "digits", "--volume", "digits", "--version", version, "--json"]);
+        let shown: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
+        output.status.success().then(|| shown.unwrap().to_string())
+    };
+    until("the first version is there", || trained_on("1").is_some());
+    assert!(trained_on("1").unwrap().contains("\"one\""), "{:?}", trained_on("1"));
+    home.ok(["snapshot", "create", "digits@two"]);
+    until("the next snapshot is trained on", || {
+        trained_on("2").is_some_and(|lineage| lineage.contains("\"two\""))
+    });
+    assert_eq!(up.stop(), 0);
+    assert!(trained_on("3").is_none(), "once on each");
 }
 
 #[test]

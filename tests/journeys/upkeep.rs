@@ -40,6 +40,52 @@ fn fsck_finds_what_is_lost_and_says_so() {
 }
 
 #[test]
+fn folders_of_volumes_and_snapshots_are_listed() {
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let (code, line) = home.fails(["ls", "v@latest"]);
+    assert!(code == 3 && line.contains("a snapshot of volume v"), "{code}: {line}");
+    let folder = home.dir.path().join("files");
+    std::fs::create_dir_all(folder.join("sub")).unwrap();
+    std::fs::write(folder.join("b.txt"), "12345").unwrap();
+    std::fs::write(folder.join("a\u{1b}[31m"), "").unwrap();
+    std::fs::write(folder.join("sub/c"), "123").unwrap();
+    home.ok(["cp", "-r", folder.to_str().unwrap(), "v:/files"]);
+    home.ok(["snapshot", "create", "v@one"]);
+    let listed = home.ok(["ls", "v:/files"]);
+    let lines: Vec<_> = listed.lines().collect();
+    assert_eq!(lines.len(), 3, "{listed}");
+    assert!(lines[0].ends_with("  a\\u{1b}[31m"), "{listed:?}");
+    assert!(
+        lines[1].starts_with("-rw-") && lines[1].contains(" 5  ") && lines[1].ends_with("  b.txt"),
+        "{listed}"
+    );
+    assert!(lines[2].starts_with("drwx") && lines[2].ends_with("  sub"), "{listed}");
+    home.ok(["cp", "-r", folder.to_str().unwrap(), "v:/later"]);
+    let below = |what: &str| -> Vec<(String, u64)> {
+        let text = home.ok(["ls", "-r", what, "--json"]);
+        let object = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        let entry =
+            |of: serde_json::Value| (of["path"].as_str().unwrap().to_owned(), of["size"].as_u64().unwrap());
+        text.lines().map(object).filter(|of| of["kind"] == "file").map(entry).collect()
+    };
+    let expected = [("files/a\u{1b}[31m", 0), ("files/b.txt", 5), ("files/sub/c", 3)];
+    assert_eq!(below("v@latest"), expected.map(|(path, size)| (path.to_owned(), size)));
+    assert_eq!(below("v").len(), 6);
+    home.ok(["snapshot", "create", "v@two"]);
+    assert_eq!(below("v@latest").len(), 6, "the newest one");
+    assert_eq!(below("v:/files/b.txt"), [("b.txt".to_owned(), 5)]);
+    // A snapshot of that name is that snapshot.
+    home.ok(["cp", "-r", folder.to_str().unwrap(), "v:/more"]);
+    home.ok(["snapshot", "create", "v@latest"]);
+    home.ok(["snapshot", "create", "v@three"]);
+    home.ok(["snapshot", "delete", "v@two"]);
+    assert_eq!(below("v@latest").len(), 9);
+    assert_eq!(home.fails(["ls", "v:/missing"]).0, 3);
+    assert_eq!(home.fails(["ls", "v@"]).0, 2);
+}
+
+#[test]
 fn volumes_are_backed_up_and_restored() {
     let home = Home::new();
     landed(&home);

@@ -199,8 +199,15 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(job: JobFile, setup: Setup) -> Result<Prepared> {
+    fn new(mut job: JobFile, setup: Setup) -> Result<Prepared> {
         let runtime = Handle::current();
+        if job.dataset.source.is_latest() {
+            // The newest snapshot may be another one soon. The run is of the one that is the newest now.
+            job.dataset.source = setup
+                .datafs
+                .resolve(&job.dataset.source)
+                .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+        }
         let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;

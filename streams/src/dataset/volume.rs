@@ -27,9 +27,12 @@ impl DatasetSpec {
     /// # Errors
     /// [`FeedError::Volume`], for example when the snapshot does not exist.
     pub async fn open(&self, datafs: &Datafs) -> Result<OpenDataset> {
-        let (datafs, spec) = (datafs.clone(), self.clone());
+        let (datafs, mut spec) = (datafs.clone(), self.clone());
         let opened = tokio::task::spawn_blocking(move || {
-            let store = datafs.view(&spec.source)?.object_store();
+            let view = datafs.view(&spec.source)?;
+            // The newest snapshot may be another one soon.
+            spec.source = view.spec().clone();
+            let store = view.object_store();
             let identity = identity(&datafs, &spec.source)?;
             if spec.source.snapshot.is_none() {
                 let store = Arc::new(PinnedStore::new(store));

@@ -10,7 +10,7 @@ const PAGES: [(&str, &str, &[&str]); 11] = [
         "Commands: the program and its service",
         &["", "quickstart", "up", "config", "completions"],
     ),
-    ("cli/volumes.md", "Commands: volumes", &["volume", "snapshot", "cp"]),
+    ("cli/volumes.md", "Commands: volumes", &["volume", "snapshot", "ls", "cp"]),
     (
         "cli/upkeep.md",
         "Commands: upkeep of volumes",
