@@ -355,6 +355,20 @@ struct About {
     store: String,
 }
 
+impl About {
+    /// Refuses a folder that holds the backup of another store.
+    fn check_store(&self, root: &Path, store: StoreId) -> Result<()> {
+        if self.store == store.to_string() {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "{} holds a backup of another object store ({}): name another folder",
+            root.display(),
+            self.store
+        )))
+    }
+}
+
 /// A folder of backups, locked.
 struct Folder {
     root: PathBuf,
@@ -380,16 +394,13 @@ impl Folder {
                     root.display()
                 )));
             }
-            Some(about) if about.store != store.to_string() => {
-                return Err(Error::Invalid(format!(
-                    "{} holds a backup of another object store ({}): name another folder",
-                    root.display(),
-                    about.store
-                )));
-            }
-            Some(_) => {}
+            Some(about) => about.check_store(root, store)?,
         }
         let lock = lock(root, FlockArg::LockExclusiveNonblock, true)?;
+        // Another backup may have begun between the check and the lock.
+        if let Some(about) = read_about(root)? {
+            about.check_store(root, store)?;
+        }
         let folder = Folder { root: root.to_owned(), _lock: lock };
         let objects = folder.path(OBJECTS);
         DirBuilder::new().recursive(true).mode(0o700).create(&objects).map_err(fail)?;

@@ -24,8 +24,15 @@ impl MetaUrl {
             // Not a URL: whatever it is, it is refused when it is used.
             return MetaUrl("***".into());
         };
-        // A password may hold any character but those that end the authority.
+        // A password that is not percent-encoded may hold characters that end the authority. Then all up to the last `@`
+        // is hidden, which hides too much where an option holds one.
         let end = rest.find(['/', '?']).unwrap_or(rest.len());
+        let end = match rest.rfind('@') {
+            Some(at) if at > end && rest[..end].contains(':') => {
+                at + 1 + rest[at + 1..].find(['/', '?']).unwrap_or(rest.len() - at - 1)
+            }
+            _ => end,
+        };
         let (authority, tail) = rest.split_at(end);
         let (tail, options) =
             tail.split_once('?').map_or((tail, None), |(tail, options)| (tail, Some(options)));
@@ -73,6 +80,9 @@ mod tests {
         for (url, shown) in [
             ("postgres://me:s3cret@h:1/d?x=1", "postgres://me:***@h:1/d?x=1"),
             ("postgres://me:s3:cr@et@h/d", "postgres://me:***@h/d"),
+            ("postgres://me:s3/cr?et@h:1/d?x=1", "postgres://me:***@h:1/d?x=1"),
+            ("postgres://me:s3@cr/et@h", "postgres://me:***@h"),
+            ("postgres://h:5432/d?x=1", "postgres://h:5432/d?x=1"),
             ("postgres://me@h/d", "postgres://me@h/d"),
             ("postgres:///d?host=/run&password=s3cret&user=u", "postgres:///d?host=/run&password=***&user=u"),
             ("me:s3cret@h", "***"),

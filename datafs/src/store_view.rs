@@ -172,7 +172,9 @@ fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error
     let bytes = file.read_at(range.start, len)?;
     let now = file.attr()?;
     // The attributes are looked up after the bytes: what was read is this version or an error.
-    if bytes.len() != len || (now.mtime, now.size) != (attr.mtime, attr.size) {
+    if bytes.len() != len
+        || (now.data_version, now.mtime, now.size) != (attr.data_version, attr.mtime, attr.size)
+    {
         return Err(replaced());
     }
     Ok(bytes)

@@ -125,10 +125,11 @@ impl Line {
     /// Queues a request of one row that waits for a full batch, and everything after it with it; tells how many runs
     /// there were so far, and its answer.
     pub(crate) async fn hold(&self) -> (u64, Answer) {
-        let client = self.server.client().await;
+        // Two clients: behind the rows of its own client, still queued, the holder would run after those of others.
+        let (client, other) = (self.server.client().await, self.server.client().await);
         loop {
             let before = self.statistics().await.execution_count;
-            let busy = self.send(&client, BUSY_ROWS, &[]);
+            let busy = self.send(&other, BUSY_ROWS, &[]);
             let inference = self.server.serving.inference();
             until("one is there", async || inference.in_flight() > 0 || busy.is_finished()).await;
             let holder = self.send(&client, 1, &[]);
