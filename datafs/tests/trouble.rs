@@ -3,6 +3,7 @@
 
 use std::io::Write as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use millrace_datafs::{
     Compression, Config, Datafs, Error, FromFile, FsckOptions, OpenFlags, Owner, Publish, Secret, View,
@@ -188,8 +189,19 @@ fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
             drop((again, other));
             view.remove_file(name).unwrap();
             datafs.gc().unwrap();
-            ballast.rewind().unwrap();
-            ballast.write_all(&vec![1; 12 << 20]).unwrap();
+            // A thread that looks for deleted objects may have had one open meanwhile.
+            let until = Instant::now() + Duration::from_secs(30);
+            loop {
+                ballast.rewind().unwrap();
+                match ballast.write_all(&vec![1; 12 << 20]) {
+                    Ok(()) => break,
+                    Err(error) => {
+                        assert!(Instant::now() < until, "the space of what was removed is free: {error}")
+                    }
+                }
+                ballast.set_len(0).unwrap();
+                std::thread::yield_now();
+            }
         }
     }
 }
