@@ -62,11 +62,21 @@ impl Watchers {
     }
 }
 
+/// The watcher of one [`Watch`].
+struct OwnWatcher(Watcher);
+
+impl std::fmt::Debug for OwnWatcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OwnWatcher")
+    }
+}
+
 /// Watching lasts until this is dropped.
 #[derive(Debug)]
 #[must_use = "the watcher is not called any more once this is dropped"]
 pub(crate) struct Watch {
     view: View,
+    watcher: OwnWatcher,
     _others: Subscription,
 }
 
@@ -77,14 +87,17 @@ impl View {
         let (volume, writer) = (self.volume, self.writer());
         let theirs = Arc::clone(&watcher);
         let others = self.shared.meta.on_change(Box::new(move |changed| theirs(changed)))?;
+        let own = OwnWatcher(Arc::clone(&watcher));
         self.shared.watchers.set(|list| list.push(Entry { volume, writer, watcher }));
-        Ok(Watch { view: self.clone(), _others: others })
+        Ok(Watch { view: self.clone(), watcher: own, _others: others })
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        let writer = self.view.writer();
-        self.view.shared.watchers.set(|list| list.retain(|entry| entry.writer != writer));
+        self.view
+            .shared
+            .watchers
+            .set(|list| list.retain(|entry| !Arc::ptr_eq(&entry.watcher, &self.watcher.0)));
     }
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::{
-    Compression, Config, Datafs, Error, FromFile, FsckOptions, OpenFlags, Owner, Publish, Secret, View,
-    VolumeOptions,
+    Compression, Config, Datafs, Error, FromFile, FsckOptions, MetaUrl, OpenFlags, Owner, Publish, Secret,
+    View, VolumeOptions,
 };
 use rand::rngs::StdRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
@@ -123,6 +123,20 @@ fn garbage_goes_from_a_disk_without_a_free_byte() {
     assert_eq!(datafs.gc().unwrap().objects, 0, "it was collected at once");
     publish(&view, "new", &bytes[..2_000_000]).unwrap();
     assert_eq!(view.read_file("new").unwrap().len(), 2_000_000);
+}
+
+#[test]
+fn a_metadata_server_that_never_answers_is_named() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let url = format!("postgres://me@{address}/millrace?sslmode=disable");
+    let config = Config { meta_url: Some(MetaUrl::from(url)), lock_wait_ms: 500, ..Config::default() };
+    let error = Datafs::open(dir.path(), &config).unwrap_err();
+    assert!(error.to_string().contains(&address.to_string()), "{error}");
+    let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+    assert!(format!("{error} {cause}").contains("does not answer"), "{error}: {cause}");
+    drop(listener);
 }
 
 /// What is compressed or encrypted on a disk that fills up in the middle of a file.

@@ -86,6 +86,10 @@ impl BackupFile {
 
     /// Adds everything that a transaction reads.
     pub(super) fn fill(&self, txn: &mut dyn ReadTxn) -> Result<()> {
+        // A server that was away for a moment has the transaction run again.
+        if !self.connection.is_autocommit() {
+            self.run("ROLLBACK")?;
+        }
         self.run("BEGIN; DELETE FROM kv")?;
         let mut start = Vec::new();
         loop {

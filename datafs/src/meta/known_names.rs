@@ -91,8 +91,9 @@ impl KnownNames {
     /// All of a directory was read: the hashes of its names, unless there are too many.
     pub(super) fn learn(&mut self, id: DirectoryId, names: Option<HashSet<u64>>) {
         let names = names.map_or(Names::Many, |names| {
+            let names: HashSet<u64, _> = names.into_iter().map(kept).collect();
             self.names += names.len();
-            Names::All(names.into_iter().map(kept).collect())
+            Names::All(names)
         });
         self.put(id, names);
     }
@@ -115,7 +116,11 @@ impl KnownNames {
 
     fn put(&mut self, id: DirectoryId, names: Names) {
         // One of two that share a place goes.
-        self.directories.insert(place(id), Directory { id, names });
+        if let Some(Directory { names: Names::All(gone), .. }) =
+            self.directories.insert(place(id), Directory { id, names })
+        {
+            self.names -= gone.len();
+        }
         self.bound();
     }
 

@@ -87,8 +87,10 @@ impl RecordCache {
     }
 
     fn put(&mut self, key: Box<[u8]>, hash: u64, value: Value) {
-        self.young_bytes += ENTRY_BYTES + key.len() + value.as_ref().map_or(0, |value| value.len());
-        self.young.insert(hash, (key, value));
+        self.young_bytes += entry_bytes(&key, &value);
+        if let Some((key, value)) = self.young.insert(hash, (key, value)) {
+            self.young_bytes -= entry_bytes(&key, &value);
+        }
         if self.young_bytes > self.bytes_max / 2 {
             self.old = std::mem::take(&mut self.young);
             self.young_bytes = 0;
@@ -98,7 +100,9 @@ impl RecordCache {
     /// Somebody else has changed a record.
     pub(crate) fn forget(&mut self, key: &[u8], hash: u64) {
         self.names.note(key);
-        self.young.remove(&hash);
+        if let Some((key, value)) = self.young.remove(&hash) {
+            self.young_bytes -= entry_bytes(&key, &value);
+        }
         self.old.remove(&hash);
     }
 
@@ -107,6 +111,11 @@ impl RecordCache {
         self.young_bytes = 0;
         self.names.clear();
     }
+}
+
+/// What an entry takes.
+fn entry_bytes(key: &[u8], value: &Value) -> usize {
+    ENTRY_BYTES + key.len() + value.as_ref().map_or(0, |value| value.len())
 }
 
 #[cfg(test)]

@@ -178,15 +178,19 @@ impl Pool {
     /// A connection that may meet an empty database.
     pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
         let target = self.target.clone();
+        // The library bounds the connection of the socket alone, not what the server says on it.
+        let until = tokio::time::Instant::from_std(deadline + GRACE);
         let connected = self.threads.wait(async move {
-            let (client, connection) = target.connect().await?;
+            let (client, connection) = tokio::time::timeout_at(until, target.connect())
+                .await
+                .map_err(|_| Fault::Lost("the server takes the connection and does not answer".into()))?
+                .map_err(|error| Fault::from_postgres(&error))?;
             // It ends when the client is dropped; how it ends, each call on it tells.
             tokio::spawn(connection);
-            Ok::<Client, tokio_postgres::Error>(client)
+            Ok::<Client, Fault>(client)
         });
-        let client = connected
-            .ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
-            .map_err(|error| Fault::from_postgres(&error))?;
+        let client =
+            connected.ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))??;
         let wait_ms = u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX);
         block_on(client.batch_execute(&schema::settings(wait_ms)), deadline + GRACE)?;
         Ok(client)
