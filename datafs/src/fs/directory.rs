@@ -118,7 +118,11 @@ impl View {
         }
         let snapshots = self.shared.meta.view(|txn| snapshot::list(txn, self.volume))?;
         let rest = snapshots.into_iter().filter(|(number, _)| keys::HASH_MIN + number > cursor);
-        for (number, row) in rest.take(limit) {
+        let mut room = limit;
+        for (number, row) in rest {
+            if room == 0 {
+                break;
+            }
             let root = Node { snapshot: number, ino: ROOT_INO };
             let attr = if attrs {
                 match self.getattr(root) {
@@ -133,6 +137,7 @@ impl View {
             let cursor = keys::HASH_MIN + number;
             let entry = NodeEntry { name: row.name.into(), node: root, kind: FileKind::Directory, cursor };
             entries.push((entry, attr));
+            room -= 1;
         }
         Ok(Page { entries, is_last: false })
     }

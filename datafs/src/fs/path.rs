@@ -48,14 +48,14 @@ impl View {
         let mut links = 0;
         while let Some(part) = rest.pop() {
             let Some(here) = stack.last().copied() else { break };
+            if here.kind != FileKind::Directory {
+                return Err(Error::NotADirectory { what: path.to_owned() });
+            }
             if part == ".." {
                 if stack.len() > 1 {
                     stack.pop();
                 }
                 continue;
-            }
-            if here.kind != FileKind::Directory {
-                return Err(Error::NotADirectory { what: path.to_owned() });
             }
             let found = self.lookup(here.node, &part).map_err(|e| name_it(e, path))?;
             if found.kind != FileKind::Symlink {
@@ -85,6 +85,15 @@ impl View {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::fs::tests::{owner, setup};
+
+    #[test]
+    fn the_parent_of_a_file_is_no_path() {
+        let (_home, _datafs, view) = setup();
+        view.write_file("file", b"x").unwrap();
+        view.symlink(view.root(), "link".as_ref(), "file/../file".as_ref(), owner()).unwrap();
+        assert!(matches!(view.resolve("link"), Err(Error::NotADirectory { .. })));
+    }
 
     #[test]
     fn paths_are_cut_into_names() {
