@@ -9,7 +9,7 @@ use millrace_datafs::private;
 /// Held while a job runs; the operating system frees it when the process ends, however it ends.
 #[derive(Debug)]
 pub(crate) struct JobLock {
-    _file: File,
+    file: File,
 }
 
 impl JobLock {
@@ -40,6 +40,14 @@ impl JobLock {
         file.set_len(0).map_err(io)?;
         file.rewind().map_err(io)?;
         writeln!(file, "{}", std::process::id()).map_err(io)?;
-        Ok(JobLock { _file: file })
+        Ok(JobLock { file })
+    }
+}
+
+impl Drop for JobLock {
+    fn drop(&mut self) {
+        // A child that was forked just now has the file open until it runs its own program. Closing the file alone would
+        // leave the job locked as long. An error leaves just that.
+        let _ = self.file.unlock();
     }
 }
